@@ -1,0 +1,1 @@
+"""Which tensors an object owns, and which objects we refuse."""

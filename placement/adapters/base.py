@@ -1,0 +1,55 @@
+"""What an adapter knows: the tensors that an object owns now.
+
+An adapter never moves a byte and never changes its object. It answers, each time anew, which tensors belong to the
+object at this moment, because parameters are added, state is born at the first step, gradients come and go.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One tensor of an object."""
+
+    name: str
+    """As the user would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"."""
+    tensor: torch.Tensor
+    loose: bool = False
+    """Comes and goes between phases (a gradient): gets addresses of its own for one offload at a time."""
+
+
+class Adapter(abc.ABC):
+    """The contract of every adapter.
+
+    `owned()` yields EVERY tensor object through which the object reaches a storage, aliases included (tied weights, views of
+    one buffer, plain tensor attributes): the rebinding way of adoption needs each of them. Order is deterministic: two calls
+    with nothing changed in between yield the same tensors in the same order, and the order is that of the object's own
+    registration, so that all ranks agree. It creates nothing (reading an optimizer's state must not create empty entries).
+    """
+
+    kind: str
+    """"module", "optimizer" or "engine"."""
+
+    @abc.abstractmethod
+    def owned(self) -> Iterator[Owned]:
+        """Every tensor that has to move with the object; what stays on the CPU by right is not among them."""
+
+    @abc.abstractmethod
+    def key_objects(self) -> Sequence[Any]:
+        """The objects whose identity names this registration: the module and what it wraps, the leaf optimizers, the engine."""
+
+    @property
+    def external(self) -> str | None:
+        """Why the framework itself places the bytes (then they are tracked, never moved); None when we move them."""
+        return None
+
+    def expected_sizes(self) -> Sequence[int] | None:
+        """Sizes in bytes of storages that are not born yet but will be (optimizer state); None when it cannot be told."""
+        return ()

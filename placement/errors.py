@@ -1,0 +1,77 @@
+"""The exceptions that placement raises.
+
+    PlacementError
+    ├── RegistrationError     the object cannot be registered; it was left as it was
+    ├── PolicyError           the policy failed, or its plan is not a plan
+    ├── PhaseError            phases used out of order, or from two places at once
+    ├── NotResidentError      an offloaded handle was used
+    ├── DeviceMemoryError     the bytes do not fit on the device, or the driver refused them
+    ├── HostMemoryError       the host copy cannot be reserved
+    ├── IntegrityError        declared and measured disagree, or a byte changed that must not
+    ├── BrokenHandleError     a handle can go neither forward nor back
+    ├── EngineError           a rollout engine refused or failed
+    ├── GroupError            a rank of the group failed; every rank went back
+    └── CoordinatorLost       the group's decision cannot be read
+
+A caller's plain mistake is a `ValueError` or a `TypeError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class PlacementError(Exception):
+    """Root of every error that placement raises on its own account."""
+
+
+class RegistrationError(PlacementError):
+    """An object cannot be registered. It and the manager are as they were before the call."""
+
+
+class PolicyError(PlacementError):
+    """A policy raised, returned something that is not a total plan, or does not know the phase."""
+
+
+class PhaseError(PlacementError):
+    """Phases were used out of order: left without being entered, or held by two threads or tasks at once."""
+
+
+class NotResidentError(PlacementError):
+    """An offloaded handle was used for something that needs its bytes on the device."""
+
+
+class DeviceMemoryError(PlacementError):
+    """What a phase needs together does not fit, or the driver refused the memory."""
+
+
+class HostMemoryError(PlacementError):
+    """The host copy of a handle cannot be reserved. The handle stays where it is."""
+
+
+class IntegrityError(PlacementError):
+    """What is declared and what is measured disagree; the message holds the numbers."""
+
+
+class BrokenHandleError(PlacementError):
+    """A handle can go neither forward nor back (a sticky device error in the middle of a move)."""
+
+
+class EngineError(PlacementError):
+    """A rollout engine refused or failed an operation."""
+
+
+class GroupError(PlacementError):
+    """A rank of the group failed, so that every rank went back to where it was.
+
+    Attributes:
+        failures: reason by rank.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)
+
+
+class CoordinatorLost(PlacementError):
+    """The group's decision cannot be read; what was prepared is kept."""

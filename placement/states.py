@@ -1,0 +1,161 @@
+"""The words of the state machine: states, triggers, phases, and what a policy reads and writes.
+
+Standard library only. Everything here is immutable data; nothing moves a byte.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+
+class State(enum.StrEnum):
+    """What may be done with a handle now."""
+
+    CPU_OFFLOADED = "CPU_OFFLOADED"
+    """The host copy is the only one; poison lies behind the device addresses."""
+    GPU_RESIDENT = "GPU_RESIDENT"
+    """The values are on the device and may be read there."""
+    SYNCING = "SYNCING"
+    """The weights are being published: nothing moves or writes them."""
+    TRAINING = "TRAINING"
+    """The values are on the device and may change."""
+
+
+class Trigger(enum.StrEnum):
+    """The names of the transitions."""
+
+    LOAD = "load"
+    OFFLOAD = "offload"
+    BEGIN_SYNC = "begin_sync"
+    END_SYNC = "end_sync"
+    BEGIN_STREAM = "begin_stream"
+    END_STREAM = "end_stream"
+    BEGIN_TRAIN = "begin_train"
+    END_TRAIN = "end_train"
+    SYNC_TO_TRAIN = "sync_to_train"
+    TRAIN_TO_SYNC = "train_to_sync"
+
+
+TRANSITIONS: tuple[tuple[Trigger, State, State], ...] = (
+    (Trigger.LOAD, State.CPU_OFFLOADED, State.GPU_RESIDENT),
+    (Trigger.OFFLOAD, State.GPU_RESIDENT, State.CPU_OFFLOADED),
+    (Trigger.BEGIN_SYNC, State.GPU_RESIDENT, State.SYNCING),
+    (Trigger.END_SYNC, State.SYNCING, State.GPU_RESIDENT),
+    (Trigger.BEGIN_STREAM, State.CPU_OFFLOADED, State.SYNCING),
+    (Trigger.END_STREAM, State.SYNCING, State.CPU_OFFLOADED),
+    (Trigger.BEGIN_TRAIN, State.GPU_RESIDENT, State.TRAINING),
+    (Trigger.END_TRAIN, State.TRAINING, State.GPU_RESIDENT),
+    (Trigger.SYNC_TO_TRAIN, State.SYNCING, State.TRAINING),
+    (Trigger.TRAIN_TO_SYNC, State.TRAINING, State.SYNCING),
+)
+"""The one table: the machine, the README's diagram and the tests read it."""
+
+IDLE = "idle"
+PHASES: tuple[str, ...] = (
+    "rollout",
+    "weight_sync",
+    "log_prob",
+    "values",
+    "reward",
+    "train",
+    "optimizer_step",
+    "checkpoint",
+    "restore",
+    "eval",
+    IDLE,
+)
+"""The phases every shipped policy knows. `Settings.phases` adds names of the user's own."""
+
+KINDS: tuple[str, ...] = ("module", "optimizer", "engine")
+ROLES: tuple[str, ...] = ("actor", "ref", "critic", "reward", "teacher", "rollout")
+WORKER_ROLES: tuple[str, ...] = ("trainer", "rollout", "hybrid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandleView:
+    """What a policy may know of one handle."""
+
+    name: str
+    kind: str
+    role: str | None
+    state: State
+    num_bytes: int
+    """Device bytes the handle needs while it is on the device; 0 for an unbuilt `Lazy`, an external handle, unborn state."""
+    resident_bytes: int = 0
+    """Device bytes it holds now."""
+    owners: tuple[str, ...] = ()
+    """For an optimizer: the module handles whose parameters it steps."""
+    readonly: bool = False
+    external: bool = False
+    built: bool = True
+    kept: bool = False
+    """Carried over the end of an earlier phase by `phase.keep`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One target state for every handle. Immutable; the methods return new plans.
+
+    `streamed` names the handles whose SYNCING is published from the host copy, without loading.
+    """
+
+    targets: Mapping[str, State]
+    streamed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", MappingProxyType({n: State(s) for n, s in dict(self.targets).items()}))
+        object.__setattr__(self, "streamed", frozenset(self.streamed))
+
+    def __getitem__(self, name: str) -> State:
+        return self.targets[name]
+
+    def also(self, handle: HandleView | str, state: State) -> Plan:
+        """This plan with one more target; a handle that the plan already wants on the device keeps its target."""
+        name = handle if isinstance(handle, str) else handle.name
+        if self.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
+            return self
+        return replace(self, targets={**self.targets, name: state})
+
+    def on_device(self, name: str) -> bool:
+        """Whether the handle's bytes are on the device under this plan."""
+        return self.targets[name] is not State.CPU_OFFLOADED and name not in self.streamed
+
+    def limited_to(self, names: Iterable[str], enclosing: Plan) -> Plan:
+        """This plan for `names`, `enclosing` for every other handle (what `phase(only=...)` means)."""
+        chosen = set(names)
+        targets = {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()}
+        streamed = (self.streamed & chosen) | (enclosing.streamed - chosen)
+        return Plan(targets, streamed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """What a policy decides from. Pure data: reading it has no effect and costs no device call."""
+
+    phase: str
+    enclosing: str | None = None
+    """The phase around this one; None at the outermost."""
+    upcoming: tuple[str, ...] = ()
+    """The phases known to come, nearest first; empty until a cycle has been seen."""
+    handles: Mapping[str, HandleView] = field(default_factory=dict)
+    budget_bytes: int = 0
+    """Device bytes that all handles may hold together in this phase."""
+    worker_role: str = "hybrid"
+    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The user's own phases (`Settings.phases`): roles needed, by phase name."""
+
+    def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
+        """The handles of these roles, in registration order; of one kind if given."""
+        return tuple(h for h in self.handles.values() if h.role in roles and kind in (None, h.kind))
+
+    def bytes_of(self, plan: Plan) -> int:
+        """Device bytes that the handles hold together under a plan."""
+        return sum(h.num_bytes for h in self.handles.values() if not h.external and plan.on_device(h.name))
+
+    def fits(self, plan: Plan, *more: HandleView) -> bool:
+        """Whether the plan, with `more` on the device too, stays within the budget."""
+        extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
+        return self.bytes_of(plan) + extra <= self.budget_bytes
