@@ -151,6 +151,15 @@ class View:
         """The handles of these roles, in registration order; of one kind if given."""
         return tuple(h for h in self.handles.values() if h.role in roles and kind in (None, h.kind))
 
+    @property
+    def known_phases(self) -> tuple[str, ...]:
+        """The phases that mean something here: the shipped ones and the user's own."""
+        return (*PHASES, *(name for name in self.phases if name not in PHASES))
+
+    def total_plan(self, targets: Mapping[str, State], streamed: Iterable[str] = ()) -> Plan:
+        """The plan with these targets and CPU_OFFLOADED for every other handle of the view."""
+        return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed))
+
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under a plan."""
         return sum(h.num_bytes for h in self.handles.values() if not h.external and plan.on_device(h.name))

@@ -1,0 +1,75 @@
+"""placement decides what sits on the GPU in RL post-training: one explicit state machine instead of hand-placed offload calls."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from placement.engines.base import Engine, TorchEngine
+from placement.errors import (
+    BrokenHandleError,
+    CoordinatorLost,
+    DeviceMemoryError,
+    EngineError,
+    GroupError,
+    HostMemoryError,
+    IntegrityError,
+    NotResidentError,
+    PhaseError,
+    PlacementError,
+    PolicyError,
+    RegistrationError,
+)
+from placement.handle import Handle, Lazy
+from placement.manager import Manager
+from placement.phases import Phase
+from placement.settings import Settings
+from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
+from placement.states import PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
+from placement.sync import WeightInfo
+
+if TYPE_CHECKING:
+    from placement import policies, testing
+
+__all__ = [
+    "PHASES",
+    "TRANSITIONS",
+    "Audit",
+    "BrokenHandleError",
+    "CoordinatorLost",
+    "DeviceMemoryError",
+    "Engine",
+    "EngineError",
+    "Finding",
+    "GroupError",
+    "Handle",
+    "HandleSnapshot",
+    "HandleView",
+    "HostMemoryError",
+    "IntegrityError",
+    "Lazy",
+    "Manager",
+    "NotResidentError",
+    "Phase",
+    "PhaseError",
+    "PlacementError",
+    "Plan",
+    "PolicyError",
+    "RegistrationError",
+    "Settings",
+    "Snapshot",
+    "State",
+    "TorchEngine",
+    "Trigger",
+    "View",
+    "WeightInfo",
+    "policies",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`placement.policies` and `placement.testing` load when they are first used: nothing here imports a policy."""
+    if name in ("policies", "testing"):
+        return importlib.import_module(f"placement.{name}")
+    raise AttributeError(f"module 'placement' has no attribute {name!r}")

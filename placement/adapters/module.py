@@ -1,0 +1,148 @@
+"""The tensors of a plain `torch.nn.Module`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from placement.adapters.base import Adapter, Owned
+from placement.adapters.detect import external_module, refuse_module
+from placement.adapters.tensors import is_plain, nested_tensors, plain_parts, problem_of, reference, with_index
+from placement.errors import RegistrationError
+
+# Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model.
+_MODULE_FIELDS = tuple(vars(torch.nn.Module()))
+_NO_TENSOR, _TENSOR, _CONTAINER = range(3)
+
+
+class ModuleAdapter(Adapter):
+    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules.
+
+    The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing.
+
+    Args:
+        module: A plain module, or what `torch.compile` made of one.
+        name: How errors name the registration.
+        compute_device: Where tensors over a range say they are (`cpu` on a simulated device).
+        external: The caller says that a framework places the bytes; then nothing is refused.
+
+    Raises:
+        RegistrationError: a framework shards or moves the module, or a tensor of it cannot be moved as bytes.
+    """
+
+    kind = "module"
+
+    def __init__(self, module: torch.nn.Module, *, name: str, compute_device: torch.device, external: bool = False) -> None:
+        inner = module
+        while type(inner).__name__ == "OptimizedModule" and (wrapped := inner._modules.get("_orig_mod")) is not None:
+            inner = wrapped
+        self._name = name
+        self._device = with_index(compute_device)
+        # `inner` is a key too: registering a module and its compiled wrapper would claim the same bytes twice.
+        self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
+        self._module: Callable[[], torch.nn.Module | None] = reference(inner)
+        self._kinds: dict[type, int] = {}
+        self._cpu_stays = False
+        self._external = "the caller says so (external=True)" if external else external_module(inner)
+        if self._external is None:
+            refuse_module(name, inner)
+            self._cpu_stays = self._is_mixed(inner)
+            for item in self._collect(inner):
+                if (problem := problem_of(item.tensor, self._device)) is not None:
+                    raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
+
+    def _is_mixed(self, module: torch.nn.Module) -> bool:
+        """Whether CPU tensors stay on the CPU by right: the weights already lie on the accelerator without them.
+
+        Decided once. After adoption every tensor of a module that was born on the CPU says it is on the accelerator.
+        """
+        weights: list[torch.Tensor] = [*module.parameters()] or [*module.buffers()]
+        return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
+
+    def owned(self) -> Iterator[Owned]:
+        """Every tensor object, module by module in registration order: parameters with their gradients, buffers, attributes.
+
+        Gradients and tensors of a live autograd graph are loose. Tensors without elements are not among them.
+
+        Raises:
+            RegistrationError: a tensor that cannot be moved as bytes was added after registration.
+        """
+        module = self._module()
+        return iter(self._collect(module) if module is not None else ())
+
+    def key_objects(self) -> Sequence[Any]:
+        """The module and, for a compiled one, the module it wraps; without those that are gone."""
+        return [key for key in (alive() for alive in self._keys) if key is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The distinct parameters as an optimizer knows them: sharded ones whole, where `owned()` yields what they wrap."""
+        module = self._module()
+        return list(module.parameters()) if module is not None else []
+
+    @property
+    def external(self) -> str | None:
+        return self._external
+
+    def _collect(self, root: torch.nn.Module) -> list[Owned]:
+        found: list[Owned] = []
+        seen: set[int] = set()
+        visited: set[int] = set()
+        stack: list[tuple[str, torch.nn.Module]] = [("", root)]
+        while stack:
+            prefix, module = stack.pop()
+            if id(module) in visited:
+                continue
+            visited.add(id(module))
+            fields = module.__dict__
+            for name, tensor in fields["_parameters"].items():
+                if tensor is not None:
+                    self._add(prefix + name, tensor, found, seen)
+            for name, tensor in fields["_buffers"].items():
+                if tensor is not None:
+                    self._add(prefix + name, tensor, found, seen)
+            self._add_attributes(prefix, fields, found, seen)
+            if children := fields["_modules"]:
+                stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
+        return found
+
+    def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: set[int]) -> None:
+        kinds = self._kinds
+        # torch.nn.Module sets its fields in one go, so whoever calls its constructor first has them first: skip them at once.
+        attributes = itertools.islice(fields.items(), len(_MODULE_FIELDS) - 1, None)
+        if next(attributes, ("", None))[0] != _MODULE_FIELDS[-1]:
+            attributes = itertools.islice(fields.items(), None)
+        for name, value in attributes:
+            kind = kinds.get(type(value))
+            if kind is None:
+                kind = kinds[type(value)] = _kind_of(type(value))
+            if kind == _NO_TENSOR or name in _MODULE_FIELDS:
+                continue
+            if kind == _TENSOR:
+                self._add(prefix + name, value, found, seen)
+            elif value:
+                for path, tensor in nested_tensors(value, prefix + name):
+                    self._add(path, tensor, found, seen)
+
+    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: set[int], loose: bool = False) -> None:
+        if id(tensor) in seen:
+            return
+        seen.add(id(tensor))
+        if self._external is not None:
+            found.extend(Owned(path, part, loose) for path, part in plain_parts(tensor, name) if part.numel())
+        elif not (self._cpu_stays and tensor.is_cpu):
+            if not is_plain(tensor, self._device):
+                raise RegistrationError(f"{self._name!r}: {name!r} {problem_of(tensor, self._device)}.")
+            if tensor.numel():
+                # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
+                found.append(Owned(name, tensor, loose or not tensor.is_leaf))
+        if tensor.is_leaf and (gradient := tensor.grad) is not None:
+            self._add(f"{name}.grad", gradient, found, seen, loose=True)
+
+
+def _kind_of(cls: type) -> int:
+    if issubclass(cls, torch.Tensor):
+        return _TENSOR
+    return _CONTAINER if issubclass(cls, (list, tuple, Mapping)) else _NO_TENSOR

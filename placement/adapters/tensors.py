@@ -1,0 +1,88 @@
+"""What a plain tensor is, and how tensors are found in nested containers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs an adapter of its own.
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def with_index(device: torch.device) -> torch.device:
+    """`device` as tensors report it: "cuda" without an index is the current one."""
+    return torch.empty(0, device=device).device
+
+
+def reference(obj: Any) -> Callable[[], Any]:
+    """A weak reference, so that an adapter does not keep its object alive; a strong one where the class allows no weak ones."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
+
+
+def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
+    """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every boundary, so it stays cheap."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.device == compute_device)
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+    )
+
+
+def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None:
+    """What is wrong with a tensor and what to do about it, for an error message; None when it can be moved."""
+    if is_lazy(tensor):
+        return "has no shape yet: run one forward pass before registering"
+    if type(tensor) not in _PLAIN_TYPES or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        kind = type(tensor)
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__}: only plain tensors and parameters can be moved now; "
+            "convert it to a plain tensor, or register with external=True to have it tracked and never moved"
+        )
+    if tensor.is_meta:
+        return "is on the meta device, so it has no bytes: materialise it (to_empty, then load weights) before registering"
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+        return f"has a {layout} layout: only dense strided tensors can be moved now; make it dense (a gradient: zero_grad first)"
+    if not (tensor.is_cpu or tensor.device == compute_device):
+        where = "the CPU" if compute_device.type == "cpu" else f"the CPU or {compute_device}"
+        return f"is on {tensor.device}: one handle lives on {where}; move it there before registering"
+    if tensor.is_inference():
+        return "is an inference tensor: create or load it outside torch.inference_mode()"
+    if tensor.is_cpu and tensor.untyped_storage().is_shared():
+        return "lies in shared memory, which other processes may be using: clone it before registering"
+    return None
+
+
+def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in `value`, through lists, tuples and mappings nested in any depth, in their own order."""
+    stack: list[tuple[str, Any]] = [(name, value)]
+    visited: set[int] = set()
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            yield path, item
+        elif isinstance(item, (list, tuple, Mapping)) and item and id(item) not in visited:
+            visited.add(id(item))
+            pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
+            stack.extend([(f"{path}.{key}", part) for key, part in pairs][::-1])
+
+
+def plain_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that hold a tensor's bytes: itself, or what a wrapper subclass (a DTensor) wraps."""
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        for attribute in wrapper.__tensor_flatten__()[0]:
+            yield from plain_parts(getattr(wrapper, attribute), f"{name}.{attribute}")
+    elif type(tensor) in _PLAIN_TYPES and not tensor.is_meta:
+        yield name, tensor

@@ -1,0 +1,70 @@
+"""How large an optimizer's state will be, before it is born."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from typing import Any
+
+import torch
+
+from placement.adapters.tensors import nested_tensors
+
+
+def twin_sizes(optimizer: torch.optim.Optimizer, compute_device: torch.device) -> list[int] | None:
+    """Bytes of every storage that the first step of `optimizer` will create on the device, 0-dimensional CPU tensors not counted.
+
+    A twin of the same class is stepped on meta tensors: no memory, no value, no hook and no random state of the user is touched.
+    Every parameter that requires a gradient is taken to get one. None when the class cannot be stepped without data.
+    """
+    python_state = random.getstate()
+    devices = [compute_device] if compute_device.type == "cuda" else []
+    try:
+        # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
+        with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
+            return _step_twin(optimizer)
+    except Exception:  # noqa: BLE001 - a user's class may do anything in a step; then its state is sized when it is born
+        return None
+    finally:
+        random.setstate(python_state)
+
+
+def _step_twin(optimizer: torch.optim.Optimizer) -> list[int]:
+    groups = [_twin_group(group) for group in optimizer.param_groups]
+    cls: Any = type(optimizer)
+    twin = cls(groups)
+    for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
+        for parameter, source in zip(group["params"], original["params"], strict=True):
+            if source.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    # The innermost function: without the wrappers that torch's constructor puts around it, which run the user's global hooks.
+    inspect.unwrap(cls.step)(twin)
+    sizes: list[int] = []
+    seen: set[int] = set()
+    for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
+        on_device = bool(original.get("fused") or original.get("capturable"))
+        for parameter in group["params"]:
+            for _, tensor in nested_tensors(twin.state.get(parameter, {}), ""):
+                storage = tensor.untyped_storage()
+                if storage._cdata in seen or not (tensor.is_meta or on_device):
+                    continue
+                seen.add(storage._cdata)
+                # A fused step counts in float32, whatever the default type of the process.
+                sizes.append(4 if tensor.is_cpu and original.get("fused") else storage.nbytes())
+    return [size for size in sizes if size]
+
+
+def _twin_group(group: dict[str, Any]) -> dict[str, Any]:
+    twin: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params":
+            twin[key] = [torch.nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in value]
+        elif key in ("fused", "foreach", "capturable", "differentiable"):
+            # The plain implementation makes the same state, and is the only one that runs on meta tensors.
+            twin[key] = False
+        elif isinstance(value, torch.Tensor):
+            twin[key] = 0.5  # Layout does not depend on a learning rate, and reading the user's could wait for the device.
+        elif key != "param_names":
+            twin[key] = copy.deepcopy(value)
+    return twin

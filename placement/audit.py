@@ -1,0 +1,107 @@
+"""Declared against measured: snapshots, audits, integrity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from placement.errors import IntegrityError
+from placement.handle import Handle
+from placement.snapshot import Audit, Finding, HandleSnapshot
+from placement.states import Plan
+
+if TYPE_CHECKING:
+    from placement.memory.base import Device
+
+
+def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
+    """One handle now. Takes no lock: each value is read once."""
+    counters, holding = handle.counters, handle.holding
+    return HandleSnapshot(
+        name=handle.name,
+        kind=handle.kind,
+        role=handle.role,
+        owners=tuple(owner.name for owner in handle.owners),
+        adapter=type(handle.adapter).__name__ if handle.adapter is not None else "Lazy",
+        state=counters.state,
+        readonly=handle.readonly,
+        external=handle.external_reason,
+        broken=handle.broken,
+        built=handle.is_built,
+        kept=handle.name in kept,
+        num_bytes=handle.num_bytes,
+        resident_bytes=handle.resident_bytes,
+        host_bytes=handle.host_bytes,
+        host_pageable_bytes=holding.host_pageable_bytes if holding is not None else 0,
+        state_seconds=counters.seconds_by_state(time.monotonic()),
+        transitions=dict(counters.transitions),
+        failures=dict(counters.failures),
+        loaded_bytes=counters.loaded_bytes,
+        offloaded_bytes=counters.offloaded_bytes,
+        skipped_bytes=counters.skipped_bytes,
+        last_transition_timestamp_seconds=counters.last_transition_timestamp_seconds,
+        drift_bytes=handle.drift_bytes,
+        stray_references=handle.stray_references,
+    )
+
+
+def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, poison_written: bool) -> Audit:
+    """Compare what every handle declares with what its tensors and the device say. Enumerates tensors; not for the hot path."""
+    findings: list[Finding] = []
+    for handle in handles.values():
+        findings += _findings(handle, plan.on_device(handle.name))
+    chunks, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
+    if chunks != declared:
+        detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
+        findings.append(Finding(handle=None, what="unaccounted", detail=detail))
+    if poison_written:
+        findings.append(Finding(handle=None, what="wrong_write", detail="something wrote into offloaded memory; the poison was refilled"))
+    resident = sum(handle.resident_bytes for handle in handles.values())
+    lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
+    lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
+    lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
+    lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
+    return Audit(ok=not findings, findings=tuple(findings), resident_bytes=resident, report="\n".join(lines))
+
+
+def chunk_bytes(handles: Iterable[Handle]) -> int:
+    """Bytes of chunks that the handles hold together (what they own in torch's memory not counted)."""
+    return sum(handle.holding.chunk_bytes for handle in handles if handle.holding is not None)
+
+
+def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
+    if handle.broken is not None:
+        yield Finding(handle=handle.name, what="broken", detail=handle.broken)
+        return
+    try:
+        handle.check_integrity()
+    except IntegrityError as error:
+        yield Finding(handle=handle.name, what="leak", detail=str(error))
+    holding = handle.holding
+    if holding is None:
+        return
+    if not belongs_on_device and handle.resident_bytes:
+        detail = f"{handle.resident_bytes:,} bytes on the device, where it belongs off it"
+        yield Finding(handle=handle.name, what="leak", detail=detail)
+    drifted = holding.drifted()
+    handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
+    for name, nbytes in drifted:
+        detail = f"{name} ({nbytes:,} bytes) is not at its place any more: something moved or replaced it outside placement"
+        yield Finding(handle=handle.name, what="drift", detail=detail)
+    if handle.stray_references:
+        detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.strays})"
+        yield Finding(handle=handle.name, what="stray_reference", detail=detail)
+
+
+def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
+    """Raise on the first thing that disagrees.
+
+    Raises:
+        IntegrityError: with the numbers.
+    """
+    for handle in handles.values():
+        handle.check_integrity()
+    held, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
+    if held != declared:
+        raise IntegrityError(f"{device.name} holds {held:,} bytes of chunks, the handles declare {declared:,}")

@@ -1,0 +1,362 @@
+"""Phase borders: the stack of open phases, the plans, and what happens when one begins, gives way to another, or ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from placement import views
+from placement.budget import Budget, check_fits
+from placement.errors import IntegrityError, PhaseError, PlacementError, PolicyError
+from placement.handle import Handle
+from placement.journal import Journal, logger
+from placement.memory.base import Device
+from placement.phases import Open, Phase, check_holder
+from placement.reconcile import Reconciler
+from placement.registry import Registry
+from placement.settings import Settings
+from placement.states import IDLE, Plan, State, View
+
+_WRONG_WRITE = (
+    "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle is as it "
+    "was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names the handles that are off the device."
+)
+
+
+class Borders:
+    """Everything about one manager that changes at a border. Public names are used by the manager and by `Phase`."""
+
+    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal) -> None:
+        self._device = device
+        self._policy = policy
+        self._settings = settings
+        self._journal = journal
+        self._budget = Budget(settings.budget_bytes, settings.headroom)
+        self.reconciler = Reconciler(device, journal, strict=settings.strict)
+        self._gone: deque[Handle] = deque()
+        self.registry = Registry(device, self.reconciler, lambda: self.phase_name, self._gone.append)
+        self._handles = self.registry.handles
+        self._lock = threading.RLock()
+        self._busy = False
+        self._pid = os.getpid()
+        self.is_closed = False
+        self.stack: tuple[Open, ...] = ()
+        self.kept: frozenset[str] = frozenset()
+        self.left_behind: tuple[Handle, ...] = ()
+        """On the device although the last border wanted them off it."""
+        self._history: deque[str] = deque(maxlen=64)
+        self.memory = device.memory()
+        self.peak_bytes = 0
+
+    @property
+    def phase_name(self) -> str:
+        """The innermost open phase; "idle" outside every phase."""
+        stack = self.stack
+        return stack[-1].name if stack else IDLE
+
+    def enter(self, phase: Phase, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
+        with self.border():
+            check_holder(self.stack, name)
+            stack, outer = self.stack, self.phase_name
+            enclosing = self.base_plan()
+            began = time.monotonic()
+            try:
+                self._journal.enter_phase(name)
+                plan = self._go(name, only, enclosing)
+                opened = Open(name, only, plan, holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
+                self.stack = (*stack, opened)
+                phase._open = opened
+            except BaseException as error:
+                self.stack, phase._open = stack, None
+                self._journal.enter_phase(outer)
+                self._note(error, self._retreat(enclosing))
+                raise
+            self._history.append(name)
+            self._journal.stall_seconds[name] += time.monotonic() - began
+
+    def switch(self, phase: Phase, name: str, only: tuple[str, ...] | None) -> None:
+        with self.border():
+            opened = self._require_innermost(phase, f"switch to {name!r}")
+            below = self.stack[:-1]
+            enclosing = below[-1].plan if below else self._idle_plan()
+            began = time.monotonic()
+            self._finish(opened)
+            self.kept |= opened.kept
+            try:
+                self._journal.enter_phase(name)
+                plan = self._go(name, only, enclosing)
+                following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
+                self.stack = (*below, following)
+                phase._open = following
+            except BaseException as error:
+                self.stack, phase._open = (*below, opened), opened
+                self._journal.enter_phase(opened.name)
+                self._note(error, self._retreat(opened.plan))
+                raise
+            self._history.append(name)
+            self._journal.stall_seconds[name] += time.monotonic() - began
+
+    def leave(self, phase: Phase, error: BaseException | None) -> None:
+        with self.border():
+            opened = self._require_innermost(phase, "leave")
+            below = self.stack[:-1]
+            began = time.monotonic()
+            failures: list[Exception] = []
+            try:
+                self._finish(opened)
+                self._expire_keeps()
+                plan, failures = self._plan_after(below)
+                kept = [name for name in opened.kept if name in self._handles]
+                self.kept = frozenset(kept)
+                for name in kept:
+                    if self._handles[name].node[1]:
+                        plan = plan.also(name, State.GPU_RESIDENT)
+                failures += self._retreat(plan)
+            except BaseException:  # an interrupt in the middle of leaving: leave first, then let it out
+                self._retreat(self._plan_after(below)[0])
+                raise
+            finally:
+                self.stack, phase._open = below, None
+                self._journal.enter_phase(self.phase_name)
+                self._journal.stall_seconds[opened.name] += time.monotonic() - began
+            self._sweep_abandoned()
+            self._raise_after(opened.name, failures, error)
+
+    def _raise_after(self, name: str, failures: list[Exception], error: BaseException | None) -> None:
+        """What went wrong at an exit: a note on the user's exception where one is on its way, else raised."""
+        if not failures:
+            return
+        if error is not None:
+            self._note(error, failures)
+            return
+        first, *others = failures
+        first.add_note(f"placement: while leaving phase {name!r}")
+        self._note(first, others)
+        raise first
+
+    def _note(self, error: BaseException, failures: list[Exception]) -> None:
+        for failure in failures:
+            error.add_note(f"placement: {type(failure).__name__}: {failure}")
+
+    # --- one border
+
+    @contextmanager
+    def border(self) -> Iterator[None]:
+        """One border at a time, in the right process, with the dead swept out and nothing captured."""
+        with self._lock:
+            self.check_process()
+            if self._busy:
+                raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a border")
+            self._busy = True
+            try:
+                if self._device.is_capturing():
+                    raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
+                with torch.inference_mode(False), torch.no_grad():
+                    self._sweep_gone()
+                    self._sweep_abandoned()
+                    yield
+            finally:
+                self._busy = False
+
+    def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
+        """Make the plan for a phase and carry it out, all or nothing."""
+        handles = self._handles
+        if self.poison_was_written():
+            raise IntegrityError(_WRONG_WRITE)
+        try:
+            plan = self._plan_for(name, only, enclosing)
+            for handle in list(handles.values()):
+                if not handle.is_built and plan.on_device(handle.name):
+                    self.registry.build(handle)
+                    plan = self._plan_for(name, only, enclosing)  # its bytes count from now on
+            check_fits(self._view(name), plan)
+        except PlacementError:
+            self._journal.decisions["refuse"] += 1
+            raise
+        self._count_decisions(plan)
+        self.reconciler.advance(handles, plan)
+        self._expire_keeps(plan)
+        self.measure()
+        return plan
+
+    def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
+        plan = views.ask(self._policy, self._view(name))
+        chosen = views.meant(only, self._handles)
+        return plan if chosen is None else plan.limited_to(chosen, enclosing)
+
+    def _retreat(self, plan: Plan) -> list[Exception]:
+        """Bring every handle as far towards a plan as it goes, and count what stays behind."""
+        failures = self.reconciler.retreat(self._handles, plan)
+        self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
+        self._journal.pairing_violations += len(self.left_behind)
+        self.measure()
+        if self.poison_was_written():
+            failures.append(IntegrityError(_WRONG_WRITE))
+        return failures
+
+    def _plan_after(self, below: tuple[Open, ...]) -> tuple[Plan, list[Exception]]:
+        """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
+        if below:
+            return below[-1].plan, []
+        try:
+            return self._idle_plan(), []
+        except PolicyError as error:
+            return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
+
+    def _idle_plan(self) -> Plan:
+        return views.ask(self._policy, self._view(IDLE))
+
+    def base_plan(self) -> Plan:
+        """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
+        plan = self.stack[-1].plan if self.stack else self._idle_plan()
+        for name in self.kept:
+            plan = plan.also(name, State.GPU_RESIDENT)
+        return plan
+
+    def _view(self, phase: str) -> View:
+        handles = self._handles
+        held = sum(handle.resident_bytes for handle in handles.values())
+        return View(
+            phase=phase,
+            enclosing=self.stack[-1].name if self.stack else None,
+            upcoming=self._upcoming(phase),
+            handles={name: views.handle_view(handle, self.kept) for name, handle in handles.items()},
+            budget_bytes=self._budget.limit(phase, self.memory, held),
+            worker_role=self._settings.worker_role,
+            phases=self._settings.phases,
+        )
+
+    def _upcoming(self, phase: str) -> tuple[str, ...]:
+        """What followed the last time this phase began, up to its return."""
+        history = tuple(self._history)
+        for index in range(len(history) - 1, -1, -1):
+            if history[index] == phase:
+                return history[index + 1 :]
+        return ()
+
+    def join(self, handle: Handle) -> None:
+        """Bring a newly registered handle where the present phase wants it.
+
+        Raises:
+            Exception: what stopped it; the open phases do not know the handle then.
+        """
+        stack = self.stack
+        plans = [each.plan for each in stack]
+        try:
+            self._extend_plans(handle)
+            plan = self.base_plan()
+            if not handle.is_built and plan.on_device(handle.name):
+                self.registry.build(handle)
+            check_fits(self._view(self.phase_name), plan)
+            self.reconciler.advance(self._handles, plan)
+        except BaseException:
+            for each, plan in zip(stack, plans, strict=True):
+                each.plan = plan
+            raise
+        self.measure()
+
+    def forget(self, handle: Handle) -> None:
+        """Take a handle out of everything."""
+        self.registry.remove(handle)
+        self.kept -= {handle.name}
+        for each in self.stack:
+            each.kept.discard(handle.name)
+            each.plan = Plan({n: s for n, s in each.plan.targets.items() if n != handle.name}, each.plan.streamed - {handle.name})
+        self.measure()
+
+    def budget_bytes(self) -> int:
+        """Device bytes that the handles may hold together now."""
+        held = sum(handle.resident_bytes for handle in list(self._handles.values()))
+        return self._budget.limit(self.phase_name, self.memory, held)
+
+    def _extend_plans(self, handle: Handle) -> None:
+        """Give a new handle its target in every open phase."""
+        for each in self.stack:
+            state = views.ask(self._policy, self._view(each.name)).targets[handle.name]
+            each.plan = Plan({**each.plan.targets, handle.name: state}, each.plan.streamed)
+
+    def _require_innermost(self, phase: Phase, what: str) -> Open:
+        opened = phase._open
+        if opened is None:
+            raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
+        if self.stack[-1] is not opened:
+            raise PhaseError(f"cannot {what}: phase {self.stack[-1].name!r} is open inside phase {opened.name!r}; leave it first")
+        return opened
+
+    def _finish(self, opened: Open) -> None:
+        self.measure()
+        self._budget.observe(opened.name, self.memory)
+
+    def _expire_keeps(self, plan: Plan | None = None) -> None:
+        """Keeps live for one border: what its plan did not take over has expired."""
+        for name in self.kept:
+            if plan is None or name not in plan.targets or not plan.on_device(name):
+                self._journal.expired_keeps += 1
+        self.kept = frozenset()
+
+    def _count_decisions(self, plan: Plan) -> None:
+        for handle in self._handles.values():
+            on, wanted = handle.node[1], plan.on_device(handle.name)
+            self._journal.decisions["keep" if on is wanted else "load" if wanted else "offload"] += 1
+
+    def measure(self) -> None:
+        self.memory = self._device.memory()
+        self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
+
+    def poison_was_written(self) -> bool:
+        written = self._device.heal_poison()
+        self._journal.wrong_writes += written
+        return written
+
+    # --- what went away by itself
+
+    def abandon(self, phase: Phase) -> None:
+        """A `Phase` was dropped while open (a generator never finished): leave it, now or at the next border."""
+        opened = phase._open
+        if opened is None or os.getpid() != self._pid or sys.is_finalizing():
+            return
+        opened.is_abandoned = True
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._busy:
+                    with self.border():
+                        pass
+            finally:
+                self._lock.release()
+
+    def _sweep_abandoned(self) -> None:
+        while self.stack and self.stack[-1].is_abandoned:
+            gone, self.stack = self.stack[-1], self.stack[:-1]
+            failures = self._retreat(self._plan_after(self.stack)[0])
+            self._journal.enter_phase(self.phase_name)
+            for failure in failures:
+                logger.error("leaving abandoned phase %s: %s", gone.name, failure)
+
+    def _sweep_gone(self) -> None:
+        while self._gone:
+            handle = self._gone.popleft()
+            if self._handles.get(handle.name) is handle:
+                self.forget(handle)
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise PlacementError(
+                f"this manager belongs to process {self._pid}; a forked child has neither its device memory nor its host copies. "
+                "Make a manager of its own there."
+            )
+        if self.is_closed:
+            raise PlacementError("this manager is closed")
+
+    def known(self, name: str) -> Handle:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise PhaseError(views.unknown_handle(name, self._handles))
+        return handle

@@ -1,0 +1,65 @@
+"""How many device bytes the handles may hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from placement.errors import DeviceMemoryError
+from placement.memory.base import DeviceMemory
+from placement.states import HandleView, Plan, View
+
+
+class Budget:
+    """A number that the user gave, or what is free.
+
+    Without a number: what is free plus what the handles hold, minus what others (activations, the framework) have been seen to
+    need in this phase beyond what they hold now. Before a phase has run once, a share of it is left free instead.
+    """
+
+    def __init__(self, given_bytes: int | None, headroom: float) -> None:
+        self._given_bytes = given_bytes
+        self._headroom = headroom
+        self._others_bytes: dict[str, int] = {}
+
+    def limit(self, phase: str, memory: DeviceMemory, held_bytes: int) -> int:
+        """Device bytes for all handles in this phase."""
+        if self._given_bytes is not None:
+            return self._given_bytes
+        available = memory.free_bytes + held_bytes
+        seen = self._others_bytes.get(phase)
+        if seen is None:
+            return int(available * (1 - self._headroom))
+        return max(0, available - max(0, seen - memory.torch_reserved_bytes))
+
+    def observe(self, phase: str, memory: DeviceMemory) -> None:
+        """A phase is over: remember what torch's allocator came to."""
+        self._others_bytes[phase] = max(memory.torch_reserved_bytes, self._others_bytes.get(phase, 0))
+
+
+def check_fits(view: View, plan: Plan) -> None:
+    """Refuse a plan that does not fit, before a byte moves.
+
+    Raises:
+        DeviceMemoryError: with a table of who holds and who wants how much.
+    """
+    wanted = view.bytes_of(plan)
+    if wanted <= view.budget_bytes:
+        return
+    raise DeviceMemoryError(
+        f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
+        'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'
+    )
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB ({nbytes:,} bytes)"
+
+
+def table(handles: Mapping[str, HandleView], plan: Plan) -> str:
+    """Who holds and who wants how much, largest first."""
+    rows: Iterable[tuple[str, int, int]] = (
+        (h.name, h.resident_bytes, h.num_bytes if plan.on_device(h.name) else 0) for h in handles.values() if not h.external
+    )
+    lines = [f"  {'handle':<24} {'holds':>16} {'wants':>16}"]
+    lines += [f"  {name:<24} {holds:>16,} {wants:>16,}" for name, holds, wants in sorted(rows, key=lambda row: -max(row[1], row[2]))]
+    return "\n".join(lines)

@@ -1,0 +1,35 @@
+"""The command `placement`. Each subcommand is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from placement.errors import PlacementError
+
+COMMANDS = {
+    "demo": "run a small GRPO job and show what was on the device, phase by phase",
+    "explain": "print what a policy does: the table of phases and handles",
+}
+"""Subcommands and what they say of themselves. Only the chosen one's module is imported."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns the exit status: 0, 1 when the command failed, 2 for a mistake on the command line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="placement", description="What sits on the GPU in RL post-training.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    modules = {}
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if words and words[0] == name:
+            modules[name] = importlib.import_module(f"placement.cli.{name}")
+            modules[name].add_arguments(subparser)
+    parsed = parser.parse_args(words)
+    try:
+        return int(modules[parsed.command].run(parsed))
+    except PlacementError as error:
+        print(f"placement {parsed.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1

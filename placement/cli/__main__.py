@@ -1,0 +1,7 @@
+"""`python -m placement.cli`."""
+
+import sys
+
+from placement.cli import main
+
+sys.exit(main())

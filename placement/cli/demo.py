@@ -1,0 +1,250 @@
+"""`placement demo`: a real GRPO job, small enough for two CPU cores, and what was on the device while it ran."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import placement
+from placement.cli.grpo import Characters, OpenPhase, Recipe, StepResult, Tokenizer, Worker, build_actor
+from placement.cli.recorder import PeakMeter, Recorder
+from placement.cli.timeline import Style, mebibytes, phase_table, timeline
+from placement.engines import TorchEngine
+from placement.memory.base import Device
+from placement.testing import SimulatedDevice
+
+_COPIES = 5  # of the model's bytes: actor, reference, rollout copy, and the two moments of AdamW
+_BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for stalls to be seen
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), simulated, or cuda:N")
+    parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve", type=int, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
+    parser.add_argument("--no-placement", action="store_true", help="the same loop with everything resident, to compare")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, rewards, phases and the audit")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job. 0 when it ran and the audit found nothing."""
+    with repeatable():
+        result = run_job(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if result["ok"] else 1
+
+
+def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The worker's job, with or without a manager."""
+    recipe = Recipe(steps=arguments.steps, seed=arguments.seed)
+    actor, tokenizer = load_model(arguments.model, arguments.seed)
+    print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
+    name = pick(arguments.device)
+    if arguments.no_placement:
+        return run_resident(make_worker(actor, tokenizer, torch.device("cpu" if name == "simulated" else name), recipe))
+    model_bytes = sum(parameter.nbytes for parameter in actor.parameters())
+    device = make_device(name, model_bytes)
+    return run_managed(make_worker(actor, tokenizer, device.torch_device, recipe), device, arguments, _COPIES * model_bytes)
+
+
+def make_worker(actor: nn.Module, tokenizer: Tokenizer, device: torch.device, recipe: Recipe) -> Worker:
+    """The objects of the job. On the CPU, as they are made: registering them puts none of their bytes on the device."""
+    return Worker(
+        actor=actor,
+        optimizer=torch.optim.AdamW(actor.parameters(), lr=recipe.learning_rate),
+        reference=copy.deepcopy(actor).requires_grad_(False),
+        engine=TorchEngine(copy.deepcopy(actor).requires_grad_(False)),
+        tokenizer=tokenizer,
+        device=device,
+        recipe=recipe,
+    )
+
+
+def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, needed_bytes: int) -> dict[str, Any]:
+    """The job under a manager, with its phases recorded and printed."""
+    memory = device.memory()
+    total_bytes = memory.total_bytes - memory.poison_bytes
+    verdict = "would not fit" if needed_bytes > total_bytes else "would fit"
+    print(f"device {device.name} has {mebibytes(total_bytes)} MiB; everything at once, {mebibytes(needed_bytes)} MiB, {verdict}")
+
+    manager = placement.Manager(device=device, policy=arguments.policy)
+    with contextlib.ExitStack() as stack:
+        stack.callback(manager.close)
+        if arguments.serve is not None:
+            server = manager.serve(port=arguments.serve)
+            stack.callback(server.close)
+            print(f"metrics at {server.url}/metrics")
+
+        style = Style.of(sys.stdout)
+        recorder = Recorder(manager, device)
+        results = []
+        for number, result in enumerate(worker.train(recorder), start=1):
+            results.append(result)
+            print_step(number, result)
+            print(phase_table(recorder.rows_of(number), style), flush=True)
+        print("\nWhere everything was (time from left to right):")
+        print(timeline(recorder.spans, manager.journal, recorder.initial, style, columns=shutil.get_terminal_size((120, 24)).columns))
+
+        audit = manager.audit()
+        print(f"\naudit: {audit.resident_bytes} bytes left on the device")
+        if not audit.ok:
+            print(audit.report)
+        digest = digest_of(manager.handles["actor"].state_dict())
+    left = device.memory().chunk_bytes if arguments.policy == "colocated" else 0
+    return {
+        **summary(results, digest),
+        "placement": True,
+        "device": device.name,
+        "policy": arguments.policy,
+        "phases": [[span.phase, asdict(row)] for span, row in zip(recorder.spans, recorder.rows, strict=True)],
+        "resident_bytes": audit.resident_bytes,
+        "ok": audit.ok and left == 0,
+    }
+
+
+def run_resident(worker: Worker) -> dict[str, Any]:
+    """The same job with everything on the device all the time."""
+    results = []
+    for number, result in enumerate(worker.train(EverythingResident(worker.device)), start=1):
+        results.append(result)
+        print_step(number, result)
+    return {**summary(results, digest_of(worker.actor.state_dict())), "placement": False, "device": str(worker.device), "ok": True}
+
+
+class EverythingResident:
+    """A job without placement: what is registered goes to the device and stays there, and phases do nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ResidentHandle:  # noqa: ARG002
+        module = getattr(obj, "module", obj)
+        if isinstance(module, nn.Module):
+            module.to(self._device)
+        return ResidentHandle(module)
+
+    @contextlib.contextmanager
+    def phase(self, _name: str, /, *, only: Sequence[str] | None = None) -> Iterator[OpenPhase]:  # noqa: ARG002
+        yield self
+
+    def switch(self, _name: str, /, *, only: Sequence[str] | None = None) -> None:
+        pass
+
+
+class ResidentHandle:
+    """The weights of a model that never moves, in buckets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        bucket: list[tuple[str, Tensor]] = []
+        for name, parameter in self._model.named_parameters():
+            if bucket and sum(t.nbytes for _, t in bucket) + parameter.nbytes > bucket_bytes:
+                yield bucket
+                bucket = []
+            bucket.append((name, parameter.detach()))
+        yield bucket
+
+
+class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
+    """The simulated device with a peak."""
+
+
+def pick(name: str) -> str:
+    """"auto" is CUDA if there is one, else the simulation."""
+    if name != "auto":
+        return name
+    return "cuda:0" if torch.cuda.is_available() else "simulated"
+
+
+def make_device(name: str, model_bytes: int) -> Device:
+    """The device of this name. The simulated one holds what training needs (actor, two moments) and not the whole job."""
+    if name == "simulated":
+        return MeteredSimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
+    from placement.memory.cuda import CudaDevice
+
+    class MeteredCudaDevice(PeakMeter, CudaDevice):
+        """The CUDA device with a peak."""
+
+    return MeteredCudaDevice(torch.device(name))
+
+
+def load_model(directory: Path | None, seed: int) -> tuple[nn.Module, Tokenizer]:
+    """The built-in model, or a checkpoint with its own tokenizer; float32, on the CPU."""
+    if directory is None:
+        characters = Characters()
+        return build_actor(characters, seed), characters
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
+    return model.eval(), CheckpointTokenizer(directory)
+
+
+class CheckpointTokenizer:
+    """A checkpoint's own tokenizer in the shape that the loop wants."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left", local_files_only=True)
+        self.eos: int = self._tokenizer.eos_token_id
+        self.pad: int = self.eos if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
+        self._tokenizer.pad_token_id = self.pad
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        encoded = self._tokenizer(list(texts), return_tensors="pt", padding=True)
+        return encoded["input_ids"], encoded["attention_mask"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids))
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Two runs with one seed compute the same bits. cuBLAS reads its part from the environment, before its first use."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def print_step(number: int, result: StepResult) -> None:
+    print(
+        f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   "
+        f"right answers {result.correct:.1%}",
+        flush=True,
+    )
+
+
+def summary(results: Sequence[StepResult], digest: str) -> dict[str, Any]:
+    """The part that has to be the same with and without placement."""
+    return {"losses": [r.loss for r in results], "rewards": [r.reward for r in results], "weights_sha256": digest}
+
+
+def digest_of(state_dict: Mapping[str, Tensor]) -> str:
+    """One hash over the names and bytes of a state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in state_dict.items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,184 @@
+"""`placement explain POLICY`: where a policy puts everything, phase by phase, for a worker of ordinary size."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TextIO
+
+from placement.errors import PolicyError
+from placement.resolve import policy_names, resolve_policy
+from placement.settings import Settings, parse_bytes
+from placement.states import IDLE, PHASES, WORKER_ROLES, HandleView, Plan, State, View
+
+if TYPE_CHECKING:
+    from placement.policies.base import Policy
+
+GIB = 1 << 30
+BUDGET_BYTES = 80 * GIB
+
+_MODEL = int(1.8 * GIB)  # 7.6 billion parameters in bfloat16, sharded over eight ranks
+_OPTIMIZER = int(10.6 * GIB)  # their float32 copy and two moments
+_ENGINE = 64 * GIB  # the whole model and its KV cache
+SAMPLE = (
+    HandleView(name="actor", kind="module", role="actor", state=State.CPU_OFFLOADED, num_bytes=_MODEL),
+    HandleView(name="actor.optimizer", kind="optimizer", role="actor", state=State.CPU_OFFLOADED, num_bytes=_OPTIMIZER, owners=("actor",)),
+    HandleView(name="ref", kind="module", role="ref", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
+    HandleView(name="critic", kind="module", role="critic", state=State.CPU_OFFLOADED, num_bytes=_MODEL),
+    HandleView(
+        name="critic.optimizer", kind="optimizer", role="critic", state=State.CPU_OFFLOADED, num_bytes=_OPTIMIZER, owners=("critic",)
+    ),
+    HandleView(name="reward", kind="module", role="reward", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
+    HandleView(name="rollout", kind="engine", role="rollout", state=State.CPU_OFFLOADED, num_bytes=_ENGINE),
+)
+"""One rank of eight that trains an actor and a critic of 7 billion parameters with PPO and generates beside it."""
+
+_STEP = ("rollout", "reward", "log_prob", "values", "train", "optimizer_step", "weight_sync", "checkpoint", "eval", "restore", IDLE)
+"""The order of a PPO step, then the phases outside it."""
+_NESTED = {"optimizer_step": "train"}
+_MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
+_STREAMED = "stream"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One phase: its plan, or why there is none."""
+
+    phase: str
+    plan: Plan | None
+    device_bytes: int = 0
+    moved_bytes: int = 0
+    """Loaded plus offloaded on the way in from the row above."""
+    problem: str = ""
+
+
+def explain(
+    policy_spec: str | type[Policy] | Policy,
+    file: TextIO | None = None,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+    worker_role: str = "hybrid",
+    phases: Mapping[str, tuple[str, ...]] | None = None,
+) -> int:
+    """Print the phase × handle table of a policy for `SAMPLE`.
+
+    The rows follow one another as in a step: each phase finds the handles where the row above left them, because a policy may
+    keep what is there.
+
+    Args:
+        policy_spec: whatever `resolve_policy` takes.
+        file: where to print; None: standard output.
+        budget_bytes: what the handles may hold together.
+        phases: phases of the user's own, as in `Settings.phases`.
+
+    Returns:
+        0, or 1 where a phase has no plan or its plan does not fit the budget.
+
+    Raises:
+        PolicyError: the policy cannot be found or constructed.
+    """
+    policy = resolve_policy(policy_spec)
+    view = View(
+        phase=IDLE,
+        handles={h.name: h for h in SAMPLE},
+        budget_bytes=budget_bytes,
+        worker_role=worker_role,
+        phases=dict(phases or {}),
+    )
+    rows = list(_step(policy, view))
+    print(_table(policy.name, view, rows), file=file or sys.stdout)
+    return 1 if any(row.problem for row in rows) else 0
+
+
+def _step(policy: Policy, view: View) -> Iterator[Row]:
+    """The phases of a step in order, from the idle plan on."""
+    for phase in (IDLE, *_STEP[:-1], *(name for name in view.phases if name not in PHASES)):
+        view = replace(view, phase=phase, enclosing=_NESTED.get(phase))
+        try:
+            plan = _checked(policy.plan(view), view)
+        except Exception as exc:  # noqa: BLE001 - the user's own code is on trial here: what it raises is the answer
+            yield Row(phase, None, problem=f"no plan: {type(exc).__name__}: {exc}")
+            continue
+        moved = sum(h.num_bytes for h in view.handles.values() if plan.on_device(h.name) != bool(h.resident_bytes))
+        needed = view.bytes_of(plan)
+        if not view.fits(plan):  # the manager refuses such a phase, so that the next row starts from the one above
+            yield Row(phase, plan, needed, moved, f"{_gib(needed - view.budget_bytes)} GiB over the budget")
+            continue
+        yield Row(phase, plan, needed, moved)
+        view = replace(
+            view,
+            handles={
+                h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
+                for h in view.handles.values()
+            },
+        )
+
+
+def _checked(plan: Plan, view: View) -> Plan:
+    if not isinstance(plan, Plan):
+        raise PolicyError(f"plan() returned {type(plan).__name__}, not a Plan")
+    if missing := sorted(view.handles.keys() - plan.targets.keys()):
+        raise PolicyError(f"the plan forgets {', '.join(missing)}")
+    return plan
+
+
+def _table(name: str, view: View, rows: list[Row]) -> str:
+    # "actor.optimizer" stands in two lines, so that seven handles and the sums stay within 100 columns.
+    heads = [(*handle.split(".", 1), "")[:2] for handle in view.handles]
+    widths = [max(len(first), len(second) + 1 if second else 0, 6) for first, second in heads]
+    left = max(len(row.phase) for row in rows) + 2
+    user = f", own phases: {', '.join(view.phases)}" if view.phases else ""
+
+    def line(start: str, cells: list[str], *sums: str) -> str:
+        return f"{start:<{left}}" + "".join(f"{c:<{w + 2}}" for c, w in zip(cells, widths, strict=True)) + "".join(f"{s:>9}" for s in sums)
+
+    lines = [f"policy {name}, budget {_gib(view.budget_bytes)} GiB, worker role {view.worker_role}{user}", ""]
+    lines.append(line("phase", [first for first, _ in heads], "device", "moved"))
+    lines.append(line("", ["." + second if second else "" for _, second in heads], "GiB", "GiB"))
+    lines.append(line("  size in GiB", [_gib(h.num_bytes) for h in view.handles.values()]))
+    for row in rows:
+        if row.plan is None:
+            lines.append(f"{row.phase:<{left}}{row.problem}")
+            continue
+        marks = [_STREAMED if n in row.plan.streamed else _MARKS[row.plan[n]] for n in view.handles]
+        lines.append(line(row.phase, marks, _gib(row.device_bytes), _gib(row.moved_bytes)))
+        if row.problem:
+            lines.append(f"{'':<{left}}does not fit: {row.problem}")
+    lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} SYNCING from the host copy"]
+    lines.append("device: bytes held in the phase; moved: loaded and offloaded on the way in from the row above")
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def _gib(nbytes: int) -> str:
+    return "0" if nbytes == 0 else f"{nbytes / GIB:.1f}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: that of the settings)")
+    parser.add_argument(
+        "--budget", metavar="BYTES", help=f"device bytes that the handles may hold together (default {BUDGET_BYTES // GIB}GiB)"
+    )
+    parser.add_argument("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
+    parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. 0; 1 where a phase has no plan or does not fit; 2 for settings that cannot be read."""
+    try:
+        settings = Settings.from_any(arguments.settings or {})
+        budget_bytes = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
+    except (ValueError, OSError) as exc:
+        print(f"placement explain: {exc}", file=sys.stderr)
+        return 2
+    policy = arguments.policy or settings.policy
+    if ":" in policy and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not look where the user stands
+    return explain(
+        policy,
+        budget_bytes=BUDGET_BYTES if budget_bytes is None else budget_bytes,
+        worker_role=arguments.worker_role or settings.worker_role,
+        phases=settings.phases,
+    )

@@ -1,0 +1,275 @@
+"""GRPO in one file: a worker as its author would write it, whole and small, with placement in the places where it belongs.
+
+Each step is one open phase that switches: rollout, log_prob, train, weight_sync. Between those calls there is nothing but
+ordinary PyTorch. No tensor is moved by hand, and nothing here asks where anything is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+
+class OpenPhase(Protocol):
+    """What the loop does with an open phase."""
+
+    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None: ...
+
+
+class ActorHandle(Protocol):
+    """What the loop does with the actor's handle."""
+
+    def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]: ...
+
+
+class Manager(Protocol):
+    """What the loop does with a manager. `placement.Manager` is one; the demo has another, with which everything stays resident."""
+
+    def register(self, name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ActorHandle: ...
+
+    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> AbstractContextManager[OpenPhase]: ...
+
+
+class Engine(Protocol):
+    """A rollout engine that holds a model of its own."""
+
+    module: nn.Module
+
+    def update_weights(self, bucket: list[tuple[str, Tensor]]) -> None: ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `encode` pads on the left: ids and attention mask, both [prompts, length], int64."""
+
+    eos: int
+    pad: int
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Characters:
+    """One id a character: enough for arithmetic, and nothing to download."""
+
+    pad, eos = 0, 1
+    _alphabet = "0123456789+="
+    vocabulary_size = 2 + len(_alphabet)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        length = max(map(len, texts))
+        rows = [[self.pad] * (length - len(text)) + [2 + self._alphabet.index(c) for c in text] for text in texts]
+        ids = torch.tensor(rows)
+        return ids, (ids != self.pad).long()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._alphabet[i - 2] for i in ids if i >= 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The numbers of a run."""
+
+    steps: int = 3
+    prompts: int = 16
+    completions: int = 16
+    """For each prompt: the group whose mean reward is the baseline."""
+    new_tokens: int = 5
+    temperature: float = 1.0
+    minibatches: int = 4
+    """Optimizer steps for each step of the loop."""
+    learning_rate: float = 1e-3
+    clip: float = 0.2
+    kl_weight: float = 0.02
+    gradient_norm: float = 1.0
+    bucket_bytes: int = 1 << 20
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Sampled completions: `ids` and `mask` are [samples, prompt + completion], `answer_mask` and `rewards` as named."""
+
+    ids: Tensor
+    mask: Tensor
+    """1 where the model may look: prompt without padding, completion up to and with its end."""
+    answer_mask: Tensor
+    """[samples, completion], float32: 1 up to and with the end of the completion."""
+    rewards: Tensor
+    """[samples], float32."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of the loop reports."""
+
+    loss: float
+    reward: float
+    kl: float
+    correct: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """The objects of the job. The loop uses them; where their bytes are is the manager's business."""
+
+    actor: nn.Module
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module
+    engine: Engine
+    tokenizer: Tokenizer
+    device: torch.device
+    recipe: Recipe
+
+    def train(self, manager: Manager) -> Iterator[StepResult]:
+        """Register everything, then the loop: one result a step."""
+        actor = manager.register("actor", self.actor, role="actor")
+        manager.register("actor.optimizer", self.optimizer)
+        manager.register("ref", self.reference, role="ref", readonly=True)
+        manager.register("rollout", self.engine, role="rollout")
+
+        recipe = self.recipe
+        questions = random.Random(recipe.seed)  # noqa: S311 - repeatable on purpose
+        generator = torch.Generator(self.device).manual_seed(recipe.seed)
+        for _ in range(recipe.steps):
+            with manager.phase("rollout") as step:
+                sums = [(questions.randint(0, 9), questions.randint(0, 9)) for _ in range(recipe.prompts)]
+                rollouts, correct = self.rollout(sums, generator)
+
+                step.switch("log_prob", only=["actor", "ref"])
+                with torch.no_grad():
+                    old = self.log_probs(self.actor, rollouts)
+                    ref = self.log_probs(self.reference, rollouts)
+
+                step.switch("train")
+                loss, kl = self.update(rollouts, old, ref)
+
+                step.switch("weight_sync")
+                for bucket in actor.weights(bucket_bytes=recipe.bucket_bytes):
+                    self.engine.update_weights(bucket)
+            yield StepResult(loss, rollouts.rewards.mean().item(), kl, correct)
+
+    @torch.no_grad()
+    def rollout(self, sums: Sequence[tuple[int, int]], generator: torch.Generator) -> tuple[Rollouts, float]:
+        """Sample `completions` answers to each sum from the engine and judge them. Also: the share of right answers."""
+        recipe = self.recipe
+        prompts, prompt_mask = self.tokenizer.encode([f"{a}+{b}=" for a, b in sums])
+        prompts = prompts.to(self.device).repeat_interleave(recipe.completions, dim=0)
+        prompt_mask = prompt_mask.to(self.device).repeat_interleave(recipe.completions, dim=0)
+        answers, answer_mask = self.sample(prompts, prompt_mask, generator)
+
+        targets = [a + b for a, b in sums for _ in range(recipe.completions)]
+        texts = [
+            (self.tokenizer.decode([i for i in ids if i not in (self.tokenizer.eos, self.tokenizer.pad)]), self.tokenizer.eos in ids)
+            for ids in answers.tolist()
+        ]
+        rewards = torch.tensor([judge(text, ended, target) for (text, ended), target in zip(texts, targets, strict=True)])
+        correct = sum(text == str(target) for (text, _), target in zip(texts, targets, strict=True)) / len(targets)
+        rollouts = Rollouts(
+            ids=torch.cat([prompts, answers], dim=1),
+            mask=torch.cat([prompt_mask, answer_mask], dim=1),
+            answer_mask=answer_mask.float(),
+            rewards=rewards.to(self.device),
+        )
+        return rollouts, correct
+
+    def sample(self, prompts: Tensor, mask: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Continue [samples, length] prompts by `new_tokens` ids with a KV cache. Returns ids and mask, [samples, new_tokens]."""
+        tokenizer, model = self.tokenizer, self.engine.module
+        ids, cache, prompt_mask = prompts, None, mask
+        running = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
+        answers: list[Tensor] = []
+        answer_mask: list[Tensor] = []
+        for _ in range(self.recipe.new_tokens):
+            positions = positions_of(mask)[:, -ids.shape[1] :]
+            output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            probabilities = torch.softmax(output.logits[:, -1].float() / self.recipe.temperature, dim=-1)
+            chosen = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+            ids = torch.where(running, chosen, tokenizer.pad).unsqueeze(1)
+            answers.append(ids)
+            answer_mask.append(running.long().unsqueeze(1))
+            mask = torch.cat([prompt_mask, *answer_mask], dim=1)
+            running = running & (ids.squeeze(1) != tokenizer.eos)
+        return torch.cat(answers, dim=1), torch.cat(answer_mask, dim=1)
+
+    def log_probs(self, model: nn.Module, rollouts: Rollouts) -> Tensor:
+        """Log-probability of each sampled token, [samples, completion], float32."""
+        length = rollouts.answer_mask.shape[1]
+        output = model(input_ids=rollouts.ids, attention_mask=rollouts.mask, position_ids=positions_of(rollouts.mask), use_cache=False)
+        logits = output.logits[:, -length - 1 : -1].float() / self.recipe.temperature
+        picked: Tensor = logits.log_softmax(dim=-1).gather(2, rollouts.ids[:, -length:, None]).squeeze(2)
+        return picked
+
+    def update(self, rollouts: Rollouts, old: Tensor, ref: Tensor) -> tuple[float, float]:
+        """One pass over the samples, one optimizer step a minibatch. Returns the mean loss and the mean KL to the reference."""
+        recipe = self.recipe
+        groups = rollouts.rewards.view(-1, recipe.completions)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        losses, kls = [], []
+        # Strided, so that every minibatch holds completions of every prompt.
+        for part in range(recipe.minibatches):
+            pick = slice(part, None, recipe.minibatches)
+            batch = Rollouts(rollouts.ids[pick], rollouts.mask[pick], rollouts.answer_mask[pick], rollouts.rewards[pick])
+            loss, kl = grpo_loss(self.log_probs(self.actor, batch), old[pick], ref[pick], advantages[pick], batch.answer_mask, recipe)
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip_grad_norm_(self.actor.parameters(), recipe.gradient_norm)
+            self.optimizer.step()
+            losses.append(loss.detach())
+            kls.append(kl.detach())
+        self.optimizer.zero_grad()  # so that no gradient has to travel with the actor when it is offloaded
+        return torch.stack(losses).mean().item(), torch.stack(kls).mean().item()
+
+
+def judge(text: str, ended: bool, target: int) -> float:
+    """Reward of one answer: 1 when right; else up to 0.4 for the form (digits, then the end), so that there is something to climb."""
+    if ended and text == str(target):
+        return 1.0
+    digits = sum(c.isdigit() for c in text) / max(len(text), 1)
+    return 0.1 * digits + 0.1 * ended + 0.2 * (ended and text.isdigit() and len(text) <= 2)
+
+
+def grpo_loss(new: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Clipped policy loss with the k3 estimate of the KL to the reference, a mean over tokens. All inputs [samples, completion]."""
+    ratio = torch.exp(new - old)
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(1 - recipe.clip, 1 + recipe.clip) * advantages)
+    kl = torch.exp(ref - new) - (ref - new) - 1
+    tokens = mask.sum()
+    mean_kl = (kl * mask).sum() / tokens
+    return (policy * mask).sum() / tokens + recipe.kl_weight * mean_kl, mean_kl
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Positions that count from the first token that is no padding."""
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def build_actor(tokenizer: Characters, seed: int) -> nn.Module:
+    """A Qwen2 of 1.6 million parameters, float32, on the CPU."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=tokenizer.vocabulary_size,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+        pad_token_id=tokenizer.pad,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos,
+    )
+    model: nn.Module = Qwen2ForCausalLM(config)
+    return model.eval()

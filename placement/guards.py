@@ -1,0 +1,149 @@
+"""Guards: using an offloaded object raises, and reading its state dict works in every state.
+
+Hooks of torch, on the object itself and on a compiled wrapper of it. While dynamo compiles they step aside, so that they
+cost neither a graph nor a recompilation; the wrapper's own hook guards the compiled calls. A copy of a module takes no
+guard along: copied or pickled while resident they become a function that does nothing, while offloaded they refuse, because
+the copy would be full of poison.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+
+from placement.errors import NotResidentError, PhaseError, PlacementError
+from placement.states import State
+
+if TYPE_CHECKING:
+    from placement.handle import Handle
+
+
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What a guard becomes in a copy of its module."""
+
+
+def _no_guard() -> Callable[..., None]:
+    return nothing
+
+
+class _Guard:
+    """A hook that knows its handle, weakly: it must keep neither the handle nor its manager alive."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = weakref.ref(handle)
+        self._pid = os.getpid()
+
+    def handle(self) -> Handle | None:
+        handle = self._handle()
+        if handle is not None and os.getpid() != self._pid:
+            raise PlacementError(
+                f"{handle.name!r} is registered in process {self._pid} and this is a forked child, which has neither its device memory nor "
+                "its host copy. Start data loaders before registering, or give them copies."
+            )
+        return handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        self._refuse_copy()
+        return nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        self._refuse_copy()
+        return _no_guard, ()
+
+    def _refuse_copy(self) -> None:
+        handle = self.handle()
+        if handle is not None and is_off(handle):
+            refuse(handle, "copied or pickled", "copy it inside a phase that has it on the device, or use handle.state_dict()")
+
+
+def is_off(handle: Handle) -> bool:
+    """Whether the object's tensors are poison now."""
+    return handle.holding is not None and not handle.holding.on_device
+
+
+def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
+    raise NotResidentError(f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be {what}: {advice}")
+
+
+class ForwardGuard(_Guard):
+    """Pre-hook of the module's forward."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        handle = self.handle()
+        if handle is not None and is_off(handle):
+            refuse(handle, "called", "open a phase whose plan has it on the device, for example manager.phase('log_prob') or phase('train')")
+
+
+class StepGuard(_Guard):
+    """Pre-hook of an optimizer's step."""
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        handle = self.handle()
+        if handle is None:
+            return
+        for each in (handle, *handle.owners):
+            if is_off(each):
+                refuse(each, "stepped", "call step() inside manager.phase('train')")
+            if each.state is not State.TRAINING:
+                raise PhaseError(
+                    f"step() of {handle.name!r} in phase {handle.phase_now()!r} would change {each.name!r}, which is {each.state}: "
+                    "values may change in TRAINING only; call step() inside manager.phase('train')"
+                )
+
+
+class LoadGuard(_Guard):
+    """Pre-hook of load_state_dict, of a module or an optimizer."""
+
+    def __call__(self, *_: Any) -> None:
+        handle = self.handle()
+        if handle is not None and is_off(handle):
+            refuse(handle, "given a state dict", "load it inside manager.phase('restore')")
+
+
+class StateDictGuard(_Guard):
+    """Post-hook of state_dict: tensors over a range become tensors that stay readable wherever the handle goes."""
+
+    def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
+        handle = self.handle()
+        if isinstance(owner, torch.nn.Module):  # nested calls share one dict, and torch wants it changed in place
+            if handle is not None and handle.holding is not None:
+                for key, value in state_dict.items():
+                    state_dict[key] = self._readable(handle, value)
+            return None
+        if handle is None or handle.holding is None:
+            return state_dict
+        return self._readable(handle, state_dict)  # an optimizer's dict holds its live state: containers are copied
+
+    def _readable(self, handle: Handle, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if handle.holding is None else handle.holding.hand_out(value)
+        if isinstance(value, dict):
+            return {k: self._readable(handle, v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._readable(handle, v) for v in value)
+        return value
+
+
+def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
+    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns what removes them."""
+    hooks: list[_Removable] = []
+    for target in objects:
+        if isinstance(target, torch.nn.Module):
+            hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
+            hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
+            hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+        elif isinstance(target, torch.optim.Optimizer):
+            hooks.append(target.register_step_pre_hook(StepGuard(handle)))
+            hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
+            hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+    return hooks

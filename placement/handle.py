@@ -1,0 +1,194 @@
+"""One registered object: its machine, its bytes, its counters, and what users may ask of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from placement.adapters.base import Adapter
+from placement.errors import BrokenHandleError, IntegrityError, NotResidentError
+from placement.journal import HandleCounters
+from placement.machine import HandleMachine, Moves, Node
+from placement.memory.holding import Holding
+from placement.states import State, Trigger
+
+if TYPE_CHECKING:
+    from placement.sync import WeightInfo
+
+
+class Lazy:
+    """A factory in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
+
+    The factory is called once, at the first border whose plan wants the handle on the device, and never on a worker whose
+    policy does not. It returns what `register` would have taken.
+    """
+
+    def __init__(self, factory: Callable[[], Any], *, kind: str = "module") -> None:
+        self.factory = factory
+        self.kind = kind
+
+
+class Handle:
+    """What `Manager.register` returns. Made by the manager only; safe to read from any thread."""
+
+    def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool, moves: Callable[[Handle], Moves]) -> None:
+        self.name = name
+        self.kind = kind
+        self.role = role
+        self.readonly = readonly
+        self.owners: tuple[Handle, ...] = ()
+        self.counters = HandleCounters()
+        self.machine = HandleMachine(name, moves(self))
+        self.lazy: Lazy | None = None
+        self.adapter: Adapter | None = None
+        self.holding: Holding | None = None
+        self.guards: list[Any] = []
+        self.phase_now: Callable[[], str] = str
+        self.broken: str | None = None
+        """Why the handle can go neither forward nor back; None while it is sound."""
+        self.stray_references = 0
+        self.strays = ""
+        """The storages that others held at the last offload, by name."""
+        self.drift_bytes = 0
+        self.built_object: Any = None
+        """What a `Lazy`'s factory made; nobody else may hold it."""
+        self._object: weakref.ref[Any] | None = None
+
+    # --- what users read
+
+    @property
+    def object(self) -> Any:
+        """The registered object; None while a `Lazy` is not built, and after the object has been garbage-collected."""
+        return None if self._object is None else self._object()
+
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes it holds now."""
+        return 0 if self.holding is None else self.holding.resident_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes it needs while it is on the device."""
+        return 0 if self.holding is None else self.holding.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory reserved for its copy."""
+        return 0 if self.holding is None else self.holding.host_bytes
+
+    @property
+    def external(self) -> bool:
+        """Whether the framework itself places the bytes: tracked and guarded, never moved."""
+        return self.external_reason is not None
+
+    @property
+    def external_reason(self) -> str | None:
+        return None if self.adapter is None else self.adapter.external
+
+    @property
+    def is_built(self) -> bool:
+        return self.adapter is not None
+
+    @property
+    def is_streaming(self) -> bool:
+        """SYNCING from the host copy, with nothing on the device."""
+        return self.state is State.SYNCING and not self.external and not self._on_device
+
+    @property
+    def _on_device(self) -> bool:
+        return self.holding is not None and self.holding.on_device
+
+    @property
+    def node(self) -> Node:
+        """State and whether the bytes are on the device, as the machine's paths want it."""
+        return self.state, self.state is not State.CPU_OFFLOADED and not self.is_streaming
+
+    def state_dict(self) -> Any:
+        """The object's state dict with the values as they are now, in every state.
+
+        While offloaded its tensors lie in the host copy; they follow the handle when it moves.
+
+        Raises:
+            NotResidentError: a `Lazy` that is not built has no state yet.
+        """
+        target = self.object
+        if target is None:
+            raise NotResidentError(f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device")
+        return target.state_dict()
+
+    def weights_info(self) -> list[WeightInfo]:
+        """Name, shape and dtype of every published weight, in every state, without moving anything. Empty while not built."""
+        from placement import sync
+
+        return sync.weights_info(self)
+
+    def weights(self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Publish the weights: lists of (name, tensor) in torch's own memory, each valid until the next iteration.
+
+        Args:
+            bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
+            dtype: cast floating-point weights to this.
+
+        Raises:
+            PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
+        """
+        from placement import sync
+
+        return sync.weights(self, bucket_bytes=bucket_bytes, dtype=dtype)
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the device>"
+
+    # --- what the manager does
+
+    def attach(self, target: Any, adapter: Adapter, when_gone: Callable[[Handle], None]) -> None:
+        """Bind the object, weakly: a handle never keeps a model alive."""
+        me = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            handle = me()
+            if handle is not None:
+                when_gone(handle)
+
+        self.kind, self.adapter, self._object = adapter.kind, adapter, weakref.ref(target, gone)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the object was garbage-collected."""
+        return self._object is not None and self._object() is None
+
+    def require_sound(self, trigger: Trigger) -> None:
+        if self.broken is not None:
+            raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
+
+    def check_integrity(self) -> None:
+        """Compare declared and measured for this handle.
+
+        Raises:
+            IntegrityError: with the numbers that disagree.
+        """
+        if self.holding is None or self.broken is not None:
+            return
+        on_device = self.state is not State.CPU_OFFLOADED and not self.is_streaming
+        if self.state is State.CPU_OFFLOADED and self.holding.on_device:
+            raise IntegrityError(f"{self.name!r} is {self.state}, but its bytes are on the device")
+        for index, r in enumerate(self.holding.ranges):
+            sizes = tuple(chunk.nbytes for chunk in r.chunks)
+            wanted = r.chunk_sizes if on_device else ()
+            if sizes != wanted:
+                raise IntegrityError(
+                    f"{self.name!r} is {self.state}, so range {index} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
+                )
+            if r.slab.nbytes < r.nbytes:
+                raise IntegrityError(f"{self.name!r}: range {index} has {r.nbytes} bytes, its host slab only {r.slab.nbytes}")
+            if r.claims is not None:
+                raise IntegrityError(f"{self.name!r}: {len(r.claims)} storages were never moved into range {index}")
+        if self.counters.state is not self.state:
+            raise IntegrityError(f"{self.name!r} is {self.state}, but the journal's last record says {self.counters.state}")

@@ -1,0 +1,244 @@
+"""The only orchestrator: registration, phases, and what can be asked of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from placement import audit
+from placement.borders import Borders
+from placement.errors import PhaseError
+from placement.handle import Handle
+from placement.journal import Journal
+from placement.memory.base import Device
+from placement.memory.select import select_device
+from placement.phases import Phase, here
+from placement.resolve import resolve_policy
+from placement.settings import Settings
+from placement.snapshot import Audit, Snapshot
+
+if TYPE_CHECKING:
+    from placement.observe.server import MetricsServer
+
+
+class Manager:
+    """Decides, for one device of one process, what sits on it.
+
+    Args:
+        device: "auto" (this process's accelerator), "cuda:0", or a `Device`.
+        policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance.
+        budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
+        group: ranks that change phase together; None: this process alone.
+        worker_role: "trainer", "rollout" or "hybrid": what this process is for.
+        settings: further keywords of `Settings` (phases, strict, headroom, journal_length).
+
+    Raises:
+        ValueError: a keyword is unknown or does not fit.
+        PolicyError: the policy cannot be resolved.
+        PlacementError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str | Device = "auto",
+        policy: Any = "colocated",
+        budget_bytes: int | str | None = None,
+        group: None = None,
+        worker_role: str = "hybrid",
+        **settings: Any,
+    ) -> None:
+        if group is not None:
+            raise ValueError("groups of ranks are not supported yet; leave group=None")
+        chosen: dict[str, Any] = {"budget_bytes": budget_bytes, "worker_role": worker_role, **settings}
+        chosen |= {"device": device} if isinstance(device, str) else {}
+        chosen |= {"policy": policy} if isinstance(policy, str) else {}
+        self.settings = Settings.from_any(chosen)
+        self.policy = resolve_policy(policy)
+        self.device = select_device(self.settings.device) if isinstance(device, str) else device
+        self.journal = Journal(self.settings.journal_length)
+        self._borders = Borders(self.device, self.policy, self.settings, self.journal)
+        self._entered: list[Phase] = []
+
+    @classmethod
+    def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
+        """A manager from a `Settings`, a mapping, the path of a TOML file, or (None) the environment `PLACEMENT_*`.
+
+        Args:
+            keywords: win over the source; a `Device` or a policy object goes here.
+        """
+        given = Settings.from_any(source).model_dump(exclude_unset=True)
+        return cls(**{**given, **keywords})
+
+    # --- handles
+
+    @property
+    def handles(self) -> Mapping[str, Handle]:
+        """Every handle by name, in registration order."""
+        handles = self._borders.registry.handles
+        return MappingProxyType({name: handle for name, handle in handles.copy().items() if not handle.is_gone})
+
+    def register(
+        self,
+        name: str,
+        target: Any,
+        *,
+        role: str | None = None,
+        owner: Handle | str | None = None,
+        readonly: bool = False,
+        external: bool = False,
+    ) -> Handle:
+        """Register a module, an optimizer, an engine or a `Lazy`; last, after wrapping, loading and resizing, before capturing graphs.
+
+        The object gets its place: its storages are adopted into addresses that stay, its host copy is reserved, and it goes
+        where the present phase (outside every phase: `idle`) wants it.
+
+        Args:
+            name: `[A-Za-z0-9_.:-]{1,64}`.
+            role: what it is for; an optimizer has its owner's.
+            owner: for an optimizer whose parameters do not tell: the module handle that it steps.
+            readonly: never copied back; a write is an `IntegrityError`.
+            external: the framework places the bytes: tracked and guarded, never moved.
+
+        Raises:
+            RegistrationError: why it cannot be registered and what to do; the object is as before.
+            HostMemoryError, DeviceMemoryError: no memory for it; the object is as before.
+        """
+        registry = self._borders.registry
+        with self._borders.border():
+            handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external)
+            try:
+                self._borders.join(handle)
+            except BaseException:
+                registry.remove(handle)
+                raise
+            return handle
+
+    def unregister(self, handle: Handle | str) -> None:
+        """Forget a handle. The same tensor objects get ordinary storage: on the device while resident, else on the host."""
+        with self._borders.border():
+            found = self._borders.known(handle if isinstance(handle, str) else handle.name)
+            dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
+            if dependent:
+                raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
+            self._borders.forget(found)
+
+    def close(self) -> None:
+        """Unregister everything, optimizers first, and give the device back. Idempotent.
+
+        Raises:
+            PhaseError: a phase is open.
+        """
+        if self._borders.is_closed:
+            return
+        with self._borders.border():
+            if self._borders.stack:
+                raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
+            for handle in sorted(self.handles.values(), key=lambda h: h.kind != "optimizer"):
+                self._borders.forget(handle)
+            self._borders.is_closed = True
+            self.device.close()
+
+    # --- phases
+
+    @property
+    def phase_name(self) -> str:
+        """The innermost open phase; "idle" outside every phase."""
+        return self._borders.phase_name
+
+    def phase(self, name: str, *, only: Iterable[str] | None = None) -> Phase:
+        """A phase for a `with` statement: every handle goes where the policy wants it, and back at the end.
+
+        Args:
+            name: one of `placement.PHASES`, or of `Settings.phases`.
+            only: the handles meant, and the optimizers they own; all others as in the enclosing phase.
+
+        Raises (on entering):
+            PhaseError: another thread or task holds a phase, or a graph is being captured.
+            PolicyError: no plan; DeviceMemoryError: it does not fit; nothing has moved then.
+            Exception: what stopped the moves; what was on the device before is there again.
+        """
+        return Phase(self._borders, name, only, here())
+
+    def enter(self, name: str, *, only: Iterable[str] | None = None) -> None:
+        """Open a phase that no thread owns; `leave` closes it, from any thread."""
+        phase = Phase(self._borders, name, only, None)
+        phase.__enter__()
+        self._entered.append(phase)
+
+    def switch(self, name: str, *, only: Iterable[str] | None = None) -> None:
+        """`Phase.switch` for the phase of the last `enter`."""
+        self._last_entered(f"switch to {name!r}").switch(name, only=only)
+
+    def leave(self) -> None:
+        """Close the phase of the last `enter`."""
+        phase = self._last_entered("leave")
+        try:
+            phase.__exit__(None, None, None)
+        finally:
+            if phase._open is None:
+                self._entered.pop()
+
+    def _last_entered(self, what: str) -> Phase:
+        if not self._entered:
+            raise PhaseError(f"cannot {what}: no phase was entered with enter()")
+        return self._entered[-1]
+
+    # --- asking
+
+    def snapshot(self) -> Snapshot:
+        """Everything at this moment, immutable and JSON-able. Takes no lock, so that a scrape never waits for a move."""
+        borders, journal = self._borders, self.journal
+        memory = borders.memory
+        handles = tuple(audit.snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
+        return Snapshot(
+            taken_timestamp_seconds=time.time(),
+            policy=self.policy.name,
+            worker_role=self.settings.worker_role,
+            device=self.device.name,
+            phases=tuple(each.name for each in borders.stack),
+            handles=handles,
+            phase_seconds=journal.phase_seconds(),
+            phase_stall_seconds=dict(journal.stall_seconds),
+            durations=journal.histograms(),
+            policy_decisions=dict(journal.decisions),
+            pairing_violations=journal.pairing_violations,
+            unpaired_bytes=sum(handle.resident_bytes for handle in borders.left_behind),
+            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes,
+            wrong_writes=journal.wrong_writes,
+            kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
+            expired_keeps=journal.expired_keeps,
+            budget_bytes=borders.budget_bytes(),
+            device_used_bytes=memory.used_bytes,
+            device_total_bytes=memory.total_bytes,
+            peak_bytes=borders.peak_bytes,
+        )
+
+    def audit(self) -> Audit:
+        """Compare declared and measured for every handle, by looking at every tensor. Reports, changes nothing."""
+        with self._borders.border():
+            plan = self._borders.base_plan()
+            return audit.audit(self.handles, plan, self.device, self._borders.poison_was_written())
+
+    def check_integrity(self) -> None:
+        """Raise if anything disagrees.
+
+        Raises:
+            IntegrityError: with the numbers that disagree.
+        """
+        with self._borders.border():
+            audit.check_integrity(self.handles, self.device)
+
+    def serve(self, port: int = 0, address: str = "127.0.0.1") -> MetricsServer:
+        """Serve /metrics, /healthz and /state; `server.url`, `server.close()`.
+
+        Args:
+            port: 0 takes a free one.
+            address: loopback unless told otherwise: whoever reaches it reads what this worker does.
+        """
+        from placement.observe.server import MetricsServer
+
+        return MetricsServer(self.snapshot, port=port, address=address)

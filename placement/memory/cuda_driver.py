@@ -1,0 +1,107 @@
+"""The CUDA driver functions that placement calls: where they come from, when they may be called, and what their errors become."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import itertools
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from placement.errors import DeviceMemoryError, PlacementError
+
+_TAKES_MEMORY = frozenset({"cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"})
+_exiting = threading.Event()
+atexit.register(_exiting.set)
+
+
+class Driver:
+    """The driver for one device, with torch's (the primary) context.
+
+    `with driver:` makes that context current on the calling thread, whatever thread it is. Reentrant.
+
+    Raises:
+        PlacementError: cuda-bindings is missing, or the device has no virtual memory management.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as exc:
+            major = (torch.version.cuda or "13").split(".")[0]
+            raise PlacementError(f"CUDA virtual memory needs cuda-bindings: pip install 'cuda-bindings=={major}.*'") from exc
+        torch.cuda.init()
+        torch.cuda.synchronize(index)  # the runtime creates the primary context now, and not under our hands later
+        self._process = os.getpid()
+        self._ordinal = self.call("cuDeviceGet", index)
+        attribute = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        if not self.call("cuDeviceGetAttribute", attribute, self._ordinal):
+            raise PlacementError(f"cuda:{index} has no virtual memory management (a vGPU without it, or a driver too old)")
+        self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
+
+        self.property = self.api.CUmemAllocationProp()
+        self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self.access = self.api.CUmemAccessDesc()
+        self.access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        for location in (self.property.location, self.access.location):
+            location.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            location.id = index
+        option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
+
+    @property
+    def usable(self) -> bool:
+        """False at interpreter exit (the driver may be gone before us) and in a forked child (the context is the parent's)."""
+        return not _exiting.is_set() and os.getpid() == self._process
+
+    def __enter__(self) -> None:
+        self.call("cuCtxPushCurrent", self._context)
+
+    def __exit__(self, *exc: object) -> None:
+        self.call("cuCtxPopCurrent")
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call once. The value that the function returns, None if it returns none.
+
+        Raises:
+            DeviceMemoryError: out of memory in a function that takes device memory or addresses.
+            RuntimeError: any other error, named.
+        """
+        return self.batch(function, [arguments])[0]
+
+    def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Call once for each tuple of arguments, all of them, then raise the first error as `call` does.
+
+        No bytecode runs between the calls when `calls` is a list or a `zip`: no signal handler can raise between two of them.
+        """
+        outcomes: list[tuple[Any, ...]] = []
+        self.collect(function, calls, outcomes)
+        return [self.value(function, outcome) for outcome in outcomes]
+
+    def collect(self, function: str, calls: Iterable[tuple[Any, ...]], outcomes: list[tuple[Any, ...]]) -> None:
+        """`batch` into a list that the caller owns already: an interrupt right after the call loses no result."""
+        outcomes.extend(itertools.starmap(getattr(self.api, function), calls))
+
+    def value(self, function: str, outcome: tuple[Any, ...]) -> Any:
+        """What a function returned; raises what its error becomes."""
+        error, *values = outcome
+        if error == self.api.CUresult.CUDA_SUCCESS:
+            return values[0] if values else None
+        _, name = self.api.cuGetErrorName(error)
+        _, text = self.api.cuGetErrorString(error)
+        message = f"{function}: {(name or b'unknown error').decode()}: {(text or b'').decode()}"
+        if error == self.api.CUresult.CUDA_ERROR_OUT_OF_MEMORY and function in _TAKES_MEMORY:
+            raise DeviceMemoryError(message)
+        raise RuntimeError(message)
+
+    def failed(self, function: str, *arguments: Any) -> str | None:
+        """Call once; the error as text instead of an exception, None for success."""
+        try:
+            self.call(function, *arguments)
+        except (DeviceMemoryError, RuntimeError) as exc:
+            return str(exc)
+        return None

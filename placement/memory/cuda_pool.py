@@ -1,0 +1,265 @@
+"""Torch storages at addresses of our choice, where torch cannot swap a storage's pointer (before 2.13): a `MemPool` over a range.
+
+A storage that is resized to nothing and back takes its memory from the pool that is active then. The pool asks us for
+segments, and we hand out the range. Two facts shape this module:
+
+* The allocator asks with its own lock held. A callback in Python needs the interpreter lock, which another thread may hold
+  that waits for the allocator: a deadlock. So neither callback runs Python code. The one for memory is `deque.popleft`
+  itself, and is only reached through `UntypedStorage.resize_`, which keeps the interpreter lock; no bytecode runs, so the
+  lock cannot change hands. The one that frees is a function of the C library without effect: segments are never freed
+  one by one, the range goes as a whole.
+* Where a block comes to lie must be known before anything moves. So every place is taken by a placeholder at first, and
+  what would remain of a segment by a plug: a placeholder that goes leaves the only gap, and the next request gets it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import ctypes
+import functools
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from placement.errors import RegistrationError
+from placement.memory.base import Addresses
+
+# How torch's allocator cuts its segments (c10/cuda/CUDACachingAllocator, stable since torch 1.x; `PoolRange` checks each address).
+_ROUND = 512
+_SMALL = 1 << 20
+"""Requests up to here share segments of `_SMALL_SEGMENT`; a rest longer than this is split off a larger block."""
+_SMALL_SEGMENT = 2 << 20
+_ARENA_STEP = 2 << 20
+_ARENA_LEAST = 10 << 20
+"""From here a request gets a segment of its own size, rounded to `_ARENA_STEP`."""
+
+_next_address: collections.deque[int] = collections.deque()
+# Declared without the arguments that it does not read: the caller's registers are the caller's to clean on every ABI with CUDA.
+_take = ctypes.CFUNCTYPE(ctypes.c_void_p)(_next_address.popleft)
+_ignore = ctypes.CDLL(None).labs
+_allocating = threading.RLock()
+_ranges: list[PoolRange] = []
+
+
+def _function_address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+def uninterrupted(*calls: Callable[[], object]) -> None:
+    """Call all in order without bytecode in between, so that no signal handler can raise between two of them."""
+    collections.deque(map(operator.call, calls), maxlen=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One block: bytes from the start of the range."""
+
+    offset: int
+    nbytes: int
+    """What is asked of torch."""
+    index: int | None
+    """Of the storage it is for; None for a plug."""
+    opens: int = 0
+    """Length of the segment that torch asks for with this block; 0: it lies in the one before."""
+
+
+def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
+    """Where torch will put storages of these sizes: the places in the order of asking, and the used length in bytes."""
+    rounded = [max(_ROUND, -(-size // _ROUND) * _ROUND) if size else 0 for size in sizes]
+    large = [i for i, size in enumerate(rounded) if size > _SMALL]
+    small = sorted((i for i, size in enumerate(rounded) if 0 < size <= _SMALL), key=lambda i: -rounded[i])
+    places: list[Place] = []
+    cursor = 0
+    if large:
+        used = sum(rounded[i] for i in large)
+        arena = max(_ARENA_LEAST, -(-used // _ARENA_STEP) * _ARENA_STEP)
+        for i in large:
+            places.append(Place(cursor, sizes[i], i, opens=0 if places else arena))
+            cursor += rounded[i]
+        if arena - cursor > _SMALL:
+            places.append(Place(cursor, arena - cursor, None))
+        cursor = arena
+    end = cursor
+    for i in small:
+        opens = 0
+        if cursor + rounded[i] > end:
+            places += _plugs(cursor, end)
+            cursor, end, opens = end, end + _SMALL_SEGMENT, _SMALL_SEGMENT
+        places.append(Place(cursor, sizes[i], i, opens))
+        cursor += rounded[i]
+    places += _plugs(cursor, end)
+    return places, end
+
+
+def _plugs(start: int, end: int) -> list[Place]:
+    return [Place(at, min(_SMALL, end - at), None) for at in range(start, end, _SMALL)]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What torch's statistics of one device contain on account of ranges."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+class PoolRange:
+    """A range that torch allocates from.
+
+    Args:
+        addresses: at least as long as `plan(sizes)` says.
+        sizes: in bytes, one for each storage that will come.
+        owner: as long as it lives, storages may still come.
+
+    Raises:
+        RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.
+    """
+
+    def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
+        _refuse_settings()
+        self._device = device
+        self._owner = weakref.ref(owner)
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._plugs: list[torch.UntypedStorage] = []
+        self.addresses = addresses
+        self.places, self.nbytes = plan(sizes)
+        self.offsets = {place.index: place.offset for place in self.places if place.index is not None}
+        self._sizes = tuple(sizes)
+        _ranges.append(self)  # before torch knows the addresses, so that they outlive what torch knows
+        with _on_one_stream(device):
+            self._pool = torch.cuda.MemPool(_the_allocator())
+            self._fill()
+
+    def _fill(self) -> None:
+        for place in self.places:
+            if place.opens > _SMALL_SEGMENT:  # one segment for all large ones: ask for it whole, give it back, and share it out
+                whole = torch.UntypedStorage(0, device=self._device)
+                self._allocate(whole, place.opens, self.addresses.base + place.offset)
+                whole.resize_(0)
+            storage = torch.UntypedStorage(0, device=self._device)
+            opens = place.opens == _SMALL_SEGMENT
+            self._allocate(storage, place.nbytes, self.addresses.base + place.offset if opens else None)
+            if storage.data_ptr() != self.addresses.base + place.offset:
+                raise RegistrationError(
+                    f"torch's allocator put a block of {place.nbytes:,} bytes at another place than planned; "
+                    "PYTORCH_ALLOC_CONF (max_split_size_mb, roundup_power2_divisions) changes how it cuts memory: leave these unset"
+                )
+            if place.index is None:
+                self._plugs.append(storage)
+            else:
+                self._held[place.index] = storage
+
+    def _allocate(self, storage: torch.UntypedStorage, nbytes: int, address: int | None, *before: Callable[[], object]) -> None:
+        """Give a storage memory from the pool; `address` is the segment that torch may ask for, None if it must not need one."""
+        index, pool = self._device.index, self._pool.id
+        end = (
+            functools.partial(torch._C._cuda_endAllocateToPool, index, pool),
+            functools.partial(torch._C._cuda_releasePool, index, pool),
+        )
+        with _allocating:
+            _next_address.clear()
+            if address is not None:
+                _next_address.append(address)
+            begin = functools.partial(torch._C._cuda_beginAllocateCurrentThreadToPool, index, pool)
+            try:
+                uninterrupted(*before, begin, functools.partial(storage.resize_, nbytes), *end)
+            except RuntimeError as exc:
+                uninterrupted(*end)
+                raise RegistrationError(f"torch's allocator gave no {nbytes:,} bytes of the range: {exc}") from exc
+
+    def take(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Put a storage at its place. Its bytes are lost, its old memory goes back to torch. Idempotent."""
+        self._storages.setdefault(index, StorageWeakRef(storage))
+        target, nbytes = self.addresses.base + self.offsets[index], self._sizes[index]
+        empty = functools.partial(storage.resize_, 0)
+        with _on_one_stream(self._device):
+            if storage.data_ptr() != target or storage.nbytes() != nbytes:
+                before = [empty]
+                if index in self._held:
+                    before.append(functools.partial(self._held[index].resize_, 0))
+                self._allocate(storage, nbytes, None, *before)
+            if storage.data_ptr() != target:
+                self._settle_at(target, storage, nbytes)
+        self._held.pop(index, None)
+
+    def _settle_at(self, target: int, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Another storage of the range died and left a gap that fits as well: plug such gaps until the right one is the last."""
+        plugs: list[torch.UntypedStorage] = []
+        while storage.data_ptr() != target:
+            plug = self._plug(nbytes)
+            while plug.data_ptr() != target:
+                plugs.append(plug)
+                plug = self._plug(nbytes)
+            plugs.append(self._plug(nbytes, functools.partial(storage.resize_, 0)))  # takes what the storage leaves, or one gap more
+            self._allocate(storage, nbytes, None, functools.partial(plug.resize_, 0))
+
+    def _plug(self, nbytes: int, *before: Callable[[], object]) -> torch.UntypedStorage:
+        plug = torch.UntypedStorage(0, device=self._device)
+        self._allocate(plug, nbytes, None, *before)
+        return plug
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no storage lies in it any more, and none will come."""
+        return self._owner() is None and all(storage.expired() for storage in self._storages.values())
+
+    def end(self) -> None:
+        """Let torch forget the range: plugs first, then the pool, then the addresses."""
+        self._held.clear()
+        self._plugs.clear()
+        self.__dict__.pop("_pool", None)
+
+    def counted(self) -> Counted:
+        live = {i for i, storage in self._storages.items() if not storage.expired()} | set(self._held) | {None}
+        ends = [place.offset for place in self.places[1:]] + [self.nbytes]
+        return Counted(self.nbytes, sum(end - p.offset for p, end in zip(self.places, ends, strict=True) if p.index in live))
+
+
+def reap() -> None:
+    """Give up the ranges whose storages have all died. Their addresses go with the last reference."""
+    for pool_range in [r for r in _ranges if r.is_over]:
+        pool_range.end()
+        _ranges.remove(pool_range)
+
+
+def counted(device: torch.device) -> Counted:
+    """What torch's statistics of a device contain on account of all ranges."""
+    parts = [r.counted() for r in _ranges if r._device == device]
+    return Counted(sum(p.reserved_bytes for p in parts), sum(p.allocated_bytes for p in parts))
+
+
+@functools.cache
+def _the_allocator() -> Any:
+    """One for the process, for good: torch keeps bare pointers to it."""
+    return torch._C._cuda_customAllocator(_function_address(_take), _function_address(_ignore))
+
+
+@contextmanager
+def _on_one_stream(device: torch.device) -> Iterator[None]:
+    """Torch gives a block back only to the stream that it was allocated on: always the default one here."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.default_stream(device)):
+        yield
+
+
+@atexit.register
+def _leave_to_the_system() -> None:
+    """At interpreter exit a dying pool would make the allocator wait for the device: let it live on instead."""
+    for pool_range in _ranges:
+        if "_pool" in pool_range.__dict__:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool_range._pool))
+
+
+def _refuse_settings() -> None:
+    hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
+        raise RegistrationError(f"{hook} is set: NCCL would remember the memory behind the addresses, which comes and goes. Unset it.")

@@ -1,0 +1,402 @@
+"""The bytes of one registered object: where they are, and how they come and go as a whole.
+
+A holding is the unit of a move. `on_device` is its one decision: storing it commits a move, and everything after that store
+is work that `settle` can do again. So an interrupt leaves the holding with its bytes complete on one side, whichever side
+the decision names, and `settle` brings the rest in line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from placement.adapters.base import Adapter, Owned
+from placement.errors import RegistrationError
+from placement.memory import adopt
+from placement.memory.base import Copy, Device, HostSlab
+from placement.memory.claims import RANGES
+from placement.memory.fingerprint import fingerprints
+from placement.memory.handed import Handed
+from placement.memory.range import Range
+from placement.memory.stock import Stock
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a move did, in bytes."""
+
+    copied_bytes: int = 0
+    skipped_bytes: int = 0
+    rewritten_chunks: int = 0
+    """Chunks of a readonly object whose bytes changed on the device."""
+    stray_references: int = 0
+    strays: str = ""
+    """The tensors that somebody else holds, by name."""
+
+
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A uint8 tensor over a whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def _same_over(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same type, shape and strides over other bytes."""
+    with torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=data.device)
+        return empty.set_(data.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+
+class Holding:
+    """The ranges of one object on one device."""
+
+    def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool) -> None:
+        self.device = device
+        self.adapter = adapter
+        self.name = name
+        self.readonly = readonly
+        self.ranges: tuple[Range, ...] = ()
+        self.on_device = False
+        """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
+        self.handed = Handed()
+        self._reserved: HostSlab | None = None
+        self.loose_bytes = 0
+        """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
+
+    # --- measuring
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes that it takes to be resident."""
+        return sum(r.device_bytes for r in self.ranges) + (self.loose_bytes if self.on_device else 0)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes behind its ranges, and what it owns in torch's memory."""
+        return sum(r.resident_bytes for r in self.ranges) + (self.loose_bytes if self.on_device else 0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of chunks behind its ranges."""
+        return sum(r.resident_bytes for r in self.ranges)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(r.slab.nbytes for r in self.ranges) + (self._reserved.nbytes if self._reserved is not None else 0)
+
+    @property
+    def host_pageable_bytes(self) -> int:
+        return sum(r.slab.nbytes for r in self.ranges if r.slab.pageable_reason is not None)
+
+    def newborn(self) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
+        """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
+        known = {entry.ref.cdata for r in self.ranges for entry in r.placed if not entry.ref.expired()}
+        found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
+        for owned in self.adapter.owned():
+            storage = owned.tensor.untyped_storage()
+            key = storage._cdata
+            if key in known or storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
+                continue
+            if key in found:
+                found[key][2].append(owned.tensor)
+            else:
+                found[key] = (owned, storage, [owned.tensor])
+        for tensor in self.handed:
+            entry = found.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                entry[2].append(tensor)
+        stay: list[adopt.Claim] = []
+        loose: list[adopt.Claim] = []
+        for first, storage, aliases in found.values():
+            claim = adopt.Claim(first.name, storage, tuple(aliases))
+            (loose if first.loose else stay).append(claim)
+        return stay, loose
+
+    def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
+        """Whether another handle owns the storage: an optimizer leaves it there, a module must not claim it a second time."""
+        owner = RANGES.owner_of(storage.data_ptr())
+        if owner is None or owner is self:
+            return False
+        if self.adapter.kind == "optimizer":
+            return True
+        raise RegistrationError(
+            f"{owned.name!r} of {self.name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "
+            "Register the object that owns it once."
+        )
+
+    def look(self) -> None:
+        """Measure what the object owns in torch's memory."""
+        self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+
+    # --- adopting
+
+    def _take_in(self, claims: list[adopt.Claim], loose: bool) -> Range | None:
+        """Reserve range and slab for new storages and save their bytes. They stay where they are until `move_in`."""
+        if not claims:
+            return None
+        adoption = adopt.prepare(self.device, claims)
+        fresh = Range(self.device, adoption, self._slab(adoption.nbytes), tuple(claims), loose)
+        copies = []
+        for claim, offset in zip(claims, adoption.offsets, strict=True):
+            if claim.storage.device == self.device.torch_device:
+                copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
+            else:
+                fresh.slab.view(offset, claim.storage.nbytes()).copy_(byte_view(claim.storage))
+        if copies:
+            self.device.copy(copies, "to_host")
+        return fresh
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Set host memory aside for storages that are not born yet, so that their first offload cannot lack it.
+
+        Raises:
+            HostMemoryError: there is not enough.
+        """
+        if sizes:
+            self._reserved = self.device.host(adopt.expected_bytes(self.device, sizes))
+
+    def _slab(self, nbytes: int) -> HostSlab:
+        if self._reserved is not None and self._reserved.nbytes >= nbytes:
+            slab, self._reserved = self._reserved, None
+            return slab
+        return self.device.host(nbytes)
+
+    def _keep(self, ranges: tuple[Range, ...]) -> None:
+        """Store the ranges, and tell the process whose addresses they are."""
+        for r in ranges:
+            RANGES.add(self, r.adoption.addresses.base, r.nbytes)
+        self.ranges = ranges
+
+    def adopt(self) -> None:
+        """Register: every storage gets its place, its bytes are in the slab, and poison is behind it.
+
+        Raises:
+            RegistrationError: a storage belongs to another handle, or has an alias that nobody named; nothing changed.
+            DeviceMemoryError, HostMemoryError: no addresses, no host memory; nothing changed.
+        """
+        stay, loose = self.newborn()
+        try:
+            fresh = [r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None]
+            self.device.sync()
+            self._keep(tuple(fresh))
+            for new in self.ranges:
+                new.move_in()
+        except BaseException:
+            self.rehome()
+            raise
+        del stay, loose, fresh
+        self._count_uses()
+
+    def _take_in_from_elsewhere(self) -> None:
+        """Adopt what was added on another device while the object was offloaded (adapters created on the CPU)."""
+        for loose, claims in enumerate(self.newborn()):
+            fresh = self._take_in([c for c in claims if c.storage.device != self.device.torch_device], bool(loose))
+            if fresh is not None:
+                self._keep((*self.ranges, fresh))
+                fresh.move_in()
+
+    def drop_dead(self, stock: Stock) -> None:
+        """Return ranges that no tensor uses any more (dropped gradients, replaced optimizer state)."""
+        dead = [r for r in self.ranges if not r.is_alive]
+        if dead:
+            self.ranges = tuple(r for r in self.ranges if r.is_alive)
+            for r in dead:
+                self._vacate(r, stock)
+                RANGES.remove(r.adoption.addresses.base)
+
+    # --- moving
+
+    def load(self, stock: Stock) -> Moved:
+        """Put memory behind every range and start the copies. The current stream waits for them; the host does not.
+
+        Raises:
+            DeviceMemoryError: no memory; everything is as before.
+        """
+        if self.on_device:
+            return Moved()
+        self.drop_dead(stock)
+        self._take_in_from_elsewhere()
+        copied = 0
+        try:
+            for r in self.ranges:
+                r.chunks = stock.take(r.chunk_sizes)
+                self.device.map(r.adoption.addresses, r.chunks)
+            for r in self.ranges:
+                self.device.copy(r.copies(), "to_device")
+                copied += r.nbytes
+            self.device.order()
+            for r in self.ranges:
+                if r.prints is None:
+                    r.prints = self._fingerprint(r)
+            self.on_device = True
+        except BaseException:
+            self.settle(stock)
+            raise
+        self.handed.point_to(self.over_device)
+        self.look()
+        return Moved(copied_bytes=copied)
+
+    def offload(self, stock: Stock) -> Moved:
+        """Copy to the host what changed, then put poison behind every range and give the chunks to `stock`.
+
+        Raises:
+            HostMemoryError: no host memory for state born since; everything stays on the device.
+        """
+        if not self.on_device:
+            return Moved()
+        self.device.sync()
+        self.drop_dead(stock)
+        try:
+            moved, is_first = self._leave()
+        except BaseException:
+            self.settle(stock)
+            raise
+        self.settle(stock)
+        self._count_uses()
+        if is_first:
+            self.device.trim()  # what torch freed by this adoption would stay in its cache, invisible to other processes
+        return moved
+
+    def _leave(self) -> tuple[Moved, bool]:
+        """Everything up to the decision: host copies complete, newborn state saved. Returns also whether state was taken in for good."""
+        before = self.ranges
+        stay, loose = self.newborn()
+        fresh = tuple(r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None)
+        copied, skipped, changed = self._save(before)
+        copied += sum(claim.storage.nbytes() for claim in (*stay, *loose))
+        self.handed.point_to(self.over_host)
+        surplus = {entry.name: entry.surplus() for r in before for entry in r.placed}
+        names = [name for name, count in surplus.items() if count][:8]
+        self._keep(before + fresh)
+        self.on_device = False
+        return Moved(copied, skipped, changed, sum(surplus.values()), ", ".join(names)), bool(stay)
+
+    def _count_uses(self) -> None:
+        """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
+        for r in self.ranges:
+            for entry in r.placed:
+                if entry.use_count == 0:
+                    entry.use_count = entry.uses()
+
+    def _save(self, ranges: tuple[Range, ...]) -> tuple[int, int, int]:
+        """Make the slabs equal to the device. Returns bytes copied, bytes skipped, chunks of a readonly object that differ."""
+        copied = skipped = changed = 0
+        saved: list[tuple[Range, torch.Tensor]] = []
+        for r in ranges:
+            now = self._fingerprint(r).cpu()
+            known = None if r.prints is None else r.prints.cpu()
+            dirty = [True] * len(r.chunk_sizes) if known is None else (now != known).tolist()
+            if self.readonly and known is not None:
+                changed, skipped = changed + sum(dirty), skipped + r.nbytes
+                continue
+            copies = r.copies(dirty)
+            r.prints = None  # from here on the slab is neither the old content nor the new
+            self.device.copy(copies, "to_host")
+            moved = sum(c.nbytes for c in copies)
+            copied, skipped = copied + moved, skipped + r.nbytes - moved
+            saved.append((r, now))
+        self.device.sync()
+        for r, now in saved:
+            r.prints = now
+        return copied, skipped, changed
+
+    def settle(self, stock: Stock) -> None:
+        """Bring everything in line with the decision. Idempotent; the second half of every move and the whole of recovery."""
+        if self.on_device:
+            self.ranges = tuple(r for r in self.ranges if r.claims is None)
+            self.handed.point_to(self.over_device)
+            return
+        if any(r.chunks for r in self.ranges):
+            self.device.sync()
+        for r in self.ranges:
+            self._vacate(r, stock)
+            r.move_in()
+        self.handed.point_to(self.over_host)
+        self.loose_bytes = 0
+
+    def _vacate(self, r: Range, stock: Stock) -> None:
+        if r.chunks:
+            self.device.unmap(r.adoption.addresses, r.nbytes)
+            stock.give(r.chunks)
+            r.chunks = ()
+
+    def _fingerprint(self, r: Range) -> torch.Tensor:
+        return fingerprints(self.device.view(r.adoption.addresses, 0, r.device_bytes), r.chunk_sizes)
+
+    # --- reading and leaving
+
+    def _place(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The range that a tensor's storage lies in, by its device addresses or by its slab, and the storage's offset there."""
+        address = tensor.untyped_storage().data_ptr()
+        for r in self.ranges:
+            for base in (r.adoption.addresses.base, r.slab.address):
+                if 0 <= address - base < r.nbytes:
+                    return r, address - base
+        return None
+
+    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded.
+
+        Its storage has the size of the original, so that saving it writes no more than that.
+        """
+        place = self._place(tensor)
+        if place is None:
+            return None
+        return _same_over(tensor, place[0].slab.view(place[1], tensor.untyped_storage().nbytes()))
+
+    def over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        place = self._place(tensor)
+        if place is None:
+            return None
+        return _same_over(tensor, self.device.view(place[0].adoption.addresses, place[1], tensor.untyped_storage().nbytes()))
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
+        if tensor.untyped_storage().nbytes() == 0:
+            return tensor
+        host = None if self.on_device else self.over_host(tensor)
+        if isinstance(tensor, torch.nn.Parameter) and host is None:
+            return tensor  # asked for with keep_vars: the live parameter itself
+        return self.handed.add(tensor.detach() if host is None else host)
+
+    def drifted(self) -> list[tuple[str, int]]:
+        """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie."""
+        found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
+        if not self.on_device:
+            found += [(claim.name, claim.nbytes) for claims in self.newborn() for claim in claims]
+        return found
+
+    def rehome(self) -> None:
+        """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges."""
+        target = self.device.torch_device if self.on_device else torch.device("cpu")
+        self.device.sync()
+        for tensor in self.handed:  # they keep today's values; the ranges and slabs that they lie in are about to go
+            with torch.no_grad():
+                tensor.data = tensor.clone()
+        aliases: dict[int, list[torch.Tensor]] = {}
+        for owned in self.adapter.owned():
+            aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
+        for r in self.ranges:
+            r.move_in()
+            for entry in r.placed:
+                storage = entry.storage()
+                if storage is None or storage.data_ptr() != r.adoption.addresses.base + entry.offset:
+                    continue
+                known = aliases.get(storage._cdata, [])
+                adopt.rehome(self.device, storage, known, target, self._filler(r, entry.offset, storage.nbytes()))
+        stock = Stock(self.device)
+        self.on_device = False
+        for r in self.ranges:
+            self._vacate(r, stock)
+            RANGES.remove(r.adoption.addresses.base)
+        stock.release()
+        self.ranges = ()
+
+    def _filler(self, r: Range, offset: int, nbytes: int) -> Callable[[torch.Tensor], None]:
+        source = self.device.view(r.adoption.addresses, offset, nbytes) if self.on_device else r.slab.view(offset, nbytes)
+
+        def fill(target: torch.Tensor) -> None:
+            target.copy_(source)
+
+        return fill

@@ -1,0 +1,119 @@
+"""One range of a handle: addresses for life, a host slab of the same layout, and the storages that lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from placement.memory.adopt import Adoption, Claim
+from placement.memory.base import Chunk, Copy, Device, HostSlab
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """References to a storage from tensors, Python and C++ together (`torch._C._storage_Use_Count`; 2 for a tensor alone)."""
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True)
+class Placed:
+    """One adopted storage. Weak: a range never keeps a tensor alive."""
+
+    name: str
+    ref: StorageWeakRef
+    offset: int
+    nbytes: int
+    use_count: int = 0
+    """References right after adoption (0: not counted yet); more at an offload are somebody else's."""
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage while a tensor uses it."""
+        if self.ref.expired():
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)  # type: ignore[no-any-return]
+
+    def uses(self) -> int:
+        """References to it now; 0 when it is dead."""
+        storage = self.storage()
+        return 0 if storage is None else storage_use_count(storage)
+
+    def surplus(self) -> int:
+        """References beyond those of adoption."""
+        return max(0, self.uses() - self.use_count)
+
+
+class Range:
+    """Addresses, the slab that mirrors them byte for byte, and what is behind them now.
+
+    `chunks` is empty while poison is behind the addresses. It is stored before the driver is asked to map them and
+    cleared after it has unmapped them, so that an interrupt in between leaves too much on record, never too little.
+    """
+
+    def __init__(self, device: Device, adoption: Adoption, slab: HostSlab, claims: tuple[Claim, ...], loose: bool) -> None:
+        self.adoption = adoption
+        self.slab = slab
+        whole, rest = divmod(adoption.nbytes, device.chunk_bytes)
+        tail = -(-rest // device.granularity) * device.granularity
+        self.chunk_sizes: tuple[int, ...] = (device.chunk_bytes,) * whole + ((tail,) if tail else ())
+        """Full chunks and a tail at the granularity: what is behind the range while it is loaded."""
+        self.device_bytes = sum(self.chunk_sizes)
+        self.loose = loose
+        self.claims: tuple[Claim, ...] | None = claims
+        """What still has to move in; None once every storage has its place."""
+        self.placed: tuple[Placed, ...] = ()
+        self.chunks: tuple[Chunk, ...] = ()
+        self.prints: torch.Tensor | None = None
+        """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what was fingerprinted."""
+
+    def move_in(self) -> None:
+        """Give every storage its place. Their bytes are in the slab. Idempotent, and safe to repeat after an interrupt."""
+        if self.claims is None:
+            return
+        for index in range(len(self.claims)):
+            self.adoption.move_in(index)
+        placed = []
+        for claim, offset in zip(self.claims, self.adoption.offsets, strict=True):
+            ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # rebinding gives the aliases another storage object
+            placed.append(Placed(claim.name, ref, offset, claim.nbytes))
+        self.placed, self.claims = tuple(placed), None
+        self.adoption.forget_claims()
+
+    @property
+    def nbytes(self) -> int:
+        """Used length."""
+        return self.adoption.nbytes
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor still lies in it, or is about to."""
+        return self.claims is not None or any(not placed.ref.expired() for placed in self.placed)
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+    def copies(self, wanted: Sequence[bool] | None = None) -> list[Copy]:
+        """The runs of chunks to copy (all, or the wanted ones), neighbours joined and cut to the used length."""
+        runs: list[Copy] = []
+        start = 0
+        for index, size in enumerate(self.chunk_sizes):
+            if wanted is None or wanted[index]:
+                nbytes = min(size, self.nbytes - start)
+                if runs and runs[-1].device_address + runs[-1].nbytes == self.adoption.addresses.base + start:
+                    last = runs.pop()
+                    runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
+                else:
+                    runs.append(Copy(self.adoption.addresses.base + start, self.slab.address + start, nbytes))
+            start += size
+        return runs
+
+    def outside(self) -> list[Placed]:
+        """Adopted storages that are alive and no longer at their place: somebody moved them behind our back."""
+        found = []
+        for entry in self.placed:
+            storage = entry.storage()
+            if storage is not None and storage.data_ptr() != self.adoption.addresses.base + entry.offset:
+                found.append(entry)
+        return found

@@ -1,0 +1,95 @@
+"""One capacity shared by the simulated devices of several processes, through a file.
+
+The file is an array of fixed-size records, each written by one call: a process killed at any moment leaves it whole. A record
+counts only while the process that wrote it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Record(NamedTuple):
+    pid: int
+    start: int
+    """The process's start time in clock ticks since boot: a process number alone may be used again."""
+    token: int
+    """Tells the devices of one process apart."""
+    capacity_bytes: int
+    held_bytes: int
+
+
+_LAYOUT = struct.Struct("<5q")
+_EMPTY = _Record(0, 0, 0, 0, 0)
+
+
+class SharedCapacity:
+    """This device's line in the file, and the sum of the others'. All processes must see each other's process numbers.
+
+    Raises:
+        ValueError: the file is something else, or a living process uses it with another capacity.
+    """
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        self.path = path
+        self.capacity_bytes = capacity_bytes
+        self._token = int.from_bytes(os.urandom(7), "little")
+        self._pid = os.getpid()
+        self._start = _start_time(self._pid) or 0
+        path.touch(0o600)
+        self.claim(0, 0)
+
+    def leave(self) -> None:
+        """Say that this device holds nothing, unless the file is in use or gone: then the end of the process says it."""
+        # Called when a device dies, perhaps in the middle of another one's claim in this thread: it must not wait.
+        if os.getpid() == self._pid and self.path.exists():
+            with contextlib.suppress(BlockingIOError):
+                self.claim(0, 0, wait=False)
+
+    def claim(self, held_bytes: int, more_bytes: int, *, wait: bool = True) -> int:
+        """Say that this device holds `held_bytes`, and `more_bytes` on top if the others leave that much.
+
+        Returns:
+            What the others hold. The claim for more was granted if all of it together is within the capacity.
+        """
+        # A file object of our own in each call: should an interrupt cut us anywhere, its death gives the lock back.
+        with open(self.path, "r+b", buffering=0) as records_file:
+            fcntl.flock(records_file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            content = records_file.read()
+            if len(content) % _LAYOUT.size:
+                raise ValueError(f"{self.path} is not a file of shared capacity: {len(content)} bytes")
+            records = [_Record(*fields) for fields in _LAYOUT.iter_unpack(content)]
+            mine, others, slot = None, 0, len(records)
+            for index, record in reversed([*enumerate(records)]):
+                if record[:3] == (self._pid, self._start, self._token):
+                    mine = index
+                elif record.held_bytes == 0 or _start_time(record.pid) != record.start:
+                    slot = index
+                else:
+                    others += record.held_bytes
+                    if record.capacity_bytes != self.capacity_bytes:
+                        raise ValueError(
+                            f"{self.path} is shared with a capacity of {record.capacity_bytes:,} bytes, not {self.capacity_bytes:,}"
+                        )
+            granted = more_bytes if held_bytes + more_bytes + others <= self.capacity_bytes else 0
+            place = slot if mine is None else mine
+            held = held_bytes + granted
+            record = _Record(self._pid, self._start, self._token, self.capacity_bytes, held) if held else _EMPTY
+            if mine is not None or held:
+                os.pwrite(records_file.fileno(), _LAYOUT.pack(*record), place * _LAYOUT.size)
+            return others
+
+
+def _start_time(pid: int) -> int | None:
+    """When a living process began; None for one that is dead, or killed and not yet collected by its parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            state, *fields = stat.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])

@@ -1,0 +1,296 @@
+"""A device in host memory: the same contract as on an accelerator, on any Linux machine.
+
+Physical memory is one sparse memory file. A chunk is a piece of it, and mapping puts that piece behind addresses. Poison is its
+first piece, mapped over and over, so that a stray write into one offloaded tensor shows in all, as on a real device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from placement.errors import DeviceMemoryError, PlacementError
+from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab
+from placement.memory.host import (
+    MADV_POPULATE_WRITE,
+    MAP_FAILED,
+    PAGE,
+    READ_WRITE,
+    Slab,
+    check_span,
+    keep_from_children,
+    libc,
+    map_for_life,
+    round_up,
+    tensor_at,
+)
+from placement.memory.shared_capacity import SharedCapacity
+
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_FILE_BYTES = 1 << 60
+"""Size of the memory file. Offsets are never used twice, so no pattern of releases can leave it too fragmented for a chunk."""
+_OTHER_MAPPINGS = 4096
+"""Of the kernel's mappings per process, how many are left to everybody else."""
+
+
+class _Range(Addresses):
+    def __init__(self, nbytes: int, granularity: int) -> None:
+        self.nbytes = nbytes
+        self.base = 0
+        self.chunks: dict[int, _Chunk] = {}
+        """What is mapped, by offset. Replaced as a whole. Keeps the memory under living tensors when everything else is dropped."""
+        if nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, 0, flags), granularity)
+
+
+class _Chunk(Chunk):
+    def __init__(self, nbytes: int, file_offset: int) -> None:
+        self.nbytes = nbytes
+        self.file_offset = file_offset
+        self.place: tuple[weakref.ref[_Range], int] | None = None
+        """Where it was mapped last."""
+
+    def is_mapped(self) -> bool:
+        addresses = self.place and self.place[0]()
+        return self.place is not None and addresses is not None and addresses.chunks.get(self.place[1]) is self
+
+
+class SimulatedDevice(Device):
+    """A device of `capacity_bytes` in host memory. Its tensors say that they are on the CPU, in both states.
+
+    Args:
+        capacity_bytes: what chunks may take together. Poison comes on top: `memory().total_bytes` is the sum of the two.
+        chunk_bytes: size of a full chunk and of the poison. Each offloaded one costs a mapping; the kernel allows 65,530 by default.
+        granularity: of ranges and chunks, a multiple of the page size.
+        bandwidth_bytes_per_second: of the simulated link, each direction. None: no limit.
+        shared_with: a file through which processes share the capacity. Memory that a process drops without releasing it is
+            free for the others at its next call; that of a dead process, at their next call.
+
+    A forked child cannot use it: what would change the parent's memory raises `PlacementError`.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        chunk_bytes: int = 256 * 1024,
+        granularity: int = 4096,
+        bandwidth_bytes_per_second: float | None = None,
+        shared_with: str | Path | None = None,
+    ) -> None:
+        if capacity_bytes < 0 or (bandwidth_bytes_per_second or 1) < 0:
+            raise ValueError(f"negative: capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second {bandwidth_bytes_per_second}")
+        if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
+            raise ValueError(f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and that of a page ({PAGE})")
+        self.name = "simulated"
+        self.torch_device = torch.device("cpu")
+        self.granularity = granularity
+        self.chunk_bytes = chunk_bytes
+        self.capacity_bytes = capacity_bytes
+        self._bandwidth = bandwidth_bytes_per_second or float("inf")
+        self._link_free_at: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
+        self._pid = os.getpid()
+        self._shared = None if shared_with is None else SharedCapacity(Path(shared_with), capacity_bytes)
+        if self._shared:
+            weakref.finalize(self, self._shared.leave).atexit = False
+        self._file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, _FILE_BYTES)
+        self._end = chunk_bytes
+        # By file offset. The ledger is `_held`, the bytes of every chunk that holds memory; no sum is kept beside. A chunk that
+        # dies enters itself into `_dead`, by C code alone that no interrupt can cut, and the next call takes it out of the ledger.
+        self._held: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[_Chunk]] = {}
+        self._dead: dict[int, weakref.ref[_Chunk]] = {}
+        self._ranges: weakref.WeakSet[_Range] = weakref.WeakSet()
+        self._poison = _Range(chunk_bytes, granularity)
+        self._fixed(self._poison.base, chunk_bytes, 0)
+        ctypes.memset(self._poison.base, POISON_BYTE, chunk_bytes)
+
+    def host(self, nbytes: int) -> HostSlab:
+        self._check_process()
+        return Slab(nbytes)
+
+    def reserve(self, nbytes: int) -> Addresses:
+        self._check_process()
+        if nbytes < 0:
+            raise ValueError(f"a range of {nbytes} bytes")
+        nbytes = round_up(nbytes, self.granularity)
+        # At worst each chunk is a mapping of its own. Refused here, because `unmap` must not fail.
+        mappings = sum(-(-size // self.chunk_bytes) for size in (nbytes, *(r.nbytes for r in self._ranges)))
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text()) - _OTHER_MAPPINGS
+        if mappings > limit:
+            raise DeviceMemoryError(
+                f"simulated: {mappings:,} chunks of addresses need more mappings than vm.max_map_count leaves ({limit:,}); "
+                f"chunk_bytes is {self.chunk_bytes:,}, take a larger one"
+            )
+        try:
+            addresses = _Range(nbytes, self.granularity)
+        except OSError as exc:
+            raise DeviceMemoryError(f"simulated: cannot reserve {nbytes:,} bytes of addresses: {exc.strerror}") from exc
+        self._ranges.add(addresses)
+        return addresses
+
+    def create(self, nbytes: int) -> Chunk:
+        self._check_process()
+        if nbytes <= 0 or nbytes % self.granularity:
+            raise ValueError(f"a chunk of {nbytes} bytes is not a multiple of the granularity {self.granularity}")
+        held = self._held_bytes()
+        others = self._shared.claim(held, nbytes) if self._shared else 0
+        free = max(0, self.capacity_bytes - held - others)
+        if nbytes > free:
+            elsewhere = f", {others:,} held by other processes" if self._shared else ""
+            raise DeviceMemoryError(f"simulated: asked for {nbytes:,} bytes, {free:,} free of {self.capacity_bytes:,}{elsewhere}")
+        chunk = _Chunk(nbytes, self._end)
+        self._end += nbytes
+        self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
+        self._held[chunk.file_offset] = nbytes  # the one store that counts; from here on the chunk's death takes it back
+        return chunk
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
+        self._check_process()
+        target = self._own(addresses)
+        placed: dict[int, _Chunk] = {}
+        end = 0
+        for chunk in chunks:
+            if not isinstance(chunk, _Chunk) or not self._is_held(chunk):
+                raise ValueError("a chunk that this device does not hold: released, or of another device")
+            if chunk.is_mapped() and target.chunks.get(end) is not chunk:
+                raise ValueError("a chunk that is already behind other addresses: unmap these first")
+            placed[end] = chunk
+            end += chunk.nbytes
+        check_span(0, end, target.nbytes)
+        beyond = {offset: chunk for offset, chunk in target.chunks.items() if offset >= end}
+        try:
+            for offset, chunk in placed.items():
+                chunk.place = (weakref.ref(target), offset)
+            target.chunks = beyond | placed  # before the pages, so that none can be given back while it is behind an address
+            for offset, nbytes, file_offset in _runs(placed):
+                self._fixed(target.base + offset, nbytes, file_offset)
+            keep_from_children(target.base, end)
+            libc.madvise(target.base, end, MADV_POPULATE_WRITE)  # only spares page faults, so a kernel without it will do
+        except BaseException:
+            self.unmap(addresses, end)
+            raise
+
+    def unmap(self, addresses: Addresses, nbytes: int) -> None:
+        self._check_process()
+        target = self._own(addresses)
+        end = round_up(nbytes, self.granularity)
+        check_span(0, end, target.nbytes)
+        for offset in range(0, end, self.chunk_bytes):
+            self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0)
+        keep_from_children(target.base, end)
+        target.chunks = {offset: chunk for offset, chunk in target.chunks.items() if offset + chunk.nbytes > end}
+
+    def _fixed(self, address: int, nbytes: int, file_offset: int) -> None:
+        """Replace what is behind the addresses, at once."""
+        if libc.mmap(address, nbytes, READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
+            raise DeviceMemoryError(f"simulated: mapping {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+
+    def release(self, chunk: Chunk) -> None:
+        self._check_process()
+        if not isinstance(chunk, _Chunk) or not self._is_held(chunk):
+            return
+        if chunk.is_mapped():
+            raise ValueError("a chunk that is still behind addresses: unmap these first")
+        self._free(chunk.file_offset)
+        if self._shared:
+            self._shared.claim(self._held_bytes(), 0)
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        self._check_process()
+        begin = max(time.monotonic(), self._link_free_at[direction])
+        for run in copies:
+            if direction == "to_device":
+                ctypes.memmove(run.device_address, run.host_address, run.nbytes)
+            else:
+                ctypes.memmove(run.host_address, run.device_address, run.nbytes)
+        self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
+
+    def order(self) -> None:
+        # A CPU has no streams to hold back: the caller waits in their place.
+        self.sync()
+
+    def sync(self) -> None:
+        time.sleep(max(0.0, max(self._link_free_at.values()) - time.monotonic()))
+
+    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
+        check_span(offset, nbytes, addresses.nbytes)
+        return tensor_at(addresses.base + offset, nbytes, addresses)
+
+    def memory(self) -> DeviceMemory:
+        self._check_process()
+        held = self._held_bytes()
+        others = self._shared.claim(held, 0) if self._shared else 0
+        return DeviceMemory(
+            total_bytes=self.capacity_bytes + self.chunk_bytes,
+            free_bytes=max(0, self.capacity_bytes - held - others),
+            torch_reserved_bytes=0,
+            torch_allocated_bytes=0,
+            chunk_bytes=held,
+            poison_bytes=self.chunk_bytes,
+        )
+
+    def heal_poison(self) -> bool:
+        self._check_process()
+        if ctypes.string_at(self._poison.base, self.chunk_bytes) == bytes([POISON_BYTE]) * self.chunk_bytes:
+            return False
+        ctypes.memset(self._poison.base, POISON_BYTE, self.chunk_bytes)
+        return True
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            self.memory()  # gives back what dropped chunks held; the rest goes with this object and the last tensor
+
+    def _is_held(self, chunk: _Chunk) -> bool:
+        alive = self._alive.get(chunk.file_offset)
+        return alive is not None and alive() is chunk and chunk.file_offset in self._held
+
+    def _held_bytes(self) -> int:
+        for file_offset in [*self._dead]:
+            self._free(file_offset)
+            self._alive.pop(file_offset, None)
+            self._dead.pop(file_offset, None)
+        return sum(self._held.values())
+
+    def _free(self, file_offset: int) -> None:
+        nbytes = self._held.get(file_offset)
+        if nbytes is not None:
+            # Interrupted in between, the chunk still counts, and the next call or its owner frees it again.
+            libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
+            self._held.pop(file_offset, None)
+
+    def _own(self, addresses: Addresses) -> _Range:
+        if not isinstance(addresses, _Range) or addresses not in self._ranges:
+            raise ValueError("addresses of another device")
+        return addresses
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise PlacementError("the simulated device belongs to the parent process; a forked child cannot use it")
+
+
+
+def _runs(placed: dict[int, _Chunk]) -> list[tuple[int, int, int]]:
+    """(offset, bytes, file offset) of what one call can map: neighbours in the file, for which the kernel needs one mapping."""
+    runs: list[tuple[int, int, int]] = []
+    for offset, chunk in placed.items():
+        start, nbytes, file_offset = runs[-1] if runs else (0, 0, -1)
+        if chunk.file_offset == file_offset + nbytes:
+            runs[-1] = (start, nbytes + chunk.nbytes, file_offset)
+        else:
+            runs.append((offset, chunk.nbytes, chunk.file_offset))
+    return runs

@@ -1,0 +1,65 @@
+"""Chunks between two owners: what one handle gave up at a border, the next may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from placement.errors import DeviceMemoryError
+from placement.memory.base import Chunk, Device
+
+
+class Stock:
+    """The chunks of one border.
+
+    Nothing goes back to the driver before `release`, so that a border that fails maps back what was given up and allocates
+    nothing. A chunk that an interrupt drops on the way is freed by its own death.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._chunks: list[Chunk] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def give(self, chunks: Iterable[Chunk]) -> None:
+        """Add chunks that are behind no address any more; a chunk that is in stock already is not added again."""
+        known = {id(chunk) for chunk in self._chunks}
+        self._chunks.extend(chunk for chunk in chunks if id(chunk) not in known)
+
+    def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
+        """Chunks of exactly these sizes: from the stock, the rest from the driver.
+
+        Raises:
+            DeviceMemoryError: the driver has not enough; the stock is as before.
+        """
+        taken: list[Chunk] = []
+        try:
+            for size in sizes:
+                taken.append(self._one(size))
+        except BaseException:
+            self.give(taken)
+            raise
+        return tuple(taken)
+
+    def _one(self, size: int) -> Chunk:
+        for index, chunk in enumerate(self._chunks):
+            if chunk.nbytes == size:
+                return self._chunks.pop(index)
+        try:
+            return self._device.create(size)
+        except DeviceMemoryError:
+            if not self._chunks or self._device.memory().free_bytes >= size:
+                raise
+        # Chunks of other sizes stand in the way. Whoever goes back after this gets memory of its own size in exchange for ours.
+        while self._chunks and self._device.memory().free_bytes < size:
+            self._device.release(self._chunks[-1])
+            self._chunks.pop()
+        return self._device.create(size)
+
+    def release(self) -> None:
+        """Return everything to the driver: the border is decided."""
+        while self._chunks:
+            self._device.release(self._chunks[-1])
+            self._chunks.pop()

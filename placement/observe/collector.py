@@ -1,0 +1,201 @@
+"""Prometheus metrics from one immutable `Snapshot`.
+
+A custom collector instead of metric objects that are set as things happen: every family of a scrape comes from the same moment
+(separate gauges tear: scrapes see no state or two), nothing is written to the files of `PROMETHEUS_MULTIPROC_DIR`, no `_created`
+series appear, an unregistered handle's series end, and the open interval of the current state counts.
+
+Series are set to 0 from the start for every label value that is known: all states, all triggers, the shipped phases, the
+decisions, and the reasons of a failed attempt (`placement.journal.REASONS`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from types import MappingProxyType
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+from placement.journal import REASONS
+from placement.snapshot import DurationHistogram, HandleSnapshot, Snapshot
+from placement.states import IDLE, PHASES, State, Trigger
+
+DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
+
+_HANDLE = ("handle", "kind")
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "placement_state": ("1 for the state that the handle is in, 0 for the others.", (*_HANDLE, "state")),
+    "placement_resident_bytes": ("Bytes that the handle holds, by memory: device or host.", (*_HANDLE, "memory")),
+    "placement_last_transition_timestamp_seconds": ("Unix time of the last change of state.", _HANDLE),
+    "placement_broken": ("1 if the handle can go neither forward nor back.", _HANDLE),
+    "placement_drift_bytes": ("Bytes found outside the handle's ranges at the last audit.", _HANDLE),
+    "placement_stray_references": ("References to offloaded storages beyond those of adoption, at the last offload.", _HANDLE),
+    "placement_phase": ("1 for the innermost open phase, 0 for the others.", ("phase",)),
+    "placement_unpaired_bytes": ("Device bytes held by handles that their closed phases should have offloaded.", ()),
+    "placement_unaccounted_bytes": ("Device bytes in use that neither torch, nor placement, nor a visible process explains.", ()),
+    "placement_budget_bytes": ("Device bytes that the handles may hold together.", ()),
+    "placement_device_used_bytes": ("Device bytes in use, all processes.", ()),
+    "placement_device_total_bytes": ("Device bytes that there are.", ()),
+    "placement_peak_bytes": ("The most device bytes that the handles have held together.", ()),
+    "placement_kept_bytes": ("Device bytes carried over the end of a phase by keep.", ()),
+    "placement_host_pageable_bytes": ("Bytes of host copies that could not be pinned.", ()),
+}
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "placement_state_seconds_total": ("Seconds spent in each state, the open interval included.", (*_HANDLE, "state")),
+    "placement_transitions_total": ("Finished transitions.", (*_HANDLE, "trigger")),
+    "placement_transition_failures_total": ("Failed attempts at a transition.", (*_HANDLE, "reason")),
+    "placement_loaded_bytes_total": ("Bytes copied from host to device.", _HANDLE),
+    "placement_offloaded_bytes_total": ("Bytes copied from device to host.", _HANDLE),
+    "placement_skipped_bytes_total": ("Bytes proved clean at an offload and not copied.", _HANDLE),
+    "placement_phase_seconds_total": ("Seconds inside each phase; the innermost open phase counts.", ("phase",)),
+    "placement_phase_stall_seconds_total": ("Seconds that the worker waited for moves at the borders of each phase.", ("phase",)),
+    "placement_pairing_violations_total": ("Phases that closed and left a handle where it does not belong.", ()),
+    "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
+    "placement_wrong_writes_total": ("Writes found behind offloaded addresses.", ()),
+    "placement_expired_keeps_total": ("Kept handles that the next phase did not take over.", ()),
+}
+_DURATION = "placement_transition_duration_seconds"
+_HANDLE_INFO = "placement_handle"  # the exposition adds _info
+_WORKER_INFO = "placement_worker"
+_WORKER_LABELS = ("policy", "device", "worker_role", "version")
+_LABEL = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class _Families:
+    """The families of one scrape, empty at first, in the order in which they are exposed."""
+
+    def __init__(self) -> None:
+        self.gauges = {name: GaugeMetricFamily(name, text, labels=labels) for name, (text, labels) in _GAUGES.items()}
+        self.counters = {name: CounterMetricFamily(name, text, labels=labels) for name, (text, labels) in _COUNTERS.items()}
+        self.duration = HistogramMetricFamily(_DURATION, "Seconds that a move or a sync took.", labels=("operation",))
+        self.handle_info = InfoMetricFamily(_HANDLE_INFO, "What the handle is.", labels=_HANDLE)
+        self.worker_info = InfoMetricFamily(_WORKER_INFO, "What the worker is.")
+
+    def all(self) -> list[Metric]:
+        return [*self.gauges.values(), *self.counters.values(), self.duration, self.handle_info, self.worker_info]
+
+
+class SnapshotCollector:
+    """Turns what `read()` returns into metric families; one call of `read` a scrape, none at registration.
+
+    Args:
+        read: returns the snapshot to expose. What it raises reaches the scrape.
+        worker_info: further labels of `placement_worker_info`, beside policy, device, worker_role and version.
+
+    Raises:
+        ValueError: a key of `worker_info` is no label name, or is one of the labels above.
+    """
+
+    def __init__(self, read: Callable[[], Snapshot], worker_info: Mapping[str, str] = MappingProxyType({})) -> None:
+        for label in worker_info:
+            if not _LABEL.fullmatch(label) or label in _WORKER_LABELS:
+                raise ValueError(f"worker_info: {label!r} cannot be a label; use [a-z][a-z0-9_]* and none of {', '.join(_WORKER_LABELS)}")
+        self._read = read
+        self._worker_info = {"version": _version(), **worker_info}
+
+    def describe(self) -> Iterable[Metric]:
+        """The families without samples: what a registry checks for name clashes."""
+        return _Families().all()
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of one snapshot. A list, not a generator: a failing read fails before anything is exposed."""
+        snapshot = self._read()
+        families = _Families()
+        for handle in snapshot.handles:
+            _add_handle(families, handle)
+        _add_phases(families, snapshot)
+        _add_durations(families.duration, snapshot.durations)
+        _add_worker(families, snapshot)
+        families.worker_info.add_metric(
+            (),
+            {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role, **self._worker_info},
+        )
+        return families.all()
+
+
+def make_registry(read: Callable[[], Snapshot], worker_info: Mapping[str, str] = MappingProxyType({})) -> CollectorRegistry:
+    """A registry of its own with one `SnapshotCollector`: two managers in a process never clash, and the host's registry stays as it is."""
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(read, worker_info))
+    return registry
+
+
+def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
+    gauges, counters = families.gauges, families.counters
+    key = (handle.name, handle.kind)
+    for state in State:
+        gauges["placement_state"].add_metric((*key, state), float(handle.state is state))
+        counters["placement_state_seconds_total"].add_metric((*key, state), handle.state_seconds.get(state, 0.0))
+    for trigger in Trigger:
+        counters["placement_transitions_total"].add_metric((*key, trigger), handle.transitions.get(trigger, 0))
+    failures = dict.fromkeys(REASONS, 0)  # a reason of another kind counts as "error": a handle's series stay bounded
+    for reason, count in handle.failures.items():
+        failures[reason if reason in failures else "error"] += count
+    for reason, count in failures.items():
+        counters["placement_transition_failures_total"].add_metric((*key, reason), count)
+    gauges["placement_resident_bytes"].add_metric((*key, "device"), handle.resident_bytes)
+    gauges["placement_resident_bytes"].add_metric((*key, "host"), handle.host_bytes)
+    gauges["placement_last_transition_timestamp_seconds"].add_metric(key, handle.last_transition_timestamp_seconds)
+    gauges["placement_broken"].add_metric(key, float(handle.broken is not None))
+    gauges["placement_drift_bytes"].add_metric(key, handle.drift_bytes)
+    gauges["placement_stray_references"].add_metric(key, handle.stray_references)
+    counters["placement_loaded_bytes_total"].add_metric(key, handle.loaded_bytes)
+    counters["placement_offloaded_bytes_total"].add_metric(key, handle.offloaded_bytes)
+    counters["placement_skipped_bytes_total"].add_metric(key, handle.skipped_bytes)
+    # Flags and class names only: the texts of `external` and `broken` are for people, metrics are public.
+    families.handle_info.add_metric(
+        key,
+        {
+            "role": handle.role or "",
+            "adapter": handle.adapter,
+            "readonly": _flag(handle.readonly),
+            "external": _flag(handle.external is not None),
+        },
+    )
+
+
+def _add_phases(families: _Families, snapshot: Snapshot) -> None:
+    current = snapshot.phases[-1] if snapshot.phases else IDLE
+    for phase in dict.fromkeys((*PHASES, *snapshot.phase_seconds, *snapshot.phase_stall_seconds, *snapshot.phases)):
+        families.gauges["placement_phase"].add_metric((phase,), float(phase == current))
+        families.counters["placement_phase_seconds_total"].add_metric((phase,), snapshot.phase_seconds.get(phase, 0.0))
+        families.counters["placement_phase_stall_seconds_total"].add_metric((phase,), snapshot.phase_stall_seconds.get(phase, 0.0))
+
+
+def _add_durations(family: HistogramMetricFamily, durations: Iterable[DurationHistogram]) -> None:
+    for histogram in durations:
+        edges = [*map(floatToGoString, histogram.upper_bounds_seconds), "+Inf"]
+        family.add_metric((histogram.operation,), list(zip(edges, accumulate(histogram.counts), strict=True)), histogram.sum_seconds)
+
+
+def _add_worker(families: _Families, snapshot: Snapshot) -> None:
+    gauges, counters = families.gauges, families.counters
+    gauges["placement_unpaired_bytes"].add_metric((), snapshot.unpaired_bytes)
+    gauges["placement_unaccounted_bytes"].add_metric((), snapshot.unaccounted_bytes)
+    gauges["placement_budget_bytes"].add_metric((), snapshot.budget_bytes)
+    gauges["placement_device_used_bytes"].add_metric((), snapshot.device_used_bytes)
+    gauges["placement_device_total_bytes"].add_metric((), snapshot.device_total_bytes)
+    gauges["placement_peak_bytes"].add_metric((), snapshot.peak_bytes)
+    gauges["placement_kept_bytes"].add_metric((), snapshot.kept_bytes)
+    gauges["placement_host_pageable_bytes"].add_metric((), sum(handle.host_pageable_bytes for handle in snapshot.handles))
+    counters["placement_pairing_violations_total"].add_metric((), snapshot.pairing_violations)
+    counters["placement_wrong_writes_total"].add_metric((), snapshot.wrong_writes)
+    counters["placement_expired_keeps_total"].add_metric((), snapshot.expired_keeps)
+    for decision in dict.fromkeys((*DECISIONS, *snapshot.policy_decisions)):
+        count = snapshot.policy_decisions.get(decision, 0)
+        counters["placement_policy_decisions_total"].add_metric((snapshot.policy, decision), count)
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("placement")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a checkout that is not installed

@@ -1,0 +1,99 @@
+"""The little HTTP that the server speaks: a bounded, strict request head in, a response out. No socket in here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+MAX_REQUEST_LINE_BYTES = 4096
+MAX_HEAD_BYTES = 16384
+METHODS = ("GET", "HEAD")
+TEXT = "text/plain; charset=utf-8"
+
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_REQUEST_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\x00-\x08\x0a-\x1f\x7f]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request without a body."""
+
+    method: str
+    path: str
+    """Without the query."""
+    headers: Mapping[str, str]
+    """Names in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What the client gets."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = TEXT
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def encode(self, *, with_body: bool) -> bytes:
+        """The bytes to send; HEAD gets the headers of GET without the body."""
+        head = [
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}",
+            f"Content-Type: {self.content_type}",
+            f"Content-Length: {len(self.body)}",
+            "Connection: close",
+            "Cache-Control: no-store",
+            *(f"{name}: {value}" for name, value in self.headers),
+        ]
+        return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + (self.body if with_body else b"")
+
+
+class RefusedError(Exception):
+    """A request that gets no page; `response` says why."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.response = refusal(status)
+
+
+def refusal(status: HTTPStatus) -> Response:
+    """A plain-text answer with the status' own phrase."""
+    headers = (("Allow", ", ".join(METHODS)),) if status is HTTPStatus.METHOD_NOT_ALLOWED else ()
+    return Response(status, f"{status.phrase}\n".encode(), headers=headers)
+
+
+def parse_head(head: bytes) -> Request | None:
+    """The request that `head` (all bytes received so far) holds; None while its end has not come.
+
+    Raises:
+        RefusedError: this is no request, one of a method that is not served, or too long a one. As early as the bytes show it.
+    """
+    line_end = head.find(b"\n")
+    if (line_end if line_end >= 0 else len(head)) > MAX_REQUEST_LINE_BYTES:
+        raise RefusedError(HTTPStatus.REQUEST_URI_TOO_LONG)
+    if line_end < 0:
+        return None
+    request_line = _REQUEST_LINE.fullmatch(head[:line_end].decode("latin-1").removesuffix("\r"))
+    if request_line is None:
+        raise RefusedError(HTTPStatus.BAD_REQUEST)
+    if request_line[1] not in METHODS:
+        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED)
+    end = _HEAD_END.search(head)
+    if (end.start() if end else len(head)) > MAX_HEAD_BYTES:
+        raise RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+    if end is None:
+        return None
+    return Request(request_line[1], request_line[2].partition("?")[0], _parse_headers(head[line_end + 1 : end.start()]))
+
+
+def _parse_headers(lines: bytes) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in lines.decode("latin-1").split("\n") if lines else ():
+        # Folded lines and control characters are refused: part of the Accept header comes back in the answer's Content-Type.
+        header = _HEADER.fullmatch(line.removesuffix("\r"))
+        if header is None:
+            raise RefusedError(HTTPStatus.BAD_REQUEST)
+        headers[header[1].lower()] = header[2].strip()
+    return headers

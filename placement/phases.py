@@ -1,0 +1,119 @@
+"""Phases: who holds one, how they nest, and the object that `with manager.phase(...)` gives.
+
+A phase belongs to the thread or asyncio task that opened it. `Manager.enter` opens one that belongs to nobody, for frameworks
+whose hooks run in different threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from placement.errors import PhaseError
+from placement.states import Plan
+
+if TYPE_CHECKING:
+    from placement.handle import Handle
+    from placement.borders import Borders
+
+
+def here() -> Any:
+    """The asyncio task that runs now, or the thread where there is none."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return task if task is not None else threading.current_thread()
+
+
+def describe(holder: Any) -> str:
+    if holder is None:
+        return "enter()"
+    return f"task {holder.get_name()!r}" if isinstance(holder, asyncio.Task) else f"thread {holder.name!r}"
+
+
+@dataclass(eq=False, slots=True)
+class Open:
+    """One open phase. Replaced as a whole by a switch, so that the stack changes by single stores."""
+
+    name: str
+    only: tuple[str, ...] | None
+    plan: Plan
+    holder: Any
+    kept: set[str] = field(default_factory=set)
+    torch_reserved_bytes: int = 0
+    """What torch's allocator had at the entry."""
+    is_abandoned: bool = False
+    """Its `Phase` was dropped while phases were open inside; it closes when they do."""
+
+
+class Phase:
+    """An open phase. Made by `Manager.phase`; entered once."""
+
+    def __init__(self, borders: Borders, name: str, only: Iterable[str] | None, holder: Any) -> None:
+        self._borders = borders
+        self._wanted = (name, None if only is None else tuple(only), holder)
+        self._open: Open | None = None
+        self._was_entered = False
+
+    @property
+    def name(self) -> str:
+        """The phase that is open now, after every switch."""
+        return self._wanted[0] if self._open is None else self._open.name
+
+    def __enter__(self) -> Phase:
+        if self._was_entered:
+            raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
+        self._was_entered = True
+        self._borders.enter(self, *self._wanted)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._open is None:
+            raise PhaseError(f"phase {self.name!r} is not open; it was left before or never entered")
+        self._borders.leave(self, error)
+
+    def switch(self, name: str, *, only: Iterable[str] | None = None) -> None:
+        """End this phase and begin `name` in one border: what both need stays, and both directions of the link are used.
+
+        Raises:
+            PhaseError: the phase is not open, or another is open inside it.
+            Exception: what stopped the border; this phase goes on as it was.
+        """
+        if self._open is None:
+            raise PhaseError(f"cannot switch to {name!r}: the phase is not open")
+        self._borders.switch(self, name, None if only is None else tuple(only))
+
+    def keep(self, handle: Handle | str) -> None:
+        """Leave a handle on the device at the end of this phase, for the next one.
+
+        The next phase's plan takes it over, or it is offloaded there and counted as an expired keep.
+        """
+        if self._open is None:
+            raise PhaseError("cannot keep a handle: the phase is not open")
+        name = handle if isinstance(handle, str) else handle.name
+        self._borders.known(name)
+        self._open.kept.add(name)
+
+    def __del__(self) -> None:
+        if self._open is not None:
+            self._borders.abandon(self)
+
+
+def check_holder(stack: tuple[Open, ...], name: str) -> None:
+    """Phases nest in one thread or task.
+
+    Raises:
+        PhaseError: another thread or task holds a phase.
+    """
+    me = here()
+    for each in stack:
+        if each.holder is not None and each.holder is not me:
+            raise PhaseError(
+                f"{describe(me)} wants phase {name!r} while {describe(each.holder)} holds phase {each.name!r}: one manager is in one phase at "
+                "a time. Use enter() and leave() if one phase is meant to span threads."
+            )

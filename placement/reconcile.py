@@ -1,0 +1,239 @@
+"""The only actuator: bring every handle to the state that a plan names.
+
+Level-based and idempotent: it looks at where the handles are, not at how they came there. `advance` is all or nothing and
+serves entries and switches; `retreat` takes every handle as far as it goes and serves exits, errors and recovery.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from placement.errors import BrokenHandleError, IntegrityError, PhaseError
+from placement.handle import Handle
+from placement.journal import Journal, Record
+from placement.machine import Node, path
+from placement.memory.base import Device
+from placement.memory.holding import Moved
+from placement.memory.stock import Stock
+from placement.states import Plan, State, Trigger
+
+_MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
+_STEPS: tuple[tuple[Trigger, ...], ...] = (
+    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN),
+    (Trigger.OFFLOAD,),
+    (Trigger.LOAD,),
+    tuple(Trigger),
+)
+"""The order of a border: what ends, what leaves, what comes, what begins. It frees before it loads."""
+
+
+def target_of(handle: Handle, plan: Plan) -> Node:
+    """The node that a plan wants a handle at."""
+    state = plan.targets[handle.name]
+    return state, state is not State.CPU_OFFLOADED if handle.external else plan.on_device(handle.name)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One transition in progress: what `after` needs to know of what `before` did."""
+
+    began_seconds: float = 0.0
+    moved: Moved = Moved()
+
+
+class HandleMoves:
+    """What the machine of one handle calls around its transitions."""
+
+    def __init__(self, handle: Handle, reconciler: Reconciler) -> None:
+        self._handle = handle
+        self._reconciler = reconciler
+        self._attempt = _Attempt()
+
+    def before(self, trigger: Trigger, source: State, target: State) -> None:
+        self._attempt = _Attempt(time.monotonic())
+        self._handle.require_sound(trigger)
+        self._attempt.moved = self._reconciler.move(self._handle, trigger)
+
+    def after(self, trigger: Trigger, source: State, target: State) -> None:
+        self._reconciler.record(self._handle, trigger, source, target, self._attempt.began_seconds, self._attempt.moved)
+
+
+class Reconciler:
+    """Moves handles of one device. Called with the manager's lock held."""
+
+    def __init__(self, device: Device, journal: Journal, *, strict: bool) -> None:
+        self._device = device
+        self._journal = journal
+        self._strict = strict
+        self._stock = Stock(device)
+        self._complaints: list[Exception] = []
+        """What must be raised, but only once the border is complete: raising at once would leave the handle half-way."""
+
+    def moves_of(self, handle: Handle) -> HandleMoves:
+        return HandleMoves(handle, self)
+
+    # --- one transition
+
+    def move(self, handle: Handle, trigger: Trigger) -> Moved:
+        """The work of one transition: bytes for `load` and `offload`, a check for the others."""
+        holding = handle.holding
+        if handle.is_streaming and trigger in (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN):
+            raise PhaseError(f"{handle.name!r} publishes from its host copy; it cannot {trigger} before it is loaded")
+        if trigger is Trigger.END_STREAM and not handle.is_streaming and not handle.external:
+            raise PhaseError(f"{handle.name!r} is SYNCING on the device; it ends with {Trigger.END_SYNC}")
+        if holding is None or handle.external or trigger not in _MOVES:
+            return Moved()
+        if trigger is Trigger.LOAD:
+            return holding.load(self._stock)
+        moved = holding.offload(self._stock)
+        handle.stray_references, handle.strays = moved.stray_references, moved.strays
+        if moved.rewritten_chunks:
+            self._complaints.append(
+                IntegrityError(
+                    f"{handle.name!r} is readonly, but {moved.rewritten_chunks} of its chunks changed on the device; the registered values were "
+                    "kept. Register it without readonly=True if it is meant to be written."
+                )
+            )
+        if moved.stray_references and self._strict:
+            self._complaints.append(
+                IntegrityError(
+                    f"{moved.stray_references} references to storages of {handle.name!r} were alive when it was offloaded ({moved.strays}); "
+                    "what they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
+                )
+            )
+        return moved
+
+    def record(self, handle: Handle, trigger: Trigger, source: State, target: State, began_seconds: float, moved: Moved) -> None:
+        """Write one state change into the journal, with the time since `began_seconds`."""
+        now = time.monotonic()
+        record = Record(
+            at_seconds=now,
+            timestamp_seconds=time.time(),
+            handle=handle.name,
+            kind=handle.kind,
+            trigger=trigger,
+            source=source,
+            target=target,
+            phase=self._journal.phase,
+            nbytes=moved.copied_bytes,
+            skipped_bytes=moved.skipped_bytes,
+            seconds=now - began_seconds,
+        )
+        self._journal.record(handle.counters, record)
+
+    def _fire(self, handle: Handle, trigger: Trigger) -> None:
+        try:
+            handle.machine.fire(trigger)
+        except BaseException as error:
+            self._journal.failed(handle.counters, handle.name, trigger, error)
+            raise
+
+    def settle(self, handle: Handle) -> None:
+        """Make what an interrupted move left behind consistent: bytes with the decision, state with the bytes, journal with the state."""
+        holding = handle.holding
+        if handle.broken is not None:
+            return
+        try:
+            if holding is not None:
+                holding.settle(self._stock)
+        except Exception as error:
+            handle.broken = f"the device failed while a move was being completed: {error}"
+            raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
+        state, recorded = handle.state, handle.counters.state
+        if state is not recorded:
+            trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
+            self.record(handle, trigger, recorded, state, time.monotonic(), Moved())
+        if holding is not None and not handle.external and not handle.is_streaming:
+            if holding.on_device and handle.state is State.CPU_OFFLOADED:
+                handle.machine.fire(Trigger.LOAD)
+            elif not holding.on_device and handle.state is not State.CPU_OFFLOADED:
+                handle.machine.fire(Trigger.OFFLOAD)
+
+    # --- all handles
+
+    def needs_work(self, handles: Iterable[Handle], plan: Plan) -> bool:
+        """Whether any handle is not where the plan wants it."""
+        return any(handle.node != target_of(handle, plan) for handle in handles)
+
+    def advance(self, handles: Mapping[str, Handle], plan: Plan) -> None:
+        """Bring every handle to its target, or leave every handle where it was.
+
+        Raises:
+            Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
+                its target state; complete either way.
+        """
+        sources = {handle.name: handle.node for handle in handles.values()}
+        try:
+            self._march(handles.values(), lambda handle: target_of(handle, plan))
+            for complaint in self._take_complaints():
+                raise complaint
+        except BaseException as error:
+            self._go_back(handles, sources, error)
+            raise
+        finally:
+            self._stock.release()
+
+    def retreat(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
+        """Bring every handle as far towards its target as it goes.
+
+        Returns:
+            What went wrong; empty when every handle is at its target.
+        """
+        errors: list[Exception] = []
+        try:
+            paths: list[tuple[Handle, list[Trigger]]] = []
+            for handle in handles.values():
+                try:
+                    self.settle(handle)
+                    paths.append((handle, list(path(handle.node, target_of(handle, plan)))))
+                except Exception as error:
+                    errors.append(error)
+            for step in _STEPS:
+                for handle, triggers in paths:
+                    try:
+                        self._run(handle, triggers, step)
+                    except Exception as error:
+                        errors.append(error)
+                        triggers.clear()
+        finally:
+            self._stock.release()
+        return errors + self._take_complaints()
+
+    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
+        """Fire every handle's path in an order that frees before it loads."""
+        paths: list[tuple[Handle, list[Trigger]]] = []
+        for handle in handles:
+            triggers = path(handle.node, target(handle))
+            if triggers:
+                handle.require_sound(triggers[0])
+                paths.append((handle, list(triggers)))
+        for step in _STEPS:
+            for handle, triggers in paths:
+                self._run(handle, triggers, step)
+
+    def _run(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
+        """Fire the triggers of a path that belong to this step, taking them off the list."""
+        while triggers and triggers[0] in step:
+            self._fire(handle, triggers.pop(0))
+
+    def _take_complaints(self) -> list[Exception]:
+        complaints, self._complaints = self._complaints, []
+        return complaints
+
+    def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
+        """After a failed border: every handle consistent first, then back to its source, with the chunks that were given up."""
+        for handle in handles.values():
+            try:
+                self.settle(handle)
+            except Exception as error:
+                cause.add_note(f"placement: {error}")
+        try:
+            self._march([h for h in handles.values() if h.broken is None], lambda handle: sources[handle.name])
+        except Exception as error:
+            cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
+            for handle in handles.values():
+                if handle.broken is None:
+                    self.settle(handle)
+        self._complaints = []

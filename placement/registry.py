@@ -1,0 +1,156 @@
+"""Registration: from a user's object to a handle whose storages have their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from placement import guards
+from placement.adapters import adapter_for
+from placement.adapters.base import Adapter
+from placement.adapters.module import ModuleAdapter
+from placement.adapters.optimizer import OptimizerAdapter
+from placement.adapters.tensors import is_plain
+from placement.engines.base import Engine, EngineAdapter
+from placement.errors import HostMemoryError, RegistrationError
+from placement.handle import Handle, Lazy
+from placement.memory.base import Device
+from placement.memory.claims import RANGES
+from placement.memory.holding import Holding
+from placement.reconcile import Reconciler
+from placement.states import KINDS, ROLES
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+class Registry:
+    """The handles of one manager, in registration order."""
+
+    def __init__(self, device: Device, reconciler: Reconciler, phase_now: Callable[[], str], when_gone: Callable[[Handle], None]) -> None:
+        self.handles: dict[str, Handle] = {}
+        self._by_key: dict[int, Handle] = {}
+        """Handles by the identity of their objects, which are alive as long as their handles are here."""
+        self._device = device
+        self._reconciler = reconciler
+        self._phase_now = phase_now
+        self._when_gone = when_gone
+
+    def add(self, name: str, target: Any, *, role: str | None, owner: Handle | str | None, readonly: bool, external: bool) -> Handle:
+        """Make a handle, CPU_OFFLOADED, its storages adopted. On any error the object and the registry are as before."""
+        self._check_words(name, role)
+        kind = target.kind if isinstance(target, Lazy) else "module"
+        if kind not in KINDS:
+            raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
+        handle = Handle(name, kind=kind, role=role, readonly=readonly, moves=self._reconciler.moves_of)
+        handle.phase_now = self._phase_now
+        handle.owners = () if owner is None else (self._owner(name, owner),)
+        if isinstance(target, Lazy):
+            handle.lazy = target
+        else:
+            self._bind(handle, target, external)
+        self.handles[name] = handle
+        return handle
+
+    def build(self, handle: Handle) -> None:
+        """Call a `Lazy`'s factory and adopt what it gives.
+
+        Raises:
+            RegistrationError: the factory raised, or gave something that cannot be registered; the handle stays unbuilt.
+        """
+        assert handle.lazy is not None
+        try:
+            target = handle.lazy.factory()
+        except Exception as error:
+            raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
+        self._bind(handle, target, external=False)
+        handle.built_object = target  # nobody else may hold what the factory made
+        handle.lazy = None
+
+    def remove(self, handle: Handle) -> None:
+        """Take a handle out; its tensors get ordinary storage, on the device while resident, else on the host."""
+        for hook in handle.guards:
+            hook.remove()
+        handle.guards = []
+        if handle.holding is not None:
+            handle.holding.rehome()
+        self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
+        self.handles.pop(handle.name, None)
+
+    def _check_words(self, name: str, role: str | None) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RegistrationError(f"handle name {name!r} must match {_NAME.pattern}")
+        if name in self.handles:
+            raise RegistrationError(f"{name!r} is registered already; unregister it first or choose another name")
+        if role is not None and role not in ROLES:
+            raise RegistrationError(f"{name!r}: role {role!r} is none of {', '.join(ROLES)}")
+
+    def _owner(self, name: str, owner: Handle | str) -> Handle:
+        found = self.handles.get(owner if isinstance(owner, str) else owner.name)
+        if found is None or found.kind == "optimizer":
+            raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager")
+        return found
+
+    def _bind(self, handle: Handle, target: Any, external: bool) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RegistrationError(f"{handle.name!r}: register outside torch.inference_mode(), whose tensors cannot be trained again")
+        adapter = self._adapter(handle, target, external)
+        keys = [id(key) for key in adapter.key_objects()]
+        for key in keys:
+            if key in self._by_key:
+                raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
+        if isinstance(adapter, OptimizerAdapter):
+            self._find_owners(handle, adapter)
+        holding = None
+        if adapter.external is None:
+            holding = Holding(self._device, adapter, handle.name, handle.readonly)
+            with torch.no_grad():
+                holding.adopt()
+                self._reserve_state(holding, adapter)
+        handle.attach(target, adapter, self._when_gone)
+        handle.holding = holding
+        handle.guards = guards.install(handle, adapter.key_objects())
+        self._by_key.update(dict.fromkeys(keys, handle))
+
+    def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
+        if isinstance(target, Engine):
+            return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device)
+        return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+
+    def _reserve_state(self, holding: Holding, adapter: Adapter) -> None:
+        """State that is not born yet gets its host memory now: an offload in the middle of a run must not lack it."""
+        sizes = adapter.expected_sizes()
+        try:
+            holding.reserve(sizes or ())
+        except HostMemoryError:
+            holding.rehome()
+            raise
+
+    def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
+        """The modules whose parameters the optimizer steps, by parameter identity; its role is theirs."""
+        owners: dict[str, Handle] = {each.name: each for each in handle.owners}
+        for index, parameter in enumerate(adapter.parameters()):
+            owner = self._owner_of(parameter)
+            if owner is None:
+                raise RegistrationError(
+                    f"{handle.name!r}: parameter {index} of shape {tuple(parameter.shape)} belongs to no registered module. "
+                    "Register the modules first, then the optimizers that step them."
+                )
+            owners[owner.name] = owner
+        handle.owners = tuple(owners.values())
+        if handle.role is None and handle.owners:
+            handle.role = handle.owners[0].role
+
+    def _owner_of(self, parameter: torch.Tensor) -> Handle | None:
+        """The module handle that a parameter belongs to: by its address, or by identity where the framework placed it."""
+        for other in self.handles.values():
+            adapter = other.adapter
+            if other.external and isinstance(adapter, ModuleAdapter) and any(each is parameter for each in adapter.parameters()):
+                return other
+        if not is_plain(parameter, self._device.torch_device):
+            return None
+        holding = RANGES.owner_of(parameter.untyped_storage().data_ptr())
+        found = self.handles.get(holding.name) if holding is not None else None
+        return found if found is not None and found.holding is holding else None

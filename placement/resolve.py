@@ -1,0 +1,78 @@
+"""From what a user writes for a policy to the policy itself."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, cast
+
+from placement.errors import PolicyError
+
+if TYPE_CHECKING:
+    from placement.policies.base import Policy
+
+GROUP = "placement.policies"
+SHIPPED = {
+    "colocated": "placement.policies.colocated:Colocated",
+    "resident": "placement.policies.resident:Resident",
+    "async_rollout": "placement.policies.async_rollout:AsyncRollout",
+}
+"""The same as the entry points of this package; here so that they resolve from a checkout that nobody installed."""
+
+_PATH = re.compile(r"[\w.]+:[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+def policy_names() -> tuple[str, ...]:
+    """Every name that resolves, sorted: the shipped policies and the entry points of the group "placement.policies"."""
+    return tuple(sorted({*SHIPPED, *(point.name for point in entry_points(group=GROUP))}))
+
+
+def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
+    """The policy for a registered name, "package.module:Class", a class (constructed without arguments) or an instance.
+
+    Raises:
+        PolicyError: no such name (it lists those that there are), the import or the constructor failed, or what was found
+            has no `plan(view)` or no `name`.
+    """
+    found = _load(spec) if isinstance(spec, str) else spec
+    if isinstance(found, type):
+        try:
+            found = found()
+        except Exception as exc:
+            raise PolicyError(f"policy {_shown(spec)} cannot be constructed without arguments: {exc}") from exc
+    if not callable(getattr(found, "plan", None)):
+        raise PolicyError(f"policy {_shown(spec)} has no method plan(view)")
+    name = getattr(found, "name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PolicyError(f"policy {_shown(spec)} needs a name matching {_NAME.pattern} (`name = ...` in its class), not {name!r}")
+    return cast("Policy", found)
+
+
+def _shown(spec: object) -> str:
+    return repr(spec) if isinstance(spec, str) else getattr(spec, "__qualname__", type(spec).__qualname__)
+
+
+def _load(spec: str) -> Any:
+    point = _entry_point(spec)
+    try:
+        return point.load()
+    except Exception as exc:
+        raise PolicyError(f"policy {spec!r} cannot be imported from {point.value}: {type(exc).__name__}: {exc}") from exc
+
+
+def _entry_point(spec: str) -> EntryPoint:
+    """Where the policy lies: under a shipped name, a registered name, or the path itself."""
+    if spec in SHIPPED:
+        return EntryPoint(spec, SHIPPED[spec], GROUP)
+    registered = {point.value: point for point in entry_points(group=GROUP) if point.name == spec}
+    if len(registered) > 1:
+        raise PolicyError(f"policy {spec!r} is registered more than once: {', '.join(sorted(registered))}; name one of them instead")
+    if registered:
+        return next(iter(registered.values()))
+    if _PATH.fullmatch(spec):
+        return EntryPoint(spec, spec, GROUP)
+    nearest = difflib.get_close_matches(spec, policy_names(), n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise PolicyError(f"no policy {spec!r}.{hint} Registered: {', '.join(policy_names())}; or write 'package.module:Class'.")

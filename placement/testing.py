@@ -1,0 +1,174 @@
+"""For tests, ours and yours: a device without hardware, faults on demand, and the assertion that everything was offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from placement.errors import DeviceMemoryError, HostMemoryError
+from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab
+from placement.memory.simulated import SimulatedDevice
+from placement.states import State
+
+if TYPE_CHECKING:
+    from placement.manager import Manager
+
+__all__ = ["Faults", "InjectedFault", "SimulatedDevice", "assert_nothing_resident"]
+
+
+class InjectedFault(RuntimeError):
+    """A copy or a wait that `Faults` failed, as a driver would."""
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "host": HostMemoryError,
+    "reserve": DeviceMemoryError,
+    "create": DeviceMemoryError,
+    "map": DeviceMemoryError,
+    "copy": InjectedFault,
+    "sync": InjectedFault,
+}
+
+
+class _Fault(NamedTuple):
+    operation: str
+    first_call: int
+    forever: bool
+
+
+class Faults(Device):
+    """A device that does what another one does, and fails where it is told to. A failed call never reaches the other device.
+
+        device = Faults(SimulatedDevice(capacity_bytes=1 << 30))
+        device.fail("create", at=3)
+
+    Attributes:
+        device: the other one. Its attributes can be read from here too.
+        calls: calls so far by operation, failed ones included: how far a sweep has to go.
+        fired: how many calls were failed.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.calls = dict.fromkeys(_ERRORS, 0)
+        self.fired = 0
+        self._faults: list[_Fault] = []
+
+    def fail(self, operation: str, *, at: int = 1, forever: bool = False) -> None:
+        """Fail the `at`-th call of an operation from now on (1 is the next), once, or from there on for ever.
+
+        `host` fails with `HostMemoryError`, `reserve`, `create` and `map` with `DeviceMemoryError`, `copy` and `sync` with
+        `InjectedFault`. Several faults may be set at once.
+
+        Raises:
+            ValueError: no such operation, or `at` is below 1.
+        """
+        if operation not in _ERRORS:
+            raise ValueError(f"unknown operation {operation!r}: one of {', '.join(_ERRORS)}")
+        if at < 1:
+            raise ValueError(f"at is {at}; the next call is 1")
+        self._faults.append(_Fault(operation, self.calls[operation] + at, forever))
+
+    def clear(self) -> None:
+        """Fail nothing any more. The counts stay."""
+        self._faults.clear()
+
+    def _count(self, operation: str) -> None:
+        self.calls[operation] += 1
+        call = self.calls[operation]
+        for fault in self._faults:
+            if fault.operation == operation and (call == fault.first_call or (fault.forever and call > fault.first_call)):
+                self.fired += 1
+                raise _ERRORS[operation](f"injected fault: {operation}, call {call}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "device":  # not set yet: a copy or an unpickled object asks before there is one
+            raise AttributeError(name)
+        return getattr(self.device, name)
+
+    def host(self, nbytes: int) -> HostSlab:
+        self._count("host")
+        return self.device.host(nbytes)
+
+    def reserve(self, nbytes: int) -> Addresses:
+        self._count("reserve")
+        return self.device.reserve(nbytes)
+
+    def create(self, nbytes: int) -> Chunk:
+        self._count("create")
+        return self.device.create(nbytes)
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
+        self._count("map")
+        self.device.map(addresses, chunks)
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        self._count("copy")
+        self.device.copy(copies, direction)
+
+    def sync(self) -> None:
+        self._count("sync")
+        self.device.sync()
+
+    def unmap(self, addresses: Addresses, nbytes: int) -> None:
+        self.device.unmap(addresses, nbytes)
+
+    def release(self, chunk: Chunk) -> None:
+        self.device.release(chunk)
+
+    def order(self) -> None:
+        self.device.order()
+
+    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
+        return self.device.view(addresses, offset, nbytes)
+
+    def memory(self) -> DeviceMemory:
+        return self.device.memory()
+
+    def heal_poison(self) -> bool:
+        return self.device.heal_poison()
+
+    def trim(self) -> None:
+        self.device.trim()
+
+    def is_capturing(self) -> bool:
+        return self.device.is_capturing()
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = ()) -> None:
+    """Assert that what should be off the device is off it: measured, not declared.
+
+    Outside every phase each handle must be CPU_OFFLOADED; inside one, those that are not may be on the device. An offloaded
+    handle holds no byte, the device's chunks are exactly what the other handles hold, and `audit()` finds nothing. External
+    handles do not count.
+
+    Args:
+        except_for: names of handles that the policy keeps on the device when idle.
+
+    Raises:
+        AssertionError: naming the handles and the bytes.
+    """
+    in_phase = bool(manager.snapshot().phases)
+    handles = {name: handle for name, handle in manager.handles.items() if not handle.external}
+    problems = []
+    for name, handle in handles.items():
+        if handle.state is State.CPU_OFFLOADED:
+            if handle.resident_bytes:
+                problems.append(f"{name} is CPU_OFFLOADED and holds {handle.resident_bytes:,} bytes")
+        elif not in_phase and name not in except_for:
+            problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
+    declared = sum(handle.resident_bytes for handle in handles.values())
+    measured = manager.device.memory().chunk_bytes
+    if declared != measured:
+        holders = ", ".join(f"{name} {handle.resident_bytes:,}" for name, handle in handles.items())
+        problems.append(f"the device's chunks take {measured:,} bytes, the handles hold {declared:,} ({holders})")
+    audit = manager.audit()
+    if not audit.ok:
+        problems.append(audit.report)
+    if problems:
+        raise AssertionError("\n".join(problems))

@@ -1,0 +1,85 @@
+"""Between the manager and a policy: the view it reads, and the checks on what it answers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from placement.errors import PhaseError, PolicyError
+from placement.handle import Handle
+from placement.states import HandleView, Plan, State, View
+
+
+def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
+    """One handle as a policy sees it."""
+    return HandleView(
+        name=handle.name,
+        kind=handle.kind,
+        role=handle.role,
+        state=handle.state,
+        num_bytes=handle.num_bytes,
+        resident_bytes=handle.resident_bytes,
+        owners=tuple(owner.name for owner in handle.owners),
+        readonly=handle.readonly,
+        external=handle.external,
+        built=handle.is_built,
+        kept=handle.name in kept,
+    )
+
+
+def ask(policy: Any, view: View) -> Plan:
+    """The policy's plan, checked.
+
+    Raises:
+        PolicyError: the policy raised, its answer is no plan, forgets a handle, names an unknown one, or wants the impossible.
+    """
+    try:
+        plan = policy.plan(view)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"policy {policy.name!r} failed on phase {view.phase!r}: {error!r}") from error
+    if not isinstance(plan, Plan):
+        raise PolicyError(f"policy {policy.name!r} returned {type(plan).__name__} for phase {view.phase!r}, not a Plan")
+    problems = list(_problems(view, plan))
+    if problems:
+        raise PolicyError(f"policy {policy.name!r} gave no usable plan for phase {view.phase!r}: {'; '.join(problems)}")
+    return plan
+
+
+def _problems(view: View, plan: Plan) -> Iterable[str]:
+    forgotten = [name for name in view.handles if name not in plan.targets]
+    if forgotten:
+        yield f"it forgets {', '.join(map(repr, forgotten))}"
+    unknown = [name for name in (*plan.targets, *plan.streamed) if name not in view.handles]
+    if unknown:
+        yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
+    for name, state in plan.targets.items():
+        handle = view.handles.get(name)
+        if handle is not None and handle.readonly and state is State.TRAINING:
+            yield f"it wants {name!r} in TRAINING, which is readonly"
+    wrong = [name for name in plan.streamed if plan.targets.get(name) is not State.SYNCING]
+    if wrong:
+        yield f"it streams {', '.join(map(repr, wrong))} without SYNCING"
+
+
+def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+    """The handles that `only=` means: the named ones and the optimizers that they own.
+
+    Raises:
+        PhaseError: a name that is not registered, with the nearest one that is.
+    """
+    if only is None:
+        return None
+    for name in only:
+        if name not in handles:
+            raise PhaseError(f"only=: {unknown_handle(name, handles)}")
+    chosen = set(only)
+    return chosen | {handle.name for handle in handles.values() if any(owner.name in chosen for owner in handle.owners)}
+
+
+def unknown_handle(name: object, handles: Iterable[str]) -> str:
+    known = list(handles)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"no handle {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; registered: {', '.join(known) or 'none'}")

@@ -1,0 +1,41 @@
+"""Rollout and training run at the same time, in different processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from placement import Plan, View
+
+from .base import rollout_models
+from .colocated import Colocated, OptimizerIn
+from .resident import Resident
+
+
+class AsyncRollout:
+    """Each worker keeps its own handles resident and leaves the other side's alone.
+
+    | `worker_role` | what it does |
+    |---|---|
+    | `rollout` | its engines as `Resident` would; a trainer's handle is CPU_OFFLOADED in every phase: never built, never loaded |
+    | `trainer` | all but the rollout engines as `Resident` would; those are never touched |
+    | `hybrid` | as `Colocated` |
+
+    Args:
+        optimizer_in: as in `Colocated`.
+        stream_sync: as in `Colocated`, for a hybrid worker; the others hold their weights on the device.
+    """
+
+    name = "async_rollout"
+
+    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False) -> None:
+        self._together = Colocated(optimizer_in, stream_sync=stream_sync)
+        self._apart = Resident(optimizer_in)
+
+    def plan(self, view: View) -> Plan:
+        """The plan for the handles of this worker's side; CPU_OFFLOADED for the other side's."""
+        if view.worker_role == "hybrid":
+            return self._together.plan(view)
+        generating = {h.name for h in rollout_models(view)}
+        own = {name: h for name, h in view.handles.items() if (name in generating) == (view.worker_role == "rollout")}
+        plan = self._apart.plan(replace(view, handles=own))
+        return view.total_plan(plan.targets, plan.streamed)

@@ -1,0 +1,73 @@
+"""The contract of every policy, and the questions that several of them put to a view."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from placement import HandleView, Plan, PolicyError, State, View
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides where every handle belongs in a phase.
+
+    `plan` is called with the manager's lock held, once before each phase border (entry, switch, exit), before any byte moves.
+    The plan it returns names every handle of the view. It is a function of the view alone: the same view gives an equal
+    plan, on every rank, and the view is not changed. Whether the bytes fit is the manager's check, not the policy's duty.
+
+    Raises:
+        PolicyError: the phase is not one of `view.known_phases`.
+    """
+
+    name: str
+    """For metrics and messages: `[A-Za-z0-9_.:-]{1,64}`."""
+
+    def plan(self, view: View) -> Plan: ...
+
+
+def models(view: View, *roles: str) -> list[HandleView]:
+    """Modules and engines of these roles, in registration order. Optimizers share their owner's role and are left out."""
+    return [h for h in view.with_role(*roles) if h.kind != "optimizer"]
+
+
+def rollout_models(view: View) -> list[HandleView]:
+    """What generates: every model with the role `rollout`, and an engine that was given no role."""
+    return [h for h in view.handles.values() if h.kind != "optimizer" and (h.role == "rollout" or (h.kind == "engine" and h.role is None))]
+
+
+def optimizers(view: View) -> list[HandleView]:
+    """Every optimizer, in registration order."""
+    return [h for h in view.handles.values() if h.kind == "optimizer"]
+
+
+def stepped(view: View) -> list[HandleView]:
+    """The modules whose parameters an optimizer steps. An owner that is gone from the view is left out."""
+    owners = dict.fromkeys(owner for optimizer in optimizers(view) for owner in optimizer.owners)
+    return [view.handles[name] for name in owners if name in view.handles]
+
+
+def targets(handles: Iterable[HandleView], state: State) -> dict[str, State]:
+    """One target for several handles. A readonly handle cannot be TRAINING: it is GPU_RESIDENT instead."""
+    readonly_state = State.GPU_RESIDENT if state is State.TRAINING else state
+    return {h.name: readonly_state if h.readonly else state for h in handles}
+
+
+def present(view: View) -> Plan:
+    """The plan that changes nothing."""
+    # A sync that holds no device bytes is streamed from the host copy; to call it anything else would load it.
+    streamed = [
+        h.name for h in view.handles.values() if h.state is State.SYNCING and h.num_bytes and not h.resident_bytes and not h.external
+    ]
+    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed)
+
+
+def unknown_phase(view: View) -> PolicyError:
+    """The error for a phase that nobody declared."""
+    nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return PolicyError(
+        f"unknown phase {view.phase!r}.{hint} Known phases: {', '.join(view.known_phases)}. "
+        "A phase of your own goes into Settings.phases with the roles that it needs."
+    )

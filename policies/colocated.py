@@ -1,0 +1,77 @@
+"""Everybody takes turns on one device."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from placement import Plan, State, View
+
+from .base import models, optimizers, present, rollout_models, stepped, targets, unknown_phase
+
+OptimizerIn = Literal["train", "optimizer_step"]
+
+
+class Colocated:
+    """Outside every phase everything is CPU_OFFLOADED; in a phase only what it needs is on the device.
+
+    | phase | on the device |
+    |---|---|
+    | `rollout`, `eval` | the rollout engine, or the actor where none is registered |
+    | `weight_sync` | the actor, SYNCING, and the rollout engine |
+    | `log_prob` | actor and ref |
+    | `values`, `reward` | critic; reward |
+    | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
+    | `checkpoint` | nothing moves: every handle stays in its state, the host copy is read |
+    | a phase of `Settings.phases` | the modules and engines of its roles |
+
+    What is needed is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is GPU_RESIDENT although its values
+    change: TRAINING means an optimizer's writes, and receiving weights is what an engine does in that phase, so the manager
+    takes an engine's writes there as legal. For an external handle the states say only whether it is in use.
+
+    Args:
+        optimizer_in: "train": the optimizer is on the device for the whole training phase. "optimizer_step": in that phase (and
+            in `restore`) only, which leaves its bytes to activations during forward and backward.
+        stream_sync: publish the actor's weights straight from the host copy through a small device window instead of loading
+            it beside the engine. An external actor has no host copy of ours and is published as it lies.
+    """
+
+    name = "colocated"
+
+    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False) -> None:
+        if optimizer_in not in get_args(OptimizerIn):
+            raise ValueError(f"optimizer_in must be one of {', '.join(get_args(OptimizerIn))}, not {optimizer_in!r}")
+        self.optimizer_in = optimizer_in
+        self.stream_sync = stream_sync
+
+    def plan(self, view: View) -> Plan:
+        """What the phase needs, and nothing else."""
+        if view.phase == "checkpoint":
+            return present(view)
+        needs = self.needs(view)
+        if not self.stream_sync:
+            return view.total_plan(needs)
+        streamed = [name for name, state in needs.items() if state is State.SYNCING and not view.handles[name].external]
+        return view.total_plan(needs, streamed)
+
+    def needs(self, view: View) -> dict[str, State]:
+        """The state of every handle that the phase uses; `checkpoint` uses none on the device."""
+        match view.phase:
+            case "idle" | "checkpoint":
+                return {}
+            case "rollout" | "eval":
+                return targets(rollout_models(view) or models(view, "actor"), State.GPU_RESIDENT)
+            case "weight_sync":
+                return targets(rollout_models(view), State.GPU_RESIDENT) | targets(models(view, "actor"), State.SYNCING)
+            case "log_prob":
+                return targets(models(view, "actor", "ref"), State.GPU_RESIDENT)
+            case "values":
+                return targets(models(view, "critic"), State.GPU_RESIDENT)
+            case "reward":
+                return targets(models(view, "reward"), State.GPU_RESIDENT)
+            case "train" if self.optimizer_in == "optimizer_step":
+                return targets(stepped(view), State.TRAINING)
+            case "train" | "optimizer_step" | "restore":
+                return targets([*stepped(view), *optimizers(view)], State.TRAINING)
+            case phase if phase in view.phases:
+                return targets(models(view, *view.phases[phase]), State.GPU_RESIDENT)
+        raise unknown_phase(view)

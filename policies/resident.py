@@ -1,0 +1,65 @@
+"""Nothing leaves the device unless somebody needs its place."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from placement import HandleView, Plan, State, View
+
+from .base import stepped
+from .colocated import Colocated, OptimizerIn
+
+
+class Resident(Colocated):
+    """What a phase needs, and beside it whatever is on the device already and fits the budget.
+
+    Evicts only for the deficit: first what need not be copied back (readonly, or a module that no optimizer steps), then the
+    rest; of each, the smallest handle that covers the deficit, else the largest. Outside every phase it also loads what fits,
+    in registration order, so that handles registered first come first. A `Lazy` is never built only because it would fit.
+
+    A handle that a phase does not need is GPU_RESIDENT at most: it can be read there and not written.
+    """
+
+    name = "resident"
+
+    def __init__(self, optimizer_in: OptimizerIn = "train") -> None:
+        # No streamed sync: the actor is on the device as a rule, and streaming would first have to offload it.
+        super().__init__(optimizer_in)
+
+    def plan(self, view: View) -> Plan:
+        """What the phase needs, and what may stay."""
+        plan = super().plan(view)
+        if view.phase == "checkpoint":
+            return plan
+        rest = [h for h in view.handles.values() if h.built and not h.external and plan[h.name] is State.CPU_OFFLOADED]
+        staying = [h for h in rest if h.state is not State.CPU_OFFLOADED]
+        room = view.budget_bytes - view.bytes_of(plan)
+        evicted = _evicted(view, staying, sum(h.num_bytes for h in staying) - room)
+        kept = [h for h in staying if h.name not in evicted]
+        if view.phase == "idle":
+            room -= sum(h.num_bytes for h in kept)
+            for handle in rest:
+                if handle.state is State.CPU_OFFLOADED and handle.num_bytes <= room:
+                    kept.append(handle)
+                    room -= handle.num_bytes
+        return view.total_plan({**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}, plan.streamed)
+
+
+def _evicted(view: View, staying: list[HandleView], deficit: int) -> set[str]:
+    """The names that must go so that `deficit` bytes come free; all of them where that is not enough."""
+    written = {h.name for h in stepped(view)}
+    clean = [h for h in staying if h.readonly or (h.kind == "module" and h.name not in written)]
+    clean_names = {h.name for h in clean}
+    evicted: list[HandleView] = []
+    for group in (clean, [h for h in staying if h.name not in clean_names]):
+        by_size = sorted(group, key=lambda h: h.num_bytes)
+        while deficit > 0 and by_size:
+            covering = bisect_left(by_size, deficit, key=lambda h: h.num_bytes)
+            evicted.append(by_size.pop(min(covering, len(by_size) - 1)))
+            deficit -= evicted[-1].num_bytes
+    names = {h.name for h in evicted}
+    for handle in reversed(evicted):  # a large late eviction can make a small early one needless
+        if handle.num_bytes <= -deficit:
+            names.discard(handle.name)
+            deficit += handle.num_bytes
+    return names

@@ -1,0 +1,60 @@
+"""Devices for the contract suite, and what its tests look at from outside."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from placement.memory.base import Device
+from placement.testing import Faults, SimulatedDevice
+
+CHUNKS = 8
+"""Capacity of the simulated devices, in full chunks."""
+
+
+def simulated() -> Device:
+    return SimulatedDevice(CHUNKS * 16384, chunk_bytes=16384, granularity=4096)
+
+
+def wrapped() -> Device:
+    return Faults(simulated())
+
+
+def cuda() -> Device:
+    from placement.memory.cuda import CudaDevice
+
+    return CudaDevice(0, chunk_bytes=8 << 20)
+
+
+@pytest.fixture(params=[simulated, wrapped, pytest.param(cuda, marks=pytest.mark.gpu)], ids=lambda factory: factory.__name__)
+def device(request: pytest.FixtureRequest) -> Device:
+    made: Device = request.param()
+    return made
+
+
+@pytest.fixture
+def mappings() -> Callable[[], int]:
+    """Counts this process's memory mappings."""
+    return lambda: len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.fixture
+def in_child() -> Callable[[Callable[[], int]], int]:
+    """Runs a function in a forked child; returns its exit code, or minus the signal that killed it."""
+
+    def run(body: Callable[[], int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            faulthandler.disable()
+            try:
+                code = body()
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return run

@@ -1,0 +1,267 @@
+"""What every `Device` does, simulated or real. Sizes are multiples of the device's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from placement.errors import DeviceMemoryError
+from placement.memory.base import Addresses, Chunk, Copy, Device
+
+
+def poisoned(device: Device, nbytes: int) -> Addresses:
+    addresses = device.reserve(nbytes)
+    device.unmap(addresses, addresses.nbytes)
+    return addresses
+
+
+def whole(device: Device, addresses: Addresses) -> torch.Tensor:
+    return device.view(addresses, 0, addresses.nbytes)
+
+
+def random_bytes(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def full_and_tail(device: Device) -> tuple[int, list[Chunk]]:
+    chunks = [device.create(device.chunk_bytes), device.create(device.chunk_bytes), device.create(device.granularity)]
+    return sum(chunk.nbytes for chunk in chunks), chunks
+
+
+def test_addresses_are_aligned_and_rounded_up(device: Device) -> None:
+    addresses = device.reserve(device.granularity + 1)
+    assert addresses.nbytes == 2 * device.granularity
+    assert addresses.base % device.granularity == 0
+    assert device.chunk_bytes % device.granularity == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_poison_reads_as_nan_in_floats_and_minus_one_in_integers(device: Device, dtype: torch.dtype) -> None:
+    view = whole(device, poisoned(device, device.chunk_bytes + device.granularity))
+    assert view.device.type == device.torch_device.type
+    assert view.view(dtype).float().isnan().all()
+    assert (view.view(torch.int64) == -1).all()
+    assert (view == 0xFF).all()
+
+
+def test_a_chunk_keeps_its_bytes_while_it_is_behind_no_address_and_behind_another(device: Device) -> None:
+    nbytes, chunks = full_and_tail(device)
+    first, second = poisoned(device, nbytes), poisoned(device, nbytes)
+    content = random_bytes(nbytes)
+    device.map(first, chunks)
+    whole(device, first).copy_(content)
+    device.sync()
+    device.unmap(first, nbytes)
+    assert (whole(device, first) == 0xFF).all()
+    device.map(second, chunks)
+    assert torch.equal(whole(device, second).cpu(), content)
+    device.sync()
+    device.unmap(second, nbytes)
+    device.map(first, [chunks[1], chunks[0], chunks[2]])
+    size = device.chunk_bytes
+    assert torch.equal(whole(device, first).cpu(), torch.cat([content[size : 2 * size], content[:size], content[2 * size :]]))
+
+
+def test_an_old_view_sees_what_is_behind_its_addresses_now(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    view = whole(device, addresses)
+    pointer = view.data_ptr()
+    chunk = device.create(device.chunk_bytes)
+    for value in range(3):
+        device.map(addresses, [chunk])
+        view.fill_(value)
+        assert (view == value).all()
+        device.sync()
+        device.unmap(addresses, addresses.nbytes)
+        assert (view == 0xFF).all()
+        assert view.data_ptr() == pointer
+
+
+def test_unmap_is_idempotent_and_covers_the_rounded_start(device: Device) -> None:
+    nbytes, chunks = full_and_tail(device)
+    addresses = poisoned(device, nbytes)
+    device.unmap(addresses, nbytes)
+    device.map(addresses, chunks)
+    whole(device, addresses).zero_()
+    device.sync()
+    for _ in range(2):
+        device.unmap(addresses, nbytes - 1)
+        assert (whole(device, addresses) == 0xFF).all()
+    assert not device.heal_poison()
+
+
+def test_map_covers_the_start_of_longer_addresses(device: Device) -> None:
+    addresses = poisoned(device, 2 * device.chunk_bytes)
+    device.map(addresses, [device.create(device.granularity)])
+    device.view(addresses, 0, device.granularity).zero_()
+    assert (device.view(addresses, device.granularity, 2 * device.chunk_bytes - device.granularity) == 0xFF).all()
+
+
+def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None:
+    before = device.memory()
+    too_much = before.total_bytes // device.granularity * device.granularity + device.granularity
+    with pytest.raises(DeviceMemoryError):
+        device.create(too_much)
+    assert device.memory().chunk_bytes == before.chunk_bytes
+
+
+def test_ledger_follows_chunks(device: Device) -> None:
+    before = device.memory()
+    _, chunks = full_and_tail(device)
+    held = device.memory()
+    assert held.chunk_bytes - before.chunk_bytes == 2 * device.chunk_bytes + device.granularity
+    assert held.used_bytes + held.free_bytes == held.total_bytes
+    assert held.poison_bytes > 0
+    assert held.free_bytes < before.free_bytes
+    device.release(chunks[0])
+    device.release(chunks[0])
+    assert device.memory().chunk_bytes - before.chunk_bytes == device.chunk_bytes + device.granularity
+    chunks.clear()
+    assert device.memory().chunk_bytes == before.chunk_bytes
+
+
+def test_mapped_memory_counts_until_it_is_released(device: Device) -> None:
+    before = device.memory().chunk_bytes
+    addresses = poisoned(device, device.chunk_bytes)
+    chunk = device.create(device.chunk_bytes)
+    device.map(addresses, [chunk])
+    assert device.memory().chunk_bytes == before + chunk.nbytes
+    device.unmap(addresses, addresses.nbytes)
+    assert device.memory().chunk_bytes == before + chunk.nbytes
+    device.release(chunk)
+    assert device.memory().chunk_bytes == before
+
+
+def test_a_view_keeps_addresses_and_what_is_behind_them(device: Device) -> None:
+    offloaded = device.view(poisoned(device, device.chunk_bytes), 3, 100)
+    addresses = poisoned(device, device.chunk_bytes)
+    device.map(addresses, [device.create(device.chunk_bytes)])
+    loaded = device.view(addresses, 0, 1000)
+    loaded.fill_(7)
+    del addresses
+    others = [poisoned(device, device.chunk_bytes) for _ in range(20)]
+    for other in others:
+        device.map(other, [])
+    assert (offloaded == 0xFF).all()
+    assert (loaded == 7).all()
+
+
+def test_a_view_has_a_storage_of_its_own_size(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    view = device.view(addresses, 256, 1000)
+    assert view.dtype == torch.uint8
+    assert view.untyped_storage().nbytes() == 1000
+    assert view.data_ptr() == addresses.base + 256
+
+
+def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device) -> None:
+    first, second = poisoned(device, device.chunk_bytes), poisoned(device, device.chunk_bytes)
+    assert not device.heal_poison()
+    device.view(first, 64, 1).zero_()
+    assert device.view(second, 64, 1).item() == 0, "poison is shared"
+    assert device.heal_poison()
+    assert not device.heal_poison()
+    assert (whole(device, first) == 0xFF).all()
+    assert (whole(device, second) == 0xFF).all()
+
+
+def test_a_write_into_the_poison_of_a_tail_is_found(device: Device) -> None:
+    tail = poisoned(device, device.granularity)
+    device.view(tail, device.granularity - 1, 1).zero_()
+    assert device.heal_poison()
+    assert (whole(device, tail) == 0xFF).all()
+
+
+def test_copies_are_bit_exact_at_any_offset_and_touch_nothing_beside(device: Device) -> None:
+    nbytes, chunks = full_and_tail(device)
+    addresses = poisoned(device, nbytes)
+    device.map(addresses, chunks)
+    there, back = device.host(nbytes), device.host(nbytes)
+    content = random_bytes(nbytes)
+    there.view(0, nbytes).copy_(content)
+    whole(device, addresses).zero_()
+    device.sync()
+    rng = random.Random(1)
+    expected = torch.zeros(nbytes, dtype=torch.uint8)
+    runs = []
+    for _ in range(20):
+        size = rng.choice([0, 1, 7, 255, 4097, device.chunk_bytes + 13])
+        start = rng.randrange(nbytes - size)
+        runs.append(Copy(addresses.base + start, there.address + start, size))
+        expected[start : start + size] = content[start : start + size]
+    device.copy(runs, "to_device")
+    device.order()
+    assert torch.equal(whole(device, addresses).cpu(), expected)
+    device.copy([Copy(addresses.base + 5, back.address + 3, nbytes - 11)], "to_host")
+    device.sync()
+    assert torch.equal(back.view(3, nbytes - 11), expected[5 : nbytes - 6])
+    assert (back.view(0, 3) == 0).all()
+    assert (back.view(nbytes - 8, 8) == 0).all()
+
+
+def test_a_copy_to_the_host_follows_the_work_of_the_current_stream(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    device.map(addresses, [device.create(device.chunk_bytes)])
+    slab = device.host(device.chunk_bytes)
+    view = whole(device, addresses)
+    for value in range(20):
+        view.fill_(value)
+        device.copy([Copy(addresses.base, slab.address, device.chunk_bytes)], "to_host")
+        device.sync()
+        assert (slab.view(0, slab.nbytes) == value).all()
+
+
+def test_slabs_are_zero_and_live_as_long_as_their_views(device: Device) -> None:
+    slab = device.host(100_001)
+    assert slab.nbytes == 100_001
+    view = slab.view(1, 100_000)
+    assert view.untyped_storage().nbytes() == 100_000
+    assert (view == 0).all()
+    view.fill_(5)
+    del slab
+    others = [device.host(100_001) for _ in range(20)]
+    assert all((other.view(0, 100_001) == 0).all() for other in others)
+    assert (view == 5).all()
+
+
+def test_an_empty_slab_is_a_slab(device: Device) -> None:
+    slab = device.host(0)
+    assert slab.nbytes == 0
+    assert slab.view(0, 0).numel() == 0
+
+
+def test_cycles_leave_nothing_behind(device: Device, mappings: Callable[[], int]) -> None:
+    def cycle() -> None:
+        addresses = poisoned(device, nbytes)
+        slab = device.host(nbytes)
+        new = [device.create(chunk.nbytes) for chunk in chunks]
+        device.map(addresses, new)
+        device.copy([Copy(addresses.base, slab.address, nbytes)], "to_device")
+        device.sync()
+        device.unmap(addresses, nbytes)
+        device.map(kept, chunks)
+        device.unmap(kept, nbytes)
+        for chunk in new:
+            device.release(chunk)
+
+    nbytes, chunks = full_and_tail(device)
+    kept = poisoned(device, nbytes)
+    cycle()
+    before, ledger = mappings(), device.memory()
+    for _ in range(2000 if device.torch_device.type == "cpu" else 50):
+        cycle()
+    assert mappings() <= before + 5  # the interpreter's own memory may have grown
+    assert device.memory().chunk_bytes == ledger.chunk_bytes
+
+
+def test_close_is_idempotent_and_waits_for_the_last_addresses(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    view = whole(device, addresses)
+    device.close()
+    assert (view == 0xFF).all()
+    del view, addresses
+    device.close()
+    device.close()

@@ -1,0 +1,259 @@
+"""What only the simulated device promises: exact capacity, refused misuse, forks, and interrupts at every bytecode."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import placement.memory
+from placement.errors import DeviceMemoryError, PlacementError
+from placement.memory import simulated
+from placement.memory.base import Copy
+from placement.testing import SimulatedDevice
+
+SIZE = 16384
+OURS = os.path.dirname(placement.memory.__file__)
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def make(capacity: int = 8 * SIZE, **options: Any) -> SimulatedDevice:
+    return SimulatedDevice(capacity, chunk_bytes=SIZE, granularity=4096, **options)
+
+
+def bytes_in_memory_files() -> int:
+    """What the kernel holds for this process's memory files."""
+    held = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(descriptor).startswith("/memfd:placement-device"):
+                held += os.stat(descriptor).st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return held
+
+
+def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:
+    device = make(2 * SIZE + 4096)
+    chunks = [device.create(SIZE), device.create(SIZE)]
+    with pytest.raises(DeviceMemoryError, match=r"asked for 8,192 bytes, 4,096 free of 36,864"):
+        device.create(8192)
+    chunks.append(device.create(4096))
+    memory = device.memory()
+    assert (memory.free_bytes, memory.chunk_bytes, memory.poison_bytes) == (0, 36864, SIZE)
+    assert memory.total_bytes == 36864 + SIZE
+    with pytest.raises(DeviceMemoryError, match=r"asked for 4,096 bytes, 0 free"):
+        device.create(4096)
+    device.release(chunks[2])
+    device.create(4096)
+
+
+def test_memory_goes_back_to_the_host() -> None:
+    device = make()
+    before = bytes_in_memory_files()
+    addresses = device.reserve(4 * SIZE)
+    chunks = [device.create(SIZE) for _ in range(4)]
+    device.map(addresses, chunks)
+    device.view(addresses, 0, 4 * SIZE).fill_(1)
+    assert bytes_in_memory_files() == before + 4 * SIZE
+    device.unmap(addresses, 4 * SIZE)
+    device.release(chunks.pop())
+    assert bytes_in_memory_files() == before + 3 * SIZE
+    chunks.clear()
+    device.memory()
+    assert bytes_in_memory_files() == before
+
+
+def test_neighbours_take_one_mapping(mappings: Callable[[], int]) -> None:
+    device = make(256 * SIZE)
+    addresses = device.reserve(256 * SIZE)
+    before = mappings()
+    device.map(addresses, [device.create(SIZE) for _ in range(256)])
+    assert mappings() <= before + 5
+
+
+def test_more_chunks_than_the_kernel_has_mappings_are_refused_at_reserve() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"vm\.max_map_count"):
+        make().reserve(SIZE << 30)
+
+
+def test_misuse_is_refused() -> None:
+    device, other = make(), make()
+    addresses, chunk = device.reserve(2 * SIZE), device.create(SIZE)
+    device.map(addresses, [chunk])
+    with pytest.raises(ValueError, match="behind other addresses"):
+        device.map(device.reserve(SIZE), [chunk])
+    with pytest.raises(ValueError, match="still behind addresses"):
+        device.release(chunk)
+    with pytest.raises(ValueError, match="another device"):
+        other.map(other.reserve(SIZE), [chunk])
+    with pytest.raises(ValueError, match="another device"):
+        other.unmap(addresses, SIZE)
+    with pytest.raises(ValueError, match="not within"):
+        device.unmap(addresses, 3 * SIZE)
+    with pytest.raises(ValueError, match="not within"):
+        device.view(addresses, 1, 2 * SIZE)
+    with pytest.raises(ValueError, match="granularity"):
+        device.create(100)
+    device.unmap(addresses, 2 * SIZE)
+    device.release(chunk)
+    with pytest.raises(ValueError, match="does not hold: released"):
+        device.map(addresses, [chunk])
+    for options in ({"granularity": 100}, {"chunk_bytes": 5000}, {"capacity_bytes": -1}, {"bandwidth_bytes_per_second": -1.0}):
+        with pytest.raises(ValueError, match=r"granularity|negative"):
+            SimulatedDevice(**{"capacity_bytes": SIZE, **options})  # type: ignore[arg-type]
+
+
+def test_a_granularity_above_the_page_size_aligns_addresses() -> None:
+    device = SimulatedDevice(1 << 22, chunk_bytes=1 << 20, granularity=1 << 18)
+    assert all(device.reserve(1).base % (1 << 18) == 0 for _ in range(5))
+
+
+def test_a_slow_link_makes_the_caller_wait_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(simulated.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(simulated.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    device = make(bandwidth_bytes_per_second=1024.0)
+    addresses, chunk, slab = device.reserve(SIZE), device.create(SIZE), device.host(SIZE)
+    device.map(addresses, [chunk])
+    run = Copy(addresses.base, slab.address, 2048)
+    device.copy([run, run], "to_device")
+    device.copy([run], "to_host")
+    assert now[0] == 100.0
+    device.order()
+    assert now[0] == 104.0
+    device.copy([run], "to_host")
+    device.sync()
+    device.sync()
+    assert now[0] == 106.0
+
+
+@forks
+def test_a_forked_child_can_neither_use_nor_free_the_parents_memory(in_child: Callable[[Callable[[], int]], int]) -> None:
+    device = make()
+    addresses, chunks = device.reserve(SIZE), [device.create(SIZE)]
+    device.map(addresses, chunks)
+    view = device.view(addresses, 0, SIZE)
+    view.fill_(3)
+
+    def child() -> int:
+        operations: list[Callable[[], object]] = [
+            lambda: device.create(SIZE),
+            lambda: device.map(addresses, chunks),
+            lambda: device.unmap(addresses, SIZE),
+            lambda: device.release(chunks[0]),
+            lambda: device.reserve(SIZE),
+            device.memory,
+        ]
+        for operation in operations:
+            try:
+                operation()
+            except PlacementError:
+                continue
+            return 1
+        chunks.clear()
+        device.close()
+        return 0
+
+    assert in_child(child) == 0
+    assert (view == 3).all()
+    assert device.memory().chunk_bytes == SIZE
+    assert in_child(lambda: int(view[0].item())) == -signal.SIGSEGV
+
+
+class Interrupter:
+    """A trace function that counts the bytecodes of our frames, and raises KeyboardInterrupt at one of them."""
+
+    def __init__(self, point: int | None) -> None:
+        self.point = point
+        self.seen: list[tuple[object, int]] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupter | None:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if len(self.seen) == self.point:
+                raise KeyboardInterrupt
+            self.seen.append((frame.f_code, frame.f_lasti))
+        return self
+
+    def run(self, operation: Callable[[], object]) -> bool:
+        """Whether the operation was cut. What it made dies untraced."""
+        previous, made = sys.gettrace(), None
+        sys.settrace(self)
+        try:
+            made = operation()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(previous)
+            del made
+        return False
+
+    def first_and_last_visits(self) -> list[int]:
+        first = {place: point for point, place in reversed([*enumerate(self.seen)])}
+        last = {place: point for point, place in enumerate(self.seen)}
+        return sorted({*first.values(), *last.values()})
+
+
+# The file object that an interrupt abandons gives the lock back by dying, and says that nobody closed it.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "unmap", "release"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_interrupt_at_any_bytecode_loses_nothing(
+    operation: str, is_shared: bool, tmp_path: Path, mappings: Callable[[], int]
+) -> None:
+    shared = tmp_path / "capacity" if is_shared else None
+    files_before = bytes_in_memory_files()
+    device = make(shared_with=shared)
+    device.unmap(first := device.reserve(3 * SIZE), 3 * SIZE)
+    device.unmap(second := device.reserve(3 * SIZE), 3 * SIZE)
+    content = torch.randint(0, 255, (3 * SIZE,), dtype=torch.uint8)
+
+    def attempt(interrupter: Interrupter) -> bool:
+        chunks = [device.create(SIZE) for _ in range(3)]
+        device.map(first, chunks[::-1])
+        device.view(first, 0, 3 * SIZE).copy_(content)
+        if operation != "unmap":
+            device.unmap(first, 3 * SIZE)
+        step: dict[str, Callable[[], object]] = {
+            "host": lambda: device.host(SIZE),
+            "reserve": lambda: device.reserve(SIZE),
+            "create": lambda: device.create(SIZE),
+            "map": lambda: device.map(second, chunks[::-1]),
+            "unmap": lambda: device.unmap(first, 3 * SIZE),
+            "release": lambda: device.release(chunks[0]),
+        }
+        cut = interrupter.run(step[operation])
+        assert device.memory().chunk_bytes in ((3 * SIZE, 2 * SIZE) if operation == "release" else (3 * SIZE,))
+        device.unmap(first, 3 * SIZE)
+        device.unmap(second, 3 * SIZE)
+        if operation != "release":
+            device.map(second, chunks[::-1])
+            assert torch.equal(device.view(second, 0, 3 * SIZE), content)
+            device.unmap(second, 3 * SIZE)
+        for chunk in chunks[:2]:
+            device.release(chunk)
+        return cut
+
+    survey = Interrupter(None)
+    assert not attempt(survey)
+    points = survey.first_and_last_visits()
+    before = mappings()
+    for point in points:
+        assert attempt(Interrupter(point)), "the interrupt was not raised"
+        assert device.memory().chunk_bytes == 0
+        assert not device.heal_poison()
+        if shared is not None:
+            assert make(shared_with=shared).memory().free_bytes == 8 * SIZE
+    assert mappings() <= before + 5
+    assert bytes_in_memory_files() == files_before + SIZE, "more than the poison"
+    print(f"{operation}: interrupted at {len(points)} bytecodes")

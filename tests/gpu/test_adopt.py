@@ -1,0 +1,414 @@
+"""Adoption on a CUDA device: storages get their place in a range, whatever knows them follows, and memory comes and goes behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from placement.errors import RegistrationError
+from placement.memory import adopt, cuda_pool
+from placement.memory.adopt import Adoption, Claim
+from placement.memory.base import Chunk, Copy, HostSlab
+from placement.memory.cuda import CudaDevice
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device() -> CudaDevice:
+    return CudaDevice(0, chunk_bytes=16 * MIB)
+
+
+class Placed:
+    """What a handle does with one adoption, reduced to the driver's part."""
+
+    def __init__(self, device: CudaDevice, claims: list[Claim]) -> None:
+        self.device = device
+        self.adoption: Adoption = adopt.prepare(device, claims)
+        self.slab: HostSlab = device.host(self.adoption.nbytes)
+        base = self.slab.address
+        on_device = [(c, o) for c, o in zip(claims, self.adoption.offsets, strict=True) if c.storage.device == device.torch_device]
+        device.copy([Copy(c.storage.data_ptr(), base + o, c.nbytes) for c, o in on_device], "to_host")
+        for claim, offset in zip(claims, self.adoption.offsets, strict=True):
+            if claim.storage.device != device.torch_device:
+                self.slab.view(offset, claim.nbytes).copy_(torch.frombuffer(bytearray(bytes_of(claim.storage)), dtype=torch.uint8))
+        device.sync()
+        for index in range(len(claims)):
+            self.adoption.move_in(index)
+            assert self.adoption.is_in(index)
+        self.adoption.forget_claims()
+        self.chunks: list[Chunk] = []
+
+    def load(self) -> None:
+        left = self.adoption.nbytes
+        while left > 0:
+            self.chunks.append(self.device.create(min(left, self.device.chunk_bytes)))
+            left -= self.chunks[-1].nbytes
+        self.device.map(self.adoption.addresses, self.chunks)
+        self.device.copy([Copy(self.adoption.addresses.base, self.slab.address, self.adoption.nbytes)], "to_device")
+        self.device.order()
+
+    def offload(self) -> None:
+        self.device.copy([Copy(self.adoption.addresses.base, self.slab.address, self.adoption.nbytes)], "to_host")
+        self.device.sync()
+        self.device.unmap(self.adoption.addresses, self.adoption.nbytes)
+        for chunk in self.chunks:
+            self.device.release(chunk)
+        self.chunks = []
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        start = self.adoption.addresses.base
+        return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + self.adoption.nbytes
+
+
+def bytes_of(storage: torch.UntypedStorage) -> bytes:
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return flat.cpu().numpy().tobytes()
+
+
+def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
+    """One claim a storage, with every tensor given as its alias."""
+    found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
+    return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
+
+
+class Net(torch.nn.Module):
+    """Sizes on both sides of each border of torch's allocator, tied weights, a view of one storage, an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(512, 3000)  # 6 MiB
+        self.second = torch.nn.Linear(3000, 3000)  # 36 MiB
+        self.last = torch.nn.Linear(3000, 512, bias=False)
+        self.last.weight = torch.nn.Parameter(self.first.weight.data.t())  # another tensor over the same storage
+        self.tied = self.second
+        flat = torch.randn(300_000)  # 1.2 MiB
+        self.scale = torch.nn.Parameter(flat[7:3007])
+        self.shift = torch.nn.Parameter(flat[5000:8000].clone())
+        self.register_buffer("steps", torch.arange(11))
+        self.blocks = torch.nn.ParameterList(torch.randn(n) for n in (1, 100, 70_000, 200_000, 262_144, 262_145, 260_000, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)) * self.scale + self.shift
+        return self.last(torch.tanh(self.tied(self.second(hidden)))) * self.blocks[0]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in (*self.named_parameters(), *self.named_buffers())}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    made = Net()
+    # Moved by storage, as a checkpoint loader would, so that aliases stay aliases.
+    moved: dict[int, torch.UntypedStorage] = {}
+    for tensor in made.tensors().values():
+        old = tensor.untyped_storage()
+        home = moved.setdefault(old._cdata, old.cuda())
+        data = torch.empty(0, dtype=tensor.dtype, device="cuda")
+        tensor.data = data.set_(home, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return made
+
+
+def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: CudaDevice) -> None:
+    model = net()
+    x = torch.randn(8, 512, device="cuda")
+    loss = model(x).square().sum()
+    reference = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+    pinned_view = model.second.weight.detach()[10:20]  # nobody names it
+    expected = {name: bytes_of(t.untyped_storage()) for name, t in model.tensors().items()}
+    values = {name: t.detach().cpu().clone() for name, t in model.tensors().items()}
+    ids = [id(p) for p in model.parameters()]
+
+    placed = Placed(device, claims_of(model.tensors()))
+    assert "rebind" not in placed.adoption.ways
+    assert placed.adoption.nbytes <= adopt.expected_bytes(device, [len(b) for b in expected.values()])
+    for tensor in (*model.tensors().values(), pinned_view):
+        assert placed.contains(tensor)
+    for _ in range(3):
+        assert all(bool(t.isnan().all()) for t in model.parameters())
+        assert bool((model.steps == -1).all())
+        placed.load()
+        for name, tensor in model.tensors().items():
+            assert bytes_of(tensor.untyped_storage()) == expected[name]
+            assert torch.equal(tensor.cpu(), values[name])
+        assert torch.equal(pinned_view.cpu(), values["second.weight"][10:20])
+        placed.offload()
+    placed.load()
+    again = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)  # the graph recorded before adoption
+    for before, after in zip(reference, again, strict=True):
+        assert (before is None) == (after is None)
+        assert before is None or torch.equal(before, after)
+    assert ids == [id(p) for p in model.parameters()]
+    assert model.last.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
+
+
+def test_old_memory_goes_back_to_torch_and_chunks_to_the_driver(device: CudaDevice) -> None:
+    tensors = {f"t{i}": torch.randn(n, device="cuda") for i, n in enumerate((4 * MIB, 700_000, 5000, 1))}
+    torch.cuda.synchronize()
+    before = device.memory().torch_allocated_bytes
+    held = sum(-(-t.nbytes // 512) * 512 for t in tensors.values())
+    placed = Placed(device, claims_of(tensors))
+    assert device.memory().torch_allocated_bytes == before - held
+    placed.load()
+    torch.cuda.synchronize()
+    loaded = device.memory()
+    placed.offload()
+    offloaded = device.memory()
+    chunks = -(-placed.adoption.nbytes // device.granularity) * device.granularity
+    assert loaded.chunk_bytes == chunks
+    assert offloaded.chunk_bytes == 0
+    assert offloaded.free_bytes - loaded.free_bytes == chunks
+    assert offloaded.torch_reserved_bytes == loaded.torch_reserved_bytes
+    for _ in range(20):
+        placed.load()
+        placed.offload()
+    assert device.memory() == offloaded
+
+
+def test_a_storage_that_dies_between_prepare_and_move_in_changes_no_place(device: CudaDevice) -> None:
+    tensors = {f"t{i}": torch.full((200_000,), float(i), device="cuda") for i in range(8)}
+    claims = claims_of(tensors)
+    adoption = adopt.prepare(device, claims)
+    for index in (0, 1, 2):
+        adoption.move_in(index)
+    del tensors["t0"], tensors["t1"], tensors["t2"]
+    kept = claims[3:]
+    adoption._claims = (adoption._claims[0],) * 3 + adoption._claims[3:]
+    del claims
+    for index in (1, 2):
+        adoption._claims = adoption._claims[:index] + (kept[0],) + adoption._claims[index + 1 :]
+    gc.collect()
+    for index, claim in enumerate(kept, start=3):
+        adoption.move_in(index)
+        assert claim.storage.data_ptr() == adoption.addresses.base + adoption.offsets[index]
+
+
+def test_adoption_while_other_threads_allocate_and_free(device: CudaDevice) -> None:
+    stop = threading.Event()
+    made = [0, 0]
+
+    def churn(slot: int) -> None:
+        sizes = (1000, 3 * MIB, 300_000)
+        while not stop.is_set():
+            kept = [torch.empty(n, device="cuda") for n in sizes]
+            del kept  # frees with the interpreter lock held
+            made[slot] += 1
+
+    threads = [threading.Thread(target=churn, args=(slot,)) for slot in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            tensors = {f"t{i}": torch.randn(n, device="cuda") for i, n in enumerate([MIB, 4 * MIB, 10] + [5000] * 200)}
+            expected = {name: t.cpu() for name, t in tensors.items()}
+            placed = Placed(device, claims_of(tensors))
+            placed.load()
+            assert all(torch.equal(t.cpu(), expected[name]) for name, t in tensors.items())
+            placed.offload()
+            assert all(placed.contains(t) for t in tensors.values())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert min(made) > 0
+
+
+def test_a_range_is_given_back_when_its_storages_are_dead(device: CudaDevice) -> None:
+    before = device.memory()
+    ranges = len(cuda_pool._ranges)
+    tensors = {f"t{i}": torch.randn(MIB, device="cuda") for i in range(4)}
+    placed = Placed(device, claims_of(tensors))
+    placed.load()
+    view = tensors["t2"][5:10]
+    addresses = weakref.ref(placed.adoption.addresses)
+    base = placed.adoption.addresses.base
+    del placed, tensors
+    gc.collect()
+    assert device.memory().chunk_bytes > 0
+    assert addresses() is not None  # one view keeps the storage, and the storage the range
+    assert view.data_ptr() >= base
+    assert bool(view.isfinite().all())
+    del view
+    after = device.memory()
+    assert addresses() is None
+    assert len(cuda_pool._ranges) == ranges
+    assert (after.chunk_bytes, after.torch_allocated_bytes) == (0, before.torch_allocated_bytes)
+
+
+def test_a_model_born_on_the_cpu_is_rebound_without_a_byte_on_the_device(device: CudaDevice) -> None:
+    device.reserve(1)  # poison, once a process
+    before = device.memory()
+    torch.manual_seed(0)
+    model = Net()
+    expected = {name: t.detach().clone() for name, t in model.tensors().items()}
+    ids = {name: id(t) for name, t in model.tensors().items()}
+    placed = Placed(device, claims_of(model.tensors()))
+    assert set(placed.adoption.ways) == {"rebind"}
+    assert all(t.device == device.torch_device and placed.contains(t) for t in model.tensors().values())
+    assert device.memory() == before
+    assert bool(model.first.weight.isnan().all())
+    placed.load()
+    assert all(torch.equal(t.cpu(), expected[name]) for name, t in model.tensors().items())
+    assert ids == {name: id(t) for name, t in model.tensors().items()}
+    assert model.last.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
+    model(torch.randn(2, 512, device="cuda")).sum().backward()
+    assert model.first.weight.grad is not None
+
+
+def test_an_unknown_alias_of_a_cpu_model_is_refused(device: CudaDevice) -> None:
+    model = torch.nn.Linear(4, 4)
+    state = model.state_dict()
+    before = {name: t.data_ptr() for name, t in model.named_parameters()}
+    with pytest.raises(RegistrationError, match="weight.*1 more user"):
+        adopt.prepare(device, claims_of(dict(model.named_parameters())))
+    assert before == {name: t.data_ptr() for name, t in model.named_parameters()}
+    del state
+
+
+@pytest.mark.parametrize("born", ["cuda", "cpu"])
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born: str, target: str) -> None:
+    tensors = {f"t{i}": torch.randn(n, device=born) for i, n in enumerate((3 * MIB, 1000))}
+    tensors["view"] = tensors["t0"][100:200]
+    expected = {name: t.cpu().clone() for name, t in tensors.items()}
+    placed = Placed(device, claims_of(tensors))
+    placed.load()
+    for claim in claims_of(tensors):
+        offset = claim.storage.data_ptr() - placed.adoption.addresses.base
+        source = placed.slab.view(offset, claim.nbytes)
+        adopt.rehome(device, claim.storage, claim.aliases, torch.device(target, 0) if target == "cuda" else torch.device("cpu"), source_into(source))
+    del claim
+    addresses = weakref.ref(placed.adoption.addresses)
+    assert not any(placed.contains(t) for t in tensors.values())
+    placed.offload()
+    del placed
+    gc.collect()
+    device.memory()
+    assert addresses() is None
+    assert all(t.device.type == target and torch.equal(t.cpu(), expected[name]) for name, t in tensors.items())
+    assert tensors["view"].untyped_storage()._cdata == tensors["t0"].untyped_storage()._cdata
+
+
+def source_into(source: torch.Tensor):  # noqa: ANN201
+    return lambda target: target.copy_(source)
+
+
+def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice) -> None:
+    tensors = {"a": torch.randn(5 * MIB, device="cuda"), "b": torch.randn(5 * MIB, device="cuda")}
+    Placed(device, claims_of(tensors))
+    assert not device.heal_poison()
+    tensors["a"][1234] = 1.0
+    assert device.heal_poison()
+    assert not device.heal_poison()
+    assert bool(tensors["a"].isnan().all())
+    assert bool(tensors["b"].isnan().all())
+
+
+def test_an_interrupt_at_any_step_of_map_and_unmap_is_repaired_by_the_next_call(device: CudaDevice) -> None:
+    tensors = {"a": torch.randn(9 * MIB + 5, device="cuda")}
+    expected = tensors["a"].cpu()
+    placed = Placed(device, claims_of(tensors))
+    points = 0
+    for operation in ("load", "offload"):
+        at = 0
+        while interrupted(getattr(placed, operation), at):
+            device.sync()
+            device.unmap(placed.adoption.addresses, placed.adoption.nbytes)
+            placed.chunks = []
+            assert device.memory().chunk_bytes == 0
+            assert bool(tensors["a"].isnan().all())
+            if operation == "offload":
+                placed.slab.view(0, expected.nbytes).copy_(expected.view(torch.uint8))
+                placed.load()
+            at += 7
+            points += 1
+        if operation == "load":
+            assert torch.equal(tensors["a"].cpu(), expected)
+    assert points > 20
+
+
+def interrupted(call, at: int) -> bool:  # noqa: ANN001
+    """Run with a KeyboardInterrupt at the `at`-th opcode of placement's own frames; False if it ended before."""
+    left = at
+
+    def trace(frame, event, arg):  # noqa: ANN001, ANN202
+        nonlocal left
+        if "placement/memory" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_nccl_hook_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        pytest.skip("this torch swaps storages and needs no pool")
+    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
+    tensor = torch.ones(5, device="cuda")
+    with pytest.raises(RegistrationError, match="ALLOCATOR_HOOK"):
+        adopt.prepare(device, claims_of({"t": tensor}))
+    assert tensor.tolist() == [1.0] * 5
+
+
+SCRIPT = """
+import os, sys
+import torch
+from placement.memory import adopt
+from placement.memory.cuda import CudaDevice
+device = CudaDevice(0)
+kept = torch.full((3_000_000,), 7.0, device="cuda")
+adoption = adopt.prepare(device, [adopt.Claim("kept", kept.untyped_storage(), (kept,))])
+slab = device.host(adoption.nbytes)
+adoption.move_in(0)
+assert adoption.is_in(0)
+assert bool(kept.isnan().all())
+chunk = device.create(adoption.nbytes)
+device.map(adoption.addresses, [chunk])
+kept.fill_(3.0)
+if "fork" in sys.argv:
+    child = os.fork()
+    if child == 0:
+        del kept, adoption, slab, chunk, device
+        import gc; gc.collect()
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert float(kept.sum()) == 9_000_000.0
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("argument", ["exit", "fork"])
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_the_exit_code_of_a_program_is_its_own(argument: str, settings: str) -> None:
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTHONPATH": str(Path(__file__).parents[2])}
+    if not settings:
+        del environment["PYTORCH_ALLOC_CONF"]
+    command = [sys.executable, "-X", "dev", "-c", SCRIPT, argument]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 5, result.stderr
+    assert "Exception ignored" not in result.stderr

@@ -1,0 +1,104 @@
+"""The demo through its command line: a managed run leaves nothing behind and computes what an unmanaged run computes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from placement.cli import main
+from placement.cli.demo import pick
+
+ROOT = Path(__file__).parents[2]
+
+
+def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the demo in this process; the text it printed."""
+    assert main(["demo", "--steps", "2", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_losses_are_bit_identical_with_and_without_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    managed, resident = tmp_path / "managed.json", tmp_path / "resident.json"
+    demo(capsys, "--device", "simulated", "--json", str(managed))
+    demo(capsys, "--device", "simulated", "--no-placement", "--json", str(resident))
+    with_placement, without = json.loads(managed.read_text()), json.loads(resident.read_text())
+    assert with_placement["placement"]
+    assert not without["placement"]
+    for key in ("losses", "rewards", "weights_sha256"):
+        assert with_placement[key] == without[key]
+
+
+def test_output_shows_phases_timeline_and_an_empty_device(capsys: pytest.CaptureFixture[str]) -> None:
+    text = demo(capsys, "--device", "simulated")
+    assert "would not fit" in text
+    for word in ("rollout", "log_prob", "train", "weight_sync", "idle", "skipped", "stall ms", "TRAINING"):
+        assert word in text
+    assert "audit: 0 bytes left on the device" in text
+
+
+def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    demo(capsys, "--device", "simulated", "--json", str(file))
+    result = json.loads(file.read_text())
+    seen = dict(result["phases"])
+    on_device = {name: {h for h, state in row["states"].items() if state != "CPU_OFFLOADED"} for name, row in seen.items()}
+    assert on_device["rollout"] == {"rollout"}
+    assert on_device["log_prob"] == {"actor", "ref"}
+    assert on_device["train"] == {"actor", "actor.optimizer"}
+    assert {"actor", "rollout"} == on_device["weight_sync"]
+    assert seen["idle"]["after_bytes"] == 0
+    assert seen["train"]["states"]["actor"] == "TRAINING"
+    assert result["resident_bytes"] == 0
+
+
+def test_serves_metrics_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "metrics at http://127.0.0.1:" in demo(capsys, "--device", "simulated", "--serve", "0")
+
+
+def test_the_model_may_come_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    from placement.cli.grpo import Characters, build_actor
+
+    build_actor(Characters(), seed=1).save_pretrained(tmp_path)
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i for i, c in enumerate("0123456789+=", start=2)}
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
+    assert "0 bytes left" in demo(capsys, "--device", "simulated", "--model", str(tmp_path))
+
+
+def test_output_falls_back_to_ascii_where_the_encoding_has_no_blocks() -> None:
+    command = [sys.executable, "-m", "placement", "demo", "--device", "simulated", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
+    assert "#" in done.stdout.decode("ascii")
+
+
+@pytest.mark.gpu
+def test_losses_are_bit_identical_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = []
+    for extra in ([], ["--no-placement"]):
+        file = tmp_path / f"run{len(extra)}.json"
+        assert main(["demo", "--steps", "20", "--device", "cuda:0", "--json", str(file), *extra]) == 0
+        results.append(json.loads(file.read_text()))
+    assert results[0]["losses"] == results[1]["losses"]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+
+
+def test_example_worker_runs_and_learns() -> None:
+    from examples.worker import main as run_example
+
+    losses = run_example()
+    assert len(losses) == 3
+    assert all(map(math.isfinite, losses)), "NaN: something was read while it was offloaded"
+
+
+def test_auto_is_cuda_only_where_there_is_one() -> None:
+    assert pick("simulated") == "simulated"
+    assert pick("auto") in ("simulated", "cuda:0")

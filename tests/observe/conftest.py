@@ -1,0 +1,80 @@
+"""Snapshots made by hand: every number in them is different, so that a value under a wrong name shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from placement.snapshot import DurationHistogram, HandleSnapshot, Snapshot
+from placement.states import State, Trigger
+
+
+def _handle(name: str = "actor", **changes: Any) -> HandleSnapshot:
+    values: dict[str, Any] = {
+        "name": name,
+        "kind": "module",
+        "role": "actor",
+        "owners": (),
+        "adapter": "ModuleAdapter",
+        "state": State.GPU_RESIDENT,
+        "readonly": False,
+        "external": None,
+        "broken": None,
+        "built": True,
+        "kept": False,
+        "num_bytes": 1001,
+        "resident_bytes": 1002,
+        "host_bytes": 1003,
+        "host_pageable_bytes": 1004,
+        "state_seconds": {State.CPU_OFFLOADED: 20.5, State.GPU_RESIDENT: 9.25, State.TRAINING: 0.125},
+        "transitions": {Trigger.LOAD: 31, Trigger.OFFLOAD: 32, Trigger.BEGIN_TRAIN: 33},
+        "failures": {"device_memory": 41},
+        "loaded_bytes": 7 << 40,
+        "offloaded_bytes": 5 << 30,
+        "skipped_bytes": 1005,
+        "last_transition_timestamp_seconds": 1_700_000_000.5,
+        "drift_bytes": 1006,
+        "stray_references": 1007,
+    }
+    return HandleSnapshot(**{**values, **changes})
+
+
+def _snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
+    values: dict[str, Any] = {
+        "taken_timestamp_seconds": 1_700_000_001.0,
+        "policy": "colocated",
+        "worker_role": "hybrid",
+        "device": "cuda:0",
+        "phases": ("train", "checkpoint"),
+        "handles": handles,
+        "phase_seconds": {"idle": 1.5, "train": 2.5, "my_phase": 3.5},
+        "phase_stall_seconds": {"train": 0.75, "rollout": 0.875},
+        "durations": tuple(
+            DurationHistogram(operation=operation, upper_bounds_seconds=(0.1, 1.0, 30.0), counts=(n, 2, 3, 4), sum_seconds=n / 8)
+            for n, operation in enumerate(("load", "offload", "sync"))
+        ),
+        "policy_decisions": {"load": 51, "offload": 52},
+        "pairing_violations": 61,
+        "unpaired_bytes": 62,
+        "unaccounted_bytes": -63,
+        "wrong_writes": 64,
+        "kept_bytes": 65,
+        "expired_keeps": 66,
+        "budget_bytes": 67,
+        "device_used_bytes": 68,
+        "device_total_bytes": 150754820096,
+        "peak_bytes": 70,
+    }
+    return Snapshot(**{**values, **changes})
+
+
+@pytest.fixture
+def make_handle() -> Callable[..., HandleSnapshot]:
+    return _handle
+
+
+@pytest.fixture
+def make_snapshot() -> Callable[..., Snapshot]:
+    return _snapshot

@@ -1,0 +1,305 @@
+"""The collector: every value of a snapshot under its name, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from placement.journal import REASONS
+from placement.observe.collector import SnapshotCollector, make_registry
+from placement.snapshot import HandleSnapshot, Snapshot
+from placement.states import PHASES, State, Trigger
+
+MakeHandle = Callable[..., HandleSnapshot]
+MakeSnapshot = Callable[..., Snapshot]
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+NAMES = {
+    "placement_state",
+    "placement_state_seconds_total",
+    "placement_resident_bytes",
+    "placement_transitions_total",
+    "placement_transition_failures_total",
+    "placement_transition_duration_seconds_bucket",
+    "placement_transition_duration_seconds_count",
+    "placement_transition_duration_seconds_sum",
+    "placement_loaded_bytes_total",
+    "placement_offloaded_bytes_total",
+    "placement_skipped_bytes_total",
+    "placement_last_transition_timestamp_seconds",
+    "placement_phase",
+    "placement_phase_seconds_total",
+    "placement_phase_stall_seconds_total",
+    "placement_pairing_violations_total",
+    "placement_unpaired_bytes",
+    "placement_unaccounted_bytes",
+    "placement_budget_bytes",
+    "placement_device_used_bytes",
+    "placement_device_total_bytes",
+    "placement_peak_bytes",
+    "placement_policy_decisions_total",
+    "placement_broken",
+    "placement_drift_bytes",
+    "placement_stray_references",
+    "placement_wrong_writes_total",
+    "placement_kept_bytes",
+    "placement_expired_keeps_total",
+    "placement_host_pageable_bytes",
+    "placement_handle_info",
+    "placement_worker_info",
+}
+"""The names that dashboards rest on."""
+
+
+def as_text(snapshot: Snapshot) -> str:
+    return generate_latest(make_registry(lambda: snapshot)).decode()
+
+
+def as_openmetrics(snapshot: Snapshot) -> str:
+    return generate_openmetrics(make_registry(lambda: snapshot)).decode()
+
+
+def series_of(text: str) -> Series:
+    parse = parse_openmetrics if text.endswith("# EOF\n") else parse_text
+    samples = [sample for family in parse(text) for sample in family.samples]
+    series = {(s.name, frozenset(s.labels.items())): s.value for s in samples}
+    assert len(series) == len(samples), "a series is exposed twice"
+    return series
+
+
+def expected_of_handle(handle: HandleSnapshot) -> Series:
+    series: Series = {}
+
+    def put(name: str, value: float, **labels: str) -> None:
+        series[name, frozenset({"handle": handle.name, "kind": handle.kind, **labels}.items())] = value
+
+    for state in ("CPU_OFFLOADED", "GPU_RESIDENT", "SYNCING", "TRAINING"):
+        put("placement_state", 1.0 if handle.state == state else 0.0, state=state)
+        put("placement_state_seconds_total", handle.state_seconds.get(State(state), 0.0), state=state)
+    put("placement_resident_bytes", handle.resident_bytes, memory="device")
+    put("placement_resident_bytes", handle.host_bytes, memory="host")
+    for trigger in Trigger:
+        put("placement_transitions_total", handle.transitions.get(trigger, 0), trigger=trigger.value)
+    for reason in ("device_memory", "host_memory", "integrity", "interrupted", "error"):
+        put("placement_transition_failures_total", handle.failures.get(reason, 0), reason=reason)
+    put("placement_loaded_bytes_total", handle.loaded_bytes)
+    put("placement_offloaded_bytes_total", handle.offloaded_bytes)
+    put("placement_skipped_bytes_total", handle.skipped_bytes)
+    put("placement_last_transition_timestamp_seconds", handle.last_transition_timestamp_seconds)
+    put("placement_broken", 0.0 if handle.broken is None else 1.0)
+    put("placement_drift_bytes", handle.drift_bytes)
+    put("placement_stray_references", handle.stray_references)
+    put(
+        "placement_handle_info",
+        1.0,
+        role=handle.role or "",
+        adapter=handle.adapter,
+        readonly="true" if handle.readonly else "false",
+        external="false" if handle.external is None else "true",
+    )
+    return series
+
+
+def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
+    series: Series = {}
+
+    def put(name: str, value: float, **labels: str) -> None:
+        series[name, frozenset(labels.items())] = value
+
+    current = snapshot.phases[-1] if snapshot.phases else "idle"
+    for phase in {*PHASES, *snapshot.phases, *snapshot.phase_seconds, *snapshot.phase_stall_seconds}:
+        put("placement_phase", 1.0 if phase == current else 0.0, phase=phase)
+        put("placement_phase_seconds_total", snapshot.phase_seconds.get(phase, 0.0), phase=phase)
+        put("placement_phase_stall_seconds_total", snapshot.phase_stall_seconds.get(phase, 0.0), phase=phase)
+    for histogram in snapshot.durations:
+        name, operation = "placement_transition_duration_seconds", histogram.operation
+        for i, bound in enumerate(histogram.upper_bounds_seconds):
+            put(f"{name}_bucket", sum(histogram.counts[: i + 1]), operation=operation, le=str(bound))
+        put(f"{name}_bucket", sum(histogram.counts), operation=operation, le="+Inf")
+        put(f"{name}_count", sum(histogram.counts), operation=operation)
+        put(f"{name}_sum", histogram.sum_seconds, operation=operation)
+    for decision in ("load", "offload", "keep", "refuse"):
+        count = snapshot.policy_decisions.get(decision, 0)
+        put("placement_policy_decisions_total", count, policy=snapshot.policy, decision=decision)
+    put("placement_pairing_violations_total", snapshot.pairing_violations)
+    put("placement_unpaired_bytes", snapshot.unpaired_bytes)
+    put("placement_unaccounted_bytes", snapshot.unaccounted_bytes)
+    put("placement_budget_bytes", snapshot.budget_bytes)
+    put("placement_device_used_bytes", snapshot.device_used_bytes)
+    put("placement_device_total_bytes", snapshot.device_total_bytes)
+    put("placement_peak_bytes", snapshot.peak_bytes)
+    put("placement_wrong_writes_total", snapshot.wrong_writes)
+    put("placement_kept_bytes", snapshot.kept_bytes)
+    put("placement_expired_keeps_total", snapshot.expired_keeps)
+    put("placement_host_pageable_bytes", sum(handle.host_pageable_bytes for handle in snapshot.handles))
+    worker = {"policy": snapshot.policy, "device": snapshot.device, "worker_role": snapshot.worker_role}
+    put("placement_worker_info", 1.0, version=version, **worker)
+    return series
+
+
+def sample_snapshot(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> Snapshot:
+    return make_snapshot(
+        make_handle(),
+        make_handle("actor.optimizer", kind="optimizer", state=State.TRAINING, resident_bytes=0, host_bytes=2, drift_bytes=3),
+        make_handle("ref", role="ref", state=State.CPU_OFFLOADED, readonly=True, broken="sticky error", transitions={}, failures={}),
+        make_handle("engine:0", kind="engine", role=None, state=State.SYNCING, external="the framework moves it", state_seconds={}),
+    )
+
+
+@pytest.mark.parametrize("render", [as_text, as_openmetrics])
+def test_every_value_is_the_snapshots(render: Callable[[Snapshot], str], make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    snapshot = sample_snapshot(make_handle, make_snapshot)
+
+    series = series_of(render(snapshot))
+
+    (version,) = {dict(labels)["version"] for name, labels in series if name == "placement_worker_info"}
+    expected = expected_of_worker(snapshot, version)
+    for handle in snapshot.handles:
+        expected |= expected_of_handle(handle)
+    assert series == expected
+
+
+@pytest.mark.parametrize("render", [as_text, as_openmetrics])
+def test_names_are_the_designs_and_nothing_else(
+    render: Callable[[Snapshot], str], make_handle: MakeHandle, make_snapshot: MakeSnapshot
+) -> None:
+    text = render(make_snapshot(make_handle()))
+    assert {name for name, _ in series_of(text)} == NAMES
+    assert "_created" not in text
+
+
+@pytest.mark.parametrize("state", State)
+def test_exactly_one_state_per_handle(state: State, make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    series = series_of(as_text(make_snapshot(make_handle("a", state=state), make_handle("b"))))
+    true = [dict(labels) for (name, labels), value in series.items() if name == "placement_state" and value == 1]
+    assert {labels["handle"]: labels["state"] for labels in true} == {"a": state.value, "b": "GPU_RESIDENT"}
+    assert len(true) == 2
+
+
+@pytest.mark.parametrize(("phases", "current"), [((), "idle"), (("train",), "train"), (("rollout", "mine", "eval"), "eval")])
+def test_exactly_one_phase(phases: tuple[str, ...], current: str, make_snapshot: MakeSnapshot) -> None:
+    series = series_of(as_text(make_snapshot(phases=phases)))
+    values = {dict(labels)["phase"]: value for (name, labels), value in series.items() if name == "placement_phase"}
+    assert values == {phase: float(phase == current) for phase in {*PHASES, *phases, "my_phase"}}
+
+
+def test_series_per_handle_are_bounded(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    # More reasons and transitions than any manager produces: the number of series stays.
+    noisy = make_handle("noisy", failures={f"reason {i}": 1 for i in range(100)}, transitions=dict.fromkeys(Trigger, 9))
+    series = series_of(as_text(make_snapshot(make_handle("quiet", failures={}, transitions={}, state_seconds={}), noisy)))
+    per_handle = Counter(dict(labels)["handle"] for _, labels in series if "handle" in dict(labels))
+    assert per_handle["quiet"] == per_handle["noisy"] <= 40
+
+
+def test_an_unknown_reason_counts_as_error(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    handle = make_handle(failures={"error": 2, "out of luck": 3, "integrity": 4})
+    series = series_of(as_text(make_snapshot(handle)))
+    failures = {dict(labels)["reason"]: n for (name, labels), n in series.items() if name == "placement_transition_failures_total"}
+    assert failures == {**dict.fromkeys(REASONS, 0), "error": 5, "integrity": 4}
+
+
+def test_counts_of_an_unregistered_handle_end(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    snapshots = [make_snapshot(make_handle("a"), make_handle("b")), make_snapshot(make_handle("b"))]
+    registry = make_registry(lambda: snapshots.pop(0))
+    assert 'handle="a"' in generate_latest(registry).decode()
+    assert 'handle="a"' not in generate_latest(registry).decode()
+
+
+def test_odd_label_values_come_back_as_they_were(make_snapshot: MakeSnapshot) -> None:
+    policy = 'my"policy\\with {braces}\nand a line'
+    (labels,) = [dict(k) for name, k in series_of(as_text(make_snapshot(policy=policy))) if name == "placement_worker_info"]
+    assert labels["policy"] == policy
+
+
+def test_one_snapshot_a_scrape_and_none_at_registration(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    reads = 0
+
+    def read() -> Snapshot:
+        nonlocal reads
+        reads += 1
+        return make_snapshot(make_handle())
+
+    registry = make_registry(read)
+    assert reads == 0
+    for scrapes in (1, 2):
+        generate_latest(registry)
+        assert reads == scrapes
+
+
+def test_describe_names_what_collect_returns(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    collector = SnapshotCollector(lambda: make_snapshot(make_handle()))
+    described = {(m.name, m.type) for m in collector.describe()}
+    assert described == {(m.name, m.type) for m in collector.collect()}
+    assert all(m.documentation.endswith(".") for m in collector.describe())
+
+
+def test_a_failing_read_reaches_the_scrape() -> None:
+    def read() -> Snapshot:
+        raise RuntimeError("closed")
+
+    registry = make_registry(read)
+    with pytest.raises(RuntimeError, match="closed"):
+        generate_latest(registry)
+
+
+def test_two_managers_in_one_process_do_not_clash(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    registries = [make_registry(lambda n=n: make_snapshot(make_handle(n))) for n in ("one", "two")]  # type: ignore[misc]
+    assert ['handle="one"' in generate_latest(r).decode() for r in registries] == [True, False]
+
+
+def test_worker_info_takes_further_labels(make_snapshot: MakeSnapshot) -> None:
+    text = generate_latest(make_registry(make_snapshot, {"gpu_uuid": "GPU-1"})).decode()
+    assert 'gpu_uuid="GPU-1"' in text
+
+
+@pytest.mark.parametrize("label", ["policy", "version", "Gpu", "a-b", "", "__name__", 'a"b'])
+def test_worker_info_refuses_what_is_no_label(label: str, make_snapshot: MakeSnapshot) -> None:
+    with pytest.raises(ValueError, match="cannot be a label"):
+        make_registry(make_snapshot, {label: "x"})
+
+
+SCRAPE = """
+import sys
+from prometheus_client import generate_latest
+from placement.observe.collector import make_registry
+from placement.snapshot import Snapshot
+snapshot = Snapshot.model_validate_json(sys.stdin.read())
+sys.stdout.buffer.write(generate_latest(make_registry(lambda: snapshot)))
+"""
+
+
+def test_multiprocess_mode_changes_and_writes_nothing(tmp_path: Path, make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    snapshot = make_snapshot(make_handle())
+    done = subprocess.run(
+        [sys.executable, "-c", SCRAPE],
+        input=snapshot.model_dump_json(),
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == as_text(snapshot)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_package_imports_no_metrics_library() -> None:
+    code = "import sys, placement, placement.observe; sys.exit('prometheus_client' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not on PATH")
+def test_promtool_finds_nothing_to_say(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    text = as_text(sample_snapshot(make_handle, make_snapshot))
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

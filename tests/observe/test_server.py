@@ -1,0 +1,539 @@
+"""The server over real sockets on loopback: the pages, and clients that are broken, slow or hostile."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from placement.errors import PlacementError
+from placement.observe.messages import MAX_HEAD_BYTES, MAX_REQUEST_LINE_BYTES
+from placement.observe.server import MAX_CONNECTIONS, MetricsServer
+from placement.snapshot import HandleSnapshot, Snapshot
+from placement.states import State
+
+MakeHandle = Callable[..., HandleSnapshot]
+MakeSnapshot = Callable[..., Snapshot]
+Headers = dict[str, str]
+
+BIG = 16 << 20
+"""More than the socket buffers of both sides hold."""
+
+
+@pytest.fixture
+def snapshot(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> Snapshot:
+    return make_snapshot(make_handle("actor"), make_handle("ref"))
+
+
+@pytest.fixture
+def server(snapshot: Snapshot) -> Iterator[MetricsServer]:
+    with MetricsServer(lambda: snapshot) as running:
+        yield running
+    assert server_threads() == 0
+
+
+def server_threads() -> int:
+    return sum(thread.name.startswith("placement-observe") for thread in threading.enumerate())
+
+
+def connect(server: MetricsServer) -> socket.socket:
+    return socket.create_connection((server.address, server.port), timeout=30)
+
+
+def request(server: MetricsServer, path: str, method: str = "GET", **headers: str) -> tuple[int, Headers, bytes]:
+    connection = http.client.HTTPConnection(server.address, server.port, timeout=30)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+    finally:
+        connection.close()
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def exchange(server: MetricsServer, sent: bytes) -> bytes:
+    with connect(server) as client:
+        client.sendall(sent)
+        return read_to_end(client)
+
+
+# Pages
+
+
+def test_metrics_as_text(server: MetricsServer) -> None:
+    status, headers, body = request(server, "/metrics")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert headers["connection"] == "close"
+    states = next(family for family in parse_text(body.decode()) if family.name == "placement_state")
+    assert {s.labels["handle"] for s in states.samples} == {"actor", "ref"}
+    assert sum(s.value for s in states.samples) == 2
+
+
+def test_metrics_as_openmetrics(server: MetricsServer) -> None:
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    status, headers, body = request(server, "/metrics", accept=accept)
+    assert status == 200
+    assert headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert "placement_state" in {family.name for family in parse_openmetrics(body.decode())}
+
+
+@pytest.mark.parametrize("accept", ["", "nonsense", "application/openmetrics-text;version=x.y", "text/plain;version=", ";;,,=", "*/*"])
+def test_an_odd_accept_header_gets_text(server: MetricsServer, accept: str) -> None:
+    status, headers, body = request(server, "/metrics", accept=accept)
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain")
+    assert list(parse_text(body.decode()))
+
+
+def test_metrics_are_compressed_for_who_accepts_it(server: MetricsServer) -> None:
+    _, headers, body = request(server, "/metrics", accept_encoding="deflate, gzip;q=0.9")
+    assert headers["content-encoding"] == "gzip"
+    assert gzip.decompress(body) == request(server, "/metrics")[2]
+
+
+def test_state_is_the_snapshot(server: MetricsServer, snapshot: Snapshot) -> None:
+    status, headers, body = request(server, "/state")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert Snapshot.model_validate_json(body) == snapshot
+
+
+def test_healthz_names_what_is_broken(server: MetricsServer, make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    assert request(server, "/healthz")[::2] == (200, b"ok\n")
+    broken = make_snapshot(make_handle("a"), make_handle("b", broken="secret detail"), make_handle("c", broken="more"))
+    with MetricsServer(lambda: broken) as unwell:
+        assert request(unwell, "/healthz")[::2] == (503, b"broken: b, c\n")
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/state", "/nowhere"])
+def test_head_is_get_without_the_body(server: MetricsServer, path: str) -> None:
+    status, headers, body = request(server, path, "HEAD")
+    got_status, got_headers, got_body = request(server, path)
+    assert (status, headers, body) == (got_status, got_headers, b"")
+    assert int(headers["content-length"]) == len(got_body)
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/metricsx", "//metrics", "/../metrics", "/%6detrics", "/favicon.ico", "/state.json"])
+def test_not_found_elsewhere(server: MetricsServer, path: str) -> None:
+    assert request(server, path)[::2] == (404, b"Not Found\n")
+
+
+def test_the_query_is_ignored(server: MetricsServer) -> None:
+    assert request(server, "/healthz?x=/state")[::2] == (200, b"ok\n")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH"])
+def test_other_methods_are_refused(server: MetricsServer, method: str) -> None:
+    status, headers, _ = request(server, "/metrics", method)
+    assert (status, headers["allow"]) == (405, "GET, HEAD")
+
+
+def test_a_body_is_not_waited_for(server: MetricsServer) -> None:
+    assert exchange(server, b"GET /healthz HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n").endswith(b"ok\n")
+    assert b" 405 " in exchange(server, b"POST /healthz HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
+
+
+def test_one_read_a_request(snapshot: Snapshot) -> None:
+    reads: list[None] = []
+
+    def read() -> Snapshot:
+        reads.append(None)
+        return snapshot
+
+    with MetricsServer(read) as server:
+        assert reads == []
+        for count, path in enumerate(("/metrics", "/healthz", "/state"), 1):
+            request(server, path)
+            assert len(reads) == count
+        request(server, "/nowhere")
+        assert len(reads) == 3
+
+
+def test_a_failing_read_is_one_clients_error(snapshot: Snapshot) -> None:
+    answers: list[Snapshot | Exception] = [RuntimeError("secret detail"), MemoryError(), snapshot]
+
+    def read() -> Snapshot:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with MetricsServer(read) as server:
+        assert request(server, "/metrics")[::2] == (500, b"no snapshot: RuntimeError\n")
+        assert request(server, "/state")[::2] == (500, b"no snapshot: MemoryError\n")
+        assert request(server, "/metrics")[0] == 200
+
+
+def test_concurrent_scrapes_are_each_whole(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    def read() -> Snapshot:
+        state = list(State)[read_count.__next__() % 4]
+        return make_snapshot(make_handle("actor", state=state))
+
+    read_count = iter(range(10_000))
+    with MetricsServer(read) as server, ThreadPoolExecutor(8) as clients:
+        bodies = list(clients.map(lambda _: request(server, "/metrics")[2].decode(), range(100)))
+    for body in bodies:
+        states = next(family for family in parse_text(body) if family.name == "placement_state")
+        assert sum(sample.value for sample in states.samples) == 1
+
+
+# Broken and hostile clients
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00\xff\xfe\x01\n",
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /metrics\r\n\r\n",
+        b"GET /metrics HTTP/2.0\r\n\r\n",
+        b"GET metrics HTTP/1.1\r\n\r\n",
+        b"GET http://host/metrics HTTP/1.1\r\n\r\n",
+        b"GET /metrics extra HTTP/1.1\r\n\r\n",
+        b"get /metrics HTTP/1.1\r\n\r\n",
+        b"GET /m\x00etrics HTTP/1.1\r\n\r\n",
+        "GET /métrics HTTP/1.1\r\n\r\n".encode(),
+        b"GET /metrics HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n: no name\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nA: b\r\n folded\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nAccept: a\rSet-Cookie: b\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nA: \x00\r\n\r\n",
+    ],
+)
+def test_garbage_is_refused(server: MetricsServer, garbage: bytes) -> None:
+    assert exchange(server, garbage).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert request(server, "/healthz")[0] == 200
+
+
+def test_bare_newlines_and_pieces_are_understood(server: MetricsServer) -> None:
+    assert exchange(server, b"GET /healthz HTTP/1.0\n\n").endswith(b"\r\n\r\nok\n")
+    with connect(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n":
+            client.sendall(bytes([byte]))
+        assert read_to_end(client).endswith(b"\r\n\r\nok\n")
+
+
+def test_a_huge_request_line_is_refused(server: MetricsServer) -> None:
+    assert b" 414 " in exchange(server, b"GET /" + b"a" * BIG)
+    longest = b"GET /healthz?".ljust(MAX_REQUEST_LINE_BYTES - len(" HTTP/1.1\r"), b"a") + b" HTTP/1.1\r\n"
+    assert b" 200 " in exchange(server, longest + b"\r\n")
+    assert b" 414 " in exchange(server, longest.replace(b"?", b"?a") + b"\r\n")
+
+
+def test_a_huge_head_is_refused(server: MetricsServer) -> None:
+    line = b"GET /healthz HTTP/1.1\r\n"
+    assert b" 431 " in exchange(server, line + b"A: b\r\n" * 100_000)
+    longest = line + b"A: ".ljust(MAX_HEAD_BYTES - len(line), b"a")
+    assert b" 200 " in exchange(server, longest + b"\r\n\r\n")
+    assert b" 431 " in exchange(server, longest + b"a\r\n\r\n")
+
+
+@pytest.mark.parametrize("idle", [50, 3 * MAX_CONNECTIONS])
+def test_scrapes_are_answered_beside_idle_connections(snapshot: Snapshot, idle: int) -> None:
+    with MetricsServer(lambda: snapshot, timeout_seconds=3600) as server, ExitStack() as stack:  # none of them times out
+        clients = [stack.enter_context(connect(server)) for _ in range(idle)]
+        for path in ("/metrics", "/healthz", "/state"):
+            assert request(server, path)[0] == 200
+        assert server_threads() == 1
+        if idle > MAX_CONNECTIONS:  # the oldest made room
+            assert clients[0].recv(1) == b""
+        clients[-1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert read_to_end(clients[-1]).endswith(b"ok\n")
+
+
+def test_idle_connections_do_not_push_out_an_answer(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    big = make_snapshot(make_handle(broken="x" * BIG))
+    with MetricsServer(lambda: big, timeout_seconds=3600) as server, connect(server) as slow, ExitStack() as stack:
+        slow.sendall(b"GET /state HTTP/1.1\r\n\r\n")
+        assert slow.recv(1) == b"H"  # the oldest connection, half answered
+        clients = [stack.enter_context(connect(server)) for _ in range(2 * MAX_CONNECTIONS)]
+        assert clients[0].recv(1) == b""
+        assert read_to_end(slow).endswith(b"}")
+
+
+def test_clients_that_hang_up_at_once_leave_nothing(server: MetricsServer) -> None:
+    for sent in (b"", b"GET /met", b"GET /state HTTP/1.1\r\n\r\n"):
+        for _ in range(20):
+            with connect(server) as client:
+                client.sendall(sent)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close with a reset
+    assert request(server, "/healthz")[0] == 200
+
+
+def test_a_client_of_one_byte_at_a_time_is_cut_off(snapshot: Snapshot) -> None:
+    with MetricsServer(lambda: snapshot, timeout_seconds=0.2) as server, connect(server) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nA: ")
+        sent = 0
+        while not select.select([client], [], [], 0.01)[0]:  # readable: an answer, or the end
+            client.send(b"a")
+            sent += 1
+            if sent == 5:
+                assert request(server, "/healthz")[0] == 200
+        assert sent < MAX_HEAD_BYTES // 2
+        with suppress(ConnectionResetError):  # the byte that crossed the end
+            assert client.recv(1) == b""
+
+
+def test_a_client_that_does_not_read_is_cut_off(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    big = make_snapshot(make_handle(broken="x" * BIG))
+    with MetricsServer(lambda: big, timeout_seconds=0.2) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(30)
+        slow.connect((server.address, server.port))
+        slow.sendall(b"GET /state HTTP/1.1\r\n\r\n")
+        assert slow.recv(1) == b"H"  # being answered
+        with connect(server) as later:
+            assert later.recv(1) == b""  # said nothing and was cut off; `slow` was before
+        received = 0
+        with suppress(ConnectionResetError):
+            while piece := slow.recv(1 << 20):
+                received += len(piece)
+        assert received < BIG
+
+
+def test_a_big_answer_arrives_whole(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    big = make_snapshot(make_handle(broken="x" * BIG))
+    with MetricsServer(lambda: big) as server:
+        assert Snapshot.model_validate_json(request(server, "/state")[2]) == big
+
+
+SIGPIPE_AT_ITS_DEFAULT = """
+import signal, socket, sys
+from placement.observe.server import MetricsServer
+from placement.snapshot import Snapshot
+snapshot = Snapshot.model_validate_json(sys.stdin.read())
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+with MetricsServer(lambda: snapshot) as server:
+    def ask():
+        client = socket.create_connection((server.address, server.port))
+        client.sendall(b"GET /state HTTP/1.1\\r\\n\\r\\n")
+        client.shutdown(socket.SHUT_WR)  # so that the reset is an EPIPE, which comes with SIGPIPE
+        return client
+    for _ in range(5):
+        client = ask()
+        client.recv(1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\1\\0\\0\\0\\0\\0\\0\\0")
+        client.close()
+    with ask() as client:
+        print(client.recv(15).decode())
+"""
+
+
+def test_a_client_that_hangs_up_never_ends_the_process(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
+    big = make_snapshot(make_handle(broken="x" * BIG))
+    done = subprocess.run(
+        [sys.executable, "-c", SIGPIPE_AT_ITS_DEFAULT], input=big.model_dump_json(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "HTTP/1.1 200 OK\n"), done.stderr
+
+
+OUT_OF_DESCRIPTORS = """
+import logging, os, resource, socket, sys, threading
+from placement.observe.server import MetricsServer
+from placement.snapshot import Snapshot
+snapshot = Snapshot.model_validate_json(sys.stdin.read())
+failed = threading.Event()
+class Watch(logging.Handler):
+    def emit(self, record):
+        if "accept failed" in record.getMessage():
+            failed.set()
+logging.getLogger("placement.observe").addHandler(Watch())
+logging.getLogger("placement.observe").setLevel(logging.DEBUG)
+with MetricsServer(lambda: snapshot) as server, socket.socket() as client:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0), hard))
+    client.connect((server.address, server.port))
+    assert failed.wait(60)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    client.sendall(b"GET /healthz HTTP/1.1\\r\\n\\r\\n")
+    print(client.recv(15).decode())
+"""
+
+
+def test_running_out_of_descriptors_is_survived(snapshot: Snapshot) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_DESCRIPTORS], input=snapshot.model_dump_json(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "HTTP/1.1 200 OK\n"), done.stderr
+
+
+# Binding and closing
+
+
+def test_loopback_by_default(server: MetricsServer) -> None:
+    assert (server.address, server.url) == ("127.0.0.1", f"http://127.0.0.1:{server.port}")
+    with socket.socket() as probe:  # a socket bound to every interface would answer here too
+        assert probe.connect_ex(("127.0.0.2", server.port)) != 0
+
+
+@pytest.mark.parametrize(("address", "host"), [("0.0.0.0", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")])
+def test_other_addresses(snapshot: Snapshot, address: str, host: str) -> None:
+    try:
+        server = MetricsServer(lambda: snapshot, address=address)
+    except PlacementError:
+        if ":" in address:
+            pytest.skip("no IPv6 here")
+        raise
+    with server:
+        assert server.url == f"http://{host}:{server.port}"
+        with socket.create_connection((host.strip("[]"), server.port)) as client:
+            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert read_to_end(client).endswith(b"ok\n")
+
+
+def test_what_cannot_be_bound_is_named(server: MetricsServer, snapshot: Snapshot) -> None:
+    with pytest.raises(PlacementError, match=rf"127\.0\.0\.1 port {server.port}: .*[Ii]n use"):
+        MetricsServer(lambda: snapshot, port=server.port)
+    with pytest.raises(PlacementError, match=r"192\.0\.2\.1 port 0"):  # an address that no machine has
+        MetricsServer(lambda: snapshot, address="192.0.2.1")
+    assert request(server, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("arguments", [{"port": -1}, {"port": 65536}, {"address": ""}])
+def test_plain_mistakes(snapshot: Snapshot, arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"outside 0\.\.65535|every interface"):
+        MetricsServer(lambda: snapshot, **arguments)  # type: ignore[arg-type]
+
+
+def test_close_frees_the_port_and_ends_everything(snapshot: Snapshot) -> None:
+    server = MetricsServer(lambda: snapshot)
+    with connect(server) as idle:
+        request(server, "/healthz")
+        server.close()
+        server.close()
+        assert idle.recv(1) == b""
+    assert server_threads() == 0
+    with pytest.raises(ConnectionRefusedError):
+        connect(server)
+    with MetricsServer(lambda: snapshot, port=server.port) as again:
+        assert again.port == server.port
+        assert request(again, "/healthz")[0] == 200
+
+
+def test_close_does_not_wait_for_ever_for_a_stuck_read(snapshot: Snapshot) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def read() -> Snapshot:
+        entered.set()
+        leave.wait()
+        return snapshot
+
+    server = MetricsServer(read, timeout_seconds=0.1)
+    with connect(server) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert entered.wait(60)
+        server.close()
+        with MetricsServer(lambda: snapshot, port=server.port) as again:
+            assert request(again, "/healthz")[0] == 200
+        leave.set()
+        server._thread.join(60)
+        assert not server._thread.is_alive()
+    server.close()
+
+
+def test_a_server_may_be_closed_from_its_own_read(snapshot: Snapshot) -> None:
+    def read() -> Snapshot:
+        server.close()
+        return snapshot
+
+    server = MetricsServer(read)
+    exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+    server._thread.join(60)
+    assert not server._thread.is_alive()
+
+
+def test_many_servers_in_one_process(snapshot: Snapshot) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(MetricsServer(lambda: snapshot)) for _ in range(5)]
+        assert len({server.port for server in servers}) == 5
+        assert [request(server, "/healthz")[0] for server in servers] == [200] * 5
+
+
+# Forks
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_hold_the_port(snapshot: Snapshot) -> None:
+    server = MetricsServer(lambda: snapshot)
+    pending = connect(server)
+    pending.sendall(b"GET /healthz HTTP/1.1\r\n")
+    request(server, "/healthz")  # so that `pending` has been accepted
+    (ready, say_ready), (stay, let_go) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(let_go)
+            pending.close()
+            os.write(say_ready, b"r")
+            os.read(stay, 1)  # alive until the parent has done
+            server.close()  # nothing left to do
+            status = 0
+        finally:
+            os._exit(status)
+    try:
+        assert os.read(ready, 1) == b"r"
+        # The child's copies went without a trace: the parent serves on, the half-sent request too.
+        assert request(server, "/healthz")[0] == 200
+        pending.sendall(b"\r\n")
+        assert read_to_end(pending).endswith(b"ok\n")
+        server.close()
+        with pytest.raises(ConnectionRefusedError):
+            connect(server)
+        with MetricsServer(lambda: snapshot, port=server.port) as again:
+            assert request(again, "/healthz")[0] == 200
+    finally:
+        server.close()
+        pending.close()
+        os.close(let_go)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for end in (ready, say_ready, stay):
+            os.close(end)
+
+
+PARENT_DIES = """
+import os, sys
+from placement.observe.server import MetricsServer
+from placement.snapshot import Snapshot
+snapshot = Snapshot.model_validate_json(sys.stdin.readline())
+server = MetricsServer(lambda: snapshot)
+if os.fork() == 0:
+    print(server.port, os.getpid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_an_orphan_does_not_keep_its_dead_parents_port(snapshot: Snapshot) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PARENT_DIES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(snapshot.model_dump_json() + "\n")
+        parent.stdin.flush()
+        port, child = map(int, parent.stdout.readline().split())
+        assert parent.wait() == -signal.SIGKILL
+        os.kill(child, 0)  # still there
+        with MetricsServer(lambda: snapshot, port=port) as again:
+            assert request(again, "/healthz")[0] == 200

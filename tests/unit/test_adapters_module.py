@@ -1,0 +1,322 @@
+"""Which tensors the adapter finds in a module, and in what order."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from placement.adapters import adapter_for
+from placement.adapters.module import ModuleAdapter
+from placement.errors import RegistrationError
+
+CPU = torch.device("cpu")
+
+
+def adapt(module: nn.Module, **options: Any) -> ModuleAdapter:
+    adapter = adapter_for(module, name="actor", compute_device=CPU, **options)
+    assert isinstance(adapter, ModuleAdapter)
+    return adapter
+
+
+def names(adapter: ModuleAdapter) -> list[str]:
+    return [item.name for item in adapter.owned()]
+
+
+def by_name(adapter: ModuleAdapter) -> dict[str, torch.Tensor]:
+    return {item.name: item.tensor for item in adapter.owned()}
+
+
+class Block(nn.Module):
+    """A module with everything a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+        self.original_angles = self.angles  # as rotary embeddings keep it: the same object under a second name
+        self.loose_view = self.angles[1:3]
+        self.table = [torch.zeros(2), {"left": (torch.ones(1), 7), "right": None}]
+        self.empty = torch.empty(0)
+        self.label = "no tensor"
+
+
+def test_a_linear_layer_has_its_parameters_in_registration_order() -> None:
+    module = nn.Linear(3, 2)
+    adapter = adapt(module)
+    assert [(item.name, item.loose) for item in adapter.owned()] == [("weight", False), ("bias", False)]
+    assert by_name(adapter)["weight"] is module.weight
+    assert (adapter.kind, adapter.external, adapter.expected_sizes()) == ("module", None, ())
+
+
+def test_buffers_persistent_or_not_and_tensor_attributes_are_found_once_each() -> None:
+    module = Block()
+    adapter = adapt(module)
+    assert names(adapter) == [
+        "angles",
+        "loose_view",
+        "table.0",
+        "table.1.left.0",
+        "inner.weight",
+        "inner.bias",
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+    found = by_name(adapter)
+    assert found["loose_view"].untyped_storage().data_ptr() == found["angles"].untyped_storage().data_ptr()
+    assert len({id(tensor) for tensor in found.values()}) == len(found)
+
+
+def test_order_is_the_same_each_time() -> None:
+    adapter = adapt(nn.Sequential(Block(), Block()))
+    first = [(item.name, id(item.tensor)) for item in adapter.owned()]
+    assert first == [(item.name, id(item.tensor)) for item in adapter.owned()]
+
+
+def test_a_tied_parameter_is_one_tensor_and_a_tied_view_is_another() -> None:
+    tied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    assert names(adapt(tied)) == ["embed.weight"]
+
+    aliased = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    aliased["head"].weight = nn.Parameter(aliased["embed"].weight.data)
+    assert names(adapt(aliased)) == ["embed.weight", "head.weight"]
+
+
+def test_a_module_used_twice_is_visited_once() -> None:
+    shared = nn.Linear(2, 2)
+    assert names(adapt(nn.Sequential(shared, shared))) == ["0.weight", "0.bias"]
+
+
+def test_gradients_come_and_go_and_are_loose() -> None:
+    module = nn.Linear(3, 2)
+    adapter = adapt(module)
+    module(torch.ones(1, 3)).sum().backward()
+    assert [(item.name, item.loose) for item in adapter.owned()] == [
+        ("weight", False),
+        ("weight.grad", True),
+        ("bias", False),
+        ("bias.grad", True),
+    ]
+    assert by_name(adapter)["bias.grad"] is module.bias.grad
+    module.zero_grad(set_to_none=True)
+    assert names(adapter) == ["weight", "bias"]
+
+
+def test_gradients_that_are_views_of_one_bucket_are_each_found() -> None:
+    module = nn.Linear(3, 2)
+    bucket = torch.zeros(8)
+    module.weight.grad, module.bias.grad = bucket[:6].view(2, 3), bucket[6:]
+    found = by_name(adapt(module))
+    assert found["weight.grad"].untyped_storage().data_ptr() == found["bias.grad"].untyped_storage().data_ptr()
+
+
+def test_what_is_added_or_replaced_later_shows_up() -> None:
+    module = nn.Sequential(nn.Linear(3, 2))
+    adapter = adapt(module)
+    module[0].lora_a = nn.Parameter(torch.zeros(1, 3))
+    module.add_module("head", nn.Linear(2, 1, bias=False))
+    module[0].cache = None
+    assert names(adapter) == ["0.weight", "0.bias", "0.lora_a", "head.weight"]
+    module[0].cache = torch.zeros(4)
+    replaced = module[0].weight = nn.Parameter(torch.ones(2, 3))
+    assert names(adapter) == ["0.weight", "0.bias", "0.lora_a", "0.cache", "head.weight"]
+    assert by_name(adapter)["0.weight"] is replaced
+
+
+def test_a_frozen_tower_beside_a_trained_one_and_an_averaged_copy() -> None:
+    module = nn.ModuleDict({"frozen": nn.Linear(2, 2).requires_grad_(False), "trained": nn.Linear(2, 2)})
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    assert names(adapt(module)) == ["frozen.weight", "frozen.bias", "trained.weight", "trained.bias"]
+    ours = {id(tensor) for tensor in by_name(adapt(module)).values()}
+    copies = by_name(adapt(averaged))
+    assert set(copies) == {"n_averaged", *(f"module.{name}" for name in names(adapt(module)))}
+    assert ours.isdisjoint(id(tensor) for tensor in copies.values())
+
+
+def test_cycles_and_foreign_containers_end() -> None:
+    module = nn.Linear(2, 2)
+    loop: list[Any] = [torch.zeros(1)]
+    loop.append({"again": loop, "module": module})
+    module.loop = loop
+    module.ordered = OrderedDict(x=torch.ones(1))
+    module.numbers = list(range(1000))
+    assert names(adapt(module)) == ["weight", "bias", "loop.0", "ordered.x"]
+
+
+def test_attributes_set_before_the_constructor_of_module_are_found() -> None:
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            self.__dict__["early"] = torch.zeros(2)
+            super().__init__()
+            self.late = torch.ones(2)
+
+    assert names(adapt(Early())) == ["early", "late"]
+
+
+def test_a_module_hidden_in_a_list_is_not_owned() -> None:
+    module = nn.Linear(2, 2)
+    module.teacher = [nn.Linear(2, 2)]
+    assert names(adapt(module)) == ["weight", "bias"]
+
+
+def test_a_tensor_inside_a_live_graph_is_loose() -> None:
+    module = nn.Linear(2, 2)
+    module.auxiliary_loss = module.weight.sum()
+    assert {item.name: item.loose for item in adapt(module).owned()}["auxiliary_loss"] is True
+
+
+def test_old_style_weight_norm_keeps_its_computed_weight() -> None:
+    with pytest.warns(FutureWarning):
+        module = torch.nn.utils.weight_norm(nn.Linear(3, 2))
+    module(torch.ones(1, 3))
+    assert {item.name: item.loose for item in adapt(module).owned()} == {
+        "bias": False,
+        "weight_g": False,
+        "weight_v": False,
+        "weight": True,
+    }
+
+
+def test_complex_and_strange_element_types_are_plain() -> None:
+    module = nn.Module()
+    module.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    module.register_buffer("scale", torch.zeros(2, dtype=torch.float8_e4m3fn))
+    module.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    module.register_buffer("expanded", torch.zeros(1).expand(1000))
+    assert names(adapt(module)) == ["spectrum", "scale", "mask", "expanded"]
+
+
+def test_a_compiled_module_is_enumerated_as_the_module_it_wraps() -> None:
+    module = Block()
+    compiled = torch.compile(module, backend="eager")
+    adapter = adapt(compiled)
+    assert names(adapter) == names(adapt(module))
+    assert [id(key) for key in adapter.key_objects()] == [id(compiled), id(module)]
+    assert [id(key) for key in adapt(module).key_objects()] == [id(module)]
+
+
+def test_a_compiled_submodule_keeps_the_name_that_the_state_dict_has() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1] = torch.compile(module[1], backend="eager")
+    assert names(adapt(module)) == list(module.state_dict())
+
+
+def test_the_adapter_keeps_its_module_not_alive() -> None:
+    module = nn.Linear(2, 2)
+    adapter, alive = adapt(module), weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None
+    assert list(adapter.owned()) == []
+    assert adapter.key_objects() == []
+
+
+def test_reading_changes_nothing() -> None:
+    module = Block()
+    before = {name: tensor._version for name, tensor in by_name(adapt(module)).items()}
+    fields = [dict(vars(part)) for part in module.modules()]
+    assert {name: tensor._version for name, tensor in by_name(adapt(module)).items()} == before
+    assert all(dict(vars(part)).keys() == old.keys() for part, old in zip(module.modules(), fields, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (lambda: torch.zeros(2, device="meta"), "meta device"),
+        (lambda: torch.eye(2).to_sparse(), "sparse_coo layout"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "quantised layout"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2)]), "nested layout"),
+        (lambda: torch.zeros(2).share_memory_(), "shared memory"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns that nested and quantised tensors are going to change
+def test_tensors_that_cannot_be_moved_are_refused_by_name(tensor: Any, complaint: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_buffer("odd", tensor())
+    with pytest.raises(RegistrationError, match=rf"'actor': '0\.odd' .*{complaint}"):
+        adapt(module)
+
+
+def test_an_inference_tensor_is_refused() -> None:
+    with torch.inference_mode():
+        module = nn.Linear(2, 2)
+    with pytest.raises(RegistrationError, match="'weight' is an inference tensor"):
+        adapt(module)
+
+
+def test_a_lazy_parameter_is_refused_until_it_has_a_shape() -> None:
+    module = nn.LazyLinear(2)
+    with pytest.raises(RegistrationError, match="'weight' has no shape yet"):
+        adapt(module)
+    module(torch.ones(1, 3))
+    assert names(adapt(module)) == ["weight", "bias"]
+
+
+def test_a_tensor_subclass_is_refused_and_external_ones_are_measured() -> None:
+    class Packed(torch.Tensor):
+        pass
+
+    module = nn.Linear(2, 2)
+    module.packed = torch.zeros(2).as_subclass(Packed)
+    with pytest.raises(RegistrationError, match=r"'packed' is a .*Packed: only plain tensors"):
+        adapt(module)
+    adapter = adapt(module, external=True)
+    assert adapter.external is not None
+    assert names(adapter) == ["weight", "bias"]
+
+
+def test_a_wrapper_subclass_is_measured_by_what_it_wraps() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    module = nn.Module()
+    module.pair = TwoTensor(torch.zeros(2), torch.ones(2))
+    with pytest.raises(RegistrationError, match="TwoTensor"):
+        adapt(module)
+    assert names(adapt(module, external=True)) == ["pair.a", "pair.b"]
+
+
+def test_what_cannot_be_moved_is_an_error_when_it_is_added_later_too() -> None:
+    module = nn.Linear(2, 2)
+    adapter = adapt(module)
+    module.mask = torch.zeros(2, device="meta")
+    with pytest.raises(RegistrationError, match="'mask' is on the meta device"):
+        adapter.owned()
+
+
+def test_a_sparse_gradient_is_named_with_what_to_do() -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    adapter = adapt(module)
+    module(torch.tensor([1])).sum().backward()
+    with pytest.raises(RegistrationError, match=r"'weight\.grad' has a torch\.sparse_coo layout.*zero_grad"):
+        adapter.owned()
+
+
+def test_a_module_born_on_the_cpu_moves_whole_where_the_compute_device_is_another() -> None:
+    module = nn.Linear(2, 2)
+    module.lengths = torch.zeros(3)
+    other = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
+    assert names(ModuleAdapter(module, name="actor", compute_device=other)) == ["weight", "bias", "lengths"]
+
+
+@pytest.mark.gpu
+def test_cpu_tensors_of_a_module_on_the_gpu_stay_there() -> None:
+    device = torch.device("cuda")
+    born_on_gpu = nn.Linear(2, 2, device=device)
+    born_on_gpu.lengths = torch.zeros(3)
+    adapter = ModuleAdapter(born_on_gpu, name="actor", compute_device=device)
+    assert names(adapter) == ["weight", "bias"]
+    born_on_cpu = nn.Linear(2, 2)
+    born_on_cpu.lengths = torch.zeros(3)
+    adapter = ModuleAdapter(born_on_cpu, name="actor", compute_device=device)
+    born_on_cpu.weight.data = born_on_cpu.weight.data.to(device)  # as adoption does, one tensor after the other
+    assert names(adapter) == ["weight", "bias", "lengths"]

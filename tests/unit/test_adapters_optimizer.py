@@ -1,0 +1,503 @@
+"""Which tensors the adapter finds in an optimizer, what stays on the CPU, and how large state will be before it is born."""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from placement.adapters import adapter_for
+from placement.adapters.optimizer import OptimizerAdapter
+from placement.errors import RegistrationError
+
+CPU = torch.device("cpu")
+
+# Every optimizer of torch.optim, in the implementations that run on a CPU.
+VARIANTS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "adadelta": (optim.Adadelta, {}),
+    "adadelta-foreach": (optim.Adadelta, {"foreach": True}),
+    "adafactor": (optim.Adafactor, {}),
+    "adagrad": (optim.Adagrad, {}),
+    "adagrad-fused": (optim.Adagrad, {"fused": True}),
+    "adam": (optim.Adam, {}),
+    "adam-foreach": (optim.Adam, {"foreach": True}),
+    "adam-fused": (optim.Adam, {"fused": True}),
+    "adam-amsgrad": (optim.Adam, {"amsgrad": True}),
+    "adam-fused-amsgrad": (optim.Adam, {"amsgrad": True, "fused": True}),
+    "adam-tensor-lr": (optim.Adam, {"lr": torch.tensor(1e-3), "foreach": False}),
+    "adam-tensor-lr-fused": (optim.Adam, {"lr": torch.tensor(1e-3), "fused": True}),
+    "adamw": (optim.AdamW, {}),
+    "adamw-maximize": (optim.AdamW, {"maximize": True, "weight_decay": 0.1}),
+    "adamax": (optim.Adamax, {}),
+    "asgd": (optim.ASGD, {}),
+    "lbfgs": (optim.LBFGS, {"max_iter": 4}),
+    "muon": (optim.Muon, {}),
+    "nadam": (optim.NAdam, {}),
+    "radam": (optim.RAdam, {}),
+    "rmsprop": (optim.RMSprop, {}),
+    "rmsprop-centered-momentum": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "rprop": (optim.Rprop, {}),
+    "sgd": (optim.SGD, {}),
+    "sgd-momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "sgd-momentum-fused": (optim.SGD, {"momentum": 0.9, "fused": True}),
+    "sparse-adam": (optim.SparseAdam, {}),
+}
+NO_TWIN = {"adafactor", "asgd", "lbfgs", "sparse-adam"}
+BORN_IN_CONSTRUCTOR = {"adagrad", "adagrad-fused"}
+
+
+def adapt(optimizer: Any, **options: Any) -> OptimizerAdapter:
+    adapter = adapter_for(optimizer, name="adam", compute_device=CPU, **options)
+    assert isinstance(adapter, OptimizerAdapter)
+    return adapter
+
+
+def names(adapter: OptimizerAdapter) -> list[str]:
+    return [item.name for item in adapter.owned()]
+
+
+def make(variant: str) -> tuple[list[nn.Parameter], optim.Optimizer]:
+    cls, options = VARIANTS[variant]
+    # Muon takes matrices only. The transposed one has strides of its own, which state follows; LBFGS cannot flatten it.
+    parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5) if cls is optim.LBFGS else torch.randn(5, 2).t())]
+    if cls is not optim.Muon:
+        parameters.append(nn.Parameter(torch.randn(7)))
+    return parameters, cls(parameters, **options)
+
+
+def step(parameters: list[nn.Parameter], optimizer: optim.Optimizer) -> None:
+    def closure() -> float:
+        for parameter in parameters:
+            gradient = 2 * parameter.detach()
+            parameter.grad = gradient.to_sparse() if isinstance(optimizer, optim.SparseAdam) else gradient
+        return float(sum(parameter.detach().square().sum() for parameter in parameters))
+
+    closure()
+    optimizer.step(closure)
+
+
+def state_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Independent of the adapter: every tensor in a state dict."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from state_tensors(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from state_tensors(part)
+
+
+def counters_on_cpu(optimizer: optim.Optimizer) -> set[int]:
+    """What torch keeps on the CPU beside parameters on an accelerator."""
+    if isinstance(optimizer, optim.ASGD) or optimizer.param_groups[0].get("fused"):
+        return set()
+    entries = [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
+    return {id(entry[key]) for entry in entries for key in ("step", "mu_product") if key in entry}
+
+
+def test_the_list_of_variants_names_every_optimizer_of_torch() -> None:
+    classes = {value for value in vars(optim).values() if isinstance(value, type) and issubclass(value, optim.Optimizer)}
+    assert classes - {optim.Optimizer} == {cls for cls, _ in VARIANTS.values()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_state_is_found_after_a_step(variant: str) -> None:
+    parameters, optimizer = make(variant)
+    adapter = adapt(optimizer)
+    step(parameters, optimizer)
+    entries = len(optimizer.state)
+    found = list(adapter.owned())
+    stays = counters_on_cpu(optimizer)
+    expected = {id(t): t for t in state_tensors(optimizer.state_dict()["state"]) if t.numel() and id(t) not in stays}
+    assert {id(item.tensor) for item in found} == set(expected)
+    assert sum(item.tensor.nbytes for item in found) == sum(tensor.nbytes for tensor in expected.values())
+    assert len({item.name for item in found}) == len(found)
+    assert not any(item.loose for item in found)
+    assert len(optimizer.state) == entries
+    assert [item.name for item in adapter.owned()] == [item.name for item in found]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_twin_has_the_size_of_the_state_that_is_born(variant: str) -> None:
+    parameters, optimizer = make(variant)
+    adapter = adapt(optimizer)
+    assert adapter.state_is_born() is (variant in BORN_IN_CONSTRUCTOR)
+    expected = adapter.expected_sizes()
+    if variant in NO_TWIN:
+        assert expected is None
+        return
+    born_before = {id(item.tensor) for item in adapter.owned()}
+    step(parameters, optimizer)
+    assert expected is not None
+    assert list(expected) == [item.tensor.untyped_storage().nbytes() for item in adapter.owned() if id(item.tensor) not in born_before]
+    assert adapter.state_is_born() is (variant != "sgd")
+    assert variant == "sgd" or adapter.expected_sizes() == []
+
+
+def test_names_are_those_of_the_state_dict() -> None:
+    parameters, optimizer = make("adam-amsgrad")
+    step(parameters[2:], optimizer)
+    step(parameters[:1], optimizer)
+    assert names(adapt(optimizer)) == [f"state.{index}.{key}" for index in (0, 2) for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+    assert list(optimizer.state_dict()["state"]) == [2, 0]
+
+
+def test_nested_lists_of_lbfgs_have_names() -> None:
+    parameters, optimizer = make("lbfgs")
+    step(parameters, optimizer)
+    expected = {"state.0.d", "state.0.old_dirs.0", "state.0.old_stps.0", "state.0.ro.0", "state.0.prev_flat_grad"}
+    assert expected <= set(names(adapt(optimizer)))
+
+
+def test_reading_before_the_first_step_creates_no_entry() -> None:
+    _, optimizer = make("adam")
+    adapter = adapt(optimizer)
+    assert names(adapter) == []
+    assert adapter.expected_sizes()
+    assert not adapter.state_is_born()
+    assert len(optimizer.state) == 0
+
+
+def test_empty_entries_that_somebody_else_created_are_no_state() -> None:
+    parameters, optimizer = make("adam")
+    adapter = adapt(optimizer)
+    optimizer.state[parameters[0]]
+    assert not adapter.state_is_born()
+    assert adapter.expected_sizes()
+
+
+def test_fused_counters_move_and_plain_ones_stay() -> None:
+    for variant, moves in (("adam", False), ("adam-fused", True)):
+        parameters, optimizer = make(variant)
+        step(parameters, optimizer)
+        assert any(name.endswith(".step") for name in names(adapt(optimizer))) is moves
+
+
+def test_capturable_counters_move_in_the_group_that_is_capturable() -> None:
+    parameters, optimizer = make("adam")
+    optimizer.add_param_group({"params": [late := nn.Parameter(torch.zeros(2))]})
+    step([*parameters, late], optimizer)
+    optimizer.param_groups[1]["capturable"] = True
+    assert [name for name in names(adapt(optimizer)) if name.endswith(".step")] == ["state.3.step"]
+
+
+def test_the_twin_counts_the_counters_of_capturable_groups() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    plain = adapt(kept := optim.AdamW([parameter])).expected_sizes()
+    captured = adapt(other := optim.AdamW([parameter], capturable=True)).expected_sizes()
+    assert plain == [12, 12]
+    assert captured == [4, 12, 12]
+    assert kept is not other
+
+
+def test_a_learning_rate_that_is_a_tensor_stays() -> None:
+    parameters, optimizer = make("adam-tensor-lr")
+    step(parameters, optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, torch.Tensor)
+    assert all(item.tensor is not rate for item in adapt(optimizer).owned())
+
+
+def test_state_that_is_a_parameter_or_lies_in_its_storage_is_not_the_optimizers() -> None:
+    parameters, optimizer = make("adam")
+    optimizer.state[parameters[0]] = {"same": parameters[0], "view": parameters[1].data, "own": torch.zeros(2), "again": [torch.empty(0)]}
+    assert names(adapt(optimizer)) == ["state.0.own"]
+
+
+def test_state_of_odd_shape_is_found() -> None:
+    parameters, optimizer = make("sgd")
+    optimizer.state["total"] = torch.zeros(2)
+    optimizer.state["history"] = [torch.zeros(1), (torch.zeros(1), None)]
+    optimizer.state[parameters[1]] = {"factors": {"left": torch.zeros(2, 2), "count": 3}}
+    assert names(adapt(optimizer)) == ["state.1.factors.left", "state.total", "state.history.0", "state.history.1.0"]
+
+
+def test_parameters_added_and_state_loaded_later_show_up() -> None:
+    parameters, optimizer = make("adam")
+    adapter = adapt(optimizer)
+    optimizer.add_param_group({"params": [late := nn.Parameter(torch.zeros(2))]})
+    assert len(adapter.parameters()) == 4
+    assert adapter.parameters()[3] is late
+    step([*parameters, late], optimizer)
+    before = {id(item.tensor) for item in adapter.owned()}
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+    after = {id(item.tensor) for item in adapter.owned()}
+    assert len(after) == len(before) == 8
+    assert before.isdisjoint(after)
+
+
+def test_parameters_without_gradients_get_no_state() -> None:
+    frozen, trained = nn.Parameter(torch.zeros(5), requires_grad=False), nn.Parameter(torch.zeros(3))
+    optimizer = optim.AdamW([frozen, trained])
+    adapter = adapt(optimizer)
+    assert adapter.expected_sizes() == [12, 12]
+    step([trained], optimizer)
+    assert names(adapter) == ["state.1.exp_avg", "state.1.exp_avg_sq"]
+
+
+def test_half_precision_state_has_the_size_of_its_parameters() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    assert adapt(optimizer := optim.AdamW([parameter])).expected_sizes() == [6, 6]
+    assert optimizer.param_groups
+
+
+def test_named_parameters_and_groups_with_options_of_their_own() -> None:
+    module = nn.Linear(3, 2)
+    optimizer = optim.SGD([{"params": [("weight", module.weight)], "momentum": 0.5}, {"params": [("bias", module.bias)]}])
+    assert adapt(optimizer).expected_sizes() == [24]
+
+
+def test_the_twin_touches_nothing_of_the_user() -> None:
+    parameters, optimizer = make("adam")
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
+    values = [parameter.detach().clone() for parameter in parameters]
+    states = torch.get_rng_state(), random.getstate()
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        assert adapt(optimizer).expected_sizes()
+    finally:
+        everywhere.remove()
+    assert calls == []
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+    assert groups == [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    assert len(optimizer.state) == 0
+
+
+def test_a_users_optimizer_that_needs_data_cannot_be_told_and_one_that_does_not_can() -> None:
+    class Momentum(optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"noise": 0.1})
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["velocity"] = torch.rand_like(parameter)
+                    random.random()
+                    torch.rand(1)
+
+    class Curious(Momentum):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.param_groups[0]["params"][0].sum().item()
+
+    class Demanding(Momentum):
+        def __init__(self, params: Any, model: nn.Module) -> None:
+            super().__init__(params)
+            self.model = model
+
+    module = nn.Linear(3, 2)
+    before = torch.get_rng_state(), random.getstate()
+    keep = Momentum(module.parameters()), Curious(module.parameters()), Demanding(module.parameters(), module)
+    assert [adapt(optimizer).expected_sizes() for optimizer in keep] == [[24, 8], None, None]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+class ByAttribute:
+    """Wraps as accelerate and Megatron do."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Chained:
+    """The shape of Megatron's ChainedOptimizer."""
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        self.chained_optimizers = chained_optimizers
+
+    def step(self) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.step()
+
+
+class MultiOptimizer(optim.Optimizer):
+    """The shape of VeOmni's: a torch optimizer by class that never called its constructor, without `.state` of its own."""
+
+    def __init__(self, model: nn.Module, optimizers: dict[str, Any]) -> None:
+        self.model = model
+        self.optimizers_dict = optimizers
+        self._is_multi_optimizer = True
+
+    def step(self) -> None:
+        for optimizer in self.optimizers_dict.values():
+            optimizer.step()
+
+
+class Lookahead(optim.Optimizer):
+    """Holds an optimizer under a name of its own, and slow weights in a state of its own."""
+
+    def __init__(self, base_optimizer: optim.Optimizer) -> None:
+        self.base_optimizer = base_optimizer
+        self.param_groups = base_optimizer.param_groups
+        self.state = defaultdict(dict)
+
+    def step(self) -> None:
+        self.base_optimizer.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+
+def test_multi_optimizer_without_a_state_of_its_own() -> None:
+    module = nn.Linear(3, 2)
+    experts, rest = optim.AdamW([module.weight]), optim.SGD([module.bias], momentum=0.9)
+    multi = MultiOptimizer(module, {"ep": experts, "non_ep": rest})
+    assert not hasattr(multi, "state")
+    adapter = adapt(multi)
+    assert [id(key) for key in adapter.key_objects()] == [id(multi), id(experts), id(rest)]
+    assert [id(parameter) for parameter in adapter.parameters()] == [id(module.weight), id(module.bias)]
+    assert adapter.expected_sizes() == [24, 24, 8]
+    module(torch.ones(1, 3)).sum().backward()
+    multi.step()
+    assert names(adapter) == [
+        "optimizers_dict.ep.state.0.exp_avg",
+        "optimizers_dict.ep.state.0.exp_avg_sq",
+        "optimizers_dict.non_ep.state.0.momentum_buffer",
+    ]
+
+
+def test_wrappers_in_wrappers_are_followed_and_cycles_end() -> None:
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    inner = [optim.Adam([first]), optim.Adam([second])]
+    chained = Chained([ByAttribute(inner[0]), Chained([inner[1], inner[0]])])
+    chained.chained_optimizers.append(chained)
+    adapter = adapt(chained)
+    assert [id(key) for key in adapter.key_objects()] == [id(chained), id(inner[0]), id(inner[1])]
+    for parameter, optimizer in zip((first, second), inner, strict=True):
+        step([parameter], optimizer)
+    assert names(adapter) == [
+        f"{path}.state.0.{key}"
+        for path in ("chained_optimizers.0.optimizer", "chained_optimizers.1.chained_optimizers.0")
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+
+
+def test_a_wrapper_with_state_of_its_own_is_an_optimizer_too() -> None:
+    module = nn.Linear(3, 2)
+    lookahead = Lookahead(optim.Adam(module.parameters()))
+    adapter = adapt(lookahead)
+    assert adapter.expected_sizes() is None
+    module(torch.ones(1, 3)).sum().backward()
+    lookahead.step()
+    assert names(adapter)[:2] == ["base_optimizer.state.0.exp_avg", "base_optimizer.state.0.exp_avg_sq"]
+    assert names(adapter)[4:] == ["state.0.slow", "state.1.slow"]
+    assert len(adapter.parameters()) == 2
+
+
+def test_a_wrapper_that_hands_its_state_through_counts_once() -> None:
+    inner = optim.Adam([parameter := nn.Parameter(torch.zeros(2))])
+    wrapper = ByAttribute(inner)
+    wrapper.state, wrapper.param_groups = inner.state, inner.param_groups
+    adapter = adapt(wrapper)
+    assert [id(key) for key in adapter.key_objects()] == [id(wrapper), id(inner)]
+    assert adapter.expected_sizes() == [8, 8]
+    step([parameter], inner)
+    assert names(adapter) == ["optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"]
+
+
+def test_what_a_wrapper_offers_as_a_property_is_found() -> None:
+    class Offering:
+        def __init__(self, inner: optim.Optimizer) -> None:
+            self._parts = [inner]
+
+        @property
+        def chained_optimizers(self) -> list[optim.Optimizer]:
+            return self._parts
+
+        def step(self) -> None: ...
+
+    wrapper = Offering(inner := optim.Adam([nn.Parameter(torch.zeros(2))]))
+    assert [id(key) for key in adapt(wrapper).key_objects()] == [id(wrapper), id(inner)]
+
+
+def test_a_scheduler_leaves_the_optimizer_as_it_is_and_is_none_itself() -> None:
+    parameters, optimizer = make("adam")
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+    assert adapt(optimizer).expected_sizes()
+    step(parameters, optimizer)
+    scheduler.step()
+    assert len(names(adapt(optimizer))) == 6
+    with pytest.raises(RegistrationError, match=r"LambdaLR is no optimizer.*register the optimizer itself"):
+        adapt(scheduler)
+
+
+@pytest.mark.parametrize("odd", [object(), [1], {"a": 1}, "adam", ByAttribute(None), MultiOptimizer(nn.Linear(1, 1), {})])
+def test_what_is_no_optimizer_is_refused(odd: Any) -> None:
+    with pytest.raises(RegistrationError, match=r"'adam': .* is no optimizer and holds none.*Supported: torch\.optim\.Optimizer"):
+        adapt(odd)
+
+
+def test_meta_parameters_and_state_of_odd_layout_are_refused() -> None:
+    with pytest.raises(RegistrationError, match="parameter 0 is on the meta device"):
+        adapt(optim.SGD([nn.Parameter(torch.zeros(2, device="meta"))]))
+    parameters, optimizer = make("sgd")
+    optimizer.state[parameters[0]]["odd"] = torch.eye(2).to_sparse()
+    with pytest.raises(RegistrationError, match=r"'state\.0\.odd' has a torch\.sparse_coo layout"):
+        adapt(optimizer)
+
+
+def test_state_that_the_user_keeps_on_the_cpu_stays_where_torchs_own_follows_its_parameters() -> None:
+    class OnCpu(optim.SGD):
+        def step(self, closure: Any = None) -> None: ...
+
+    device = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
+    parameter = nn.Parameter(torch.zeros(2))
+    for cls, follows in ((optim.SGD, ["state.0.momentum_buffer"]), (OnCpu, [])):
+        optimizer = cls([parameter])
+        optimizer.state[parameter] = {"step": torch.zeros(()), "momentum_buffer": torch.zeros(2)}
+        assert names(OptimizerAdapter(optimizer, name="adam", compute_device=device)) == follows
+
+
+def test_external_ones_are_measured_and_nothing_is_refused() -> None:
+    parameters, optimizer = make("adam")
+    step(parameters, optimizer)
+    optimizer.state[parameters[0]]["odd"] = torch.zeros(2, device="meta")
+    adapter = adapt(optimizer, external=True)
+    assert adapter.external == "the caller says so (external=True)"
+    assert sorted({name.split(".")[2] for name in names(adapter)}) == ["exp_avg", "exp_avg_sq", "step"]
+    assert adapter.expected_sizes() == ()
+
+
+def test_the_adapter_keeps_its_optimizer_not_alive() -> None:
+    _, optimizer = make("adam")
+    adapter, alive = adapt(optimizer), weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    assert (names(adapter), adapter.key_objects(), adapter.parameters()) == ([], [], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}, {"foreach": True}])
+def test_on_a_gpu_the_twin_has_the_real_sizes_and_cpu_counters_stay(options: dict[str, Any]) -> None:
+    device = torch.device("cuda")
+    parameter = nn.Parameter(torch.zeros(5, device=device))
+    optimizer = optim.AdamW([parameter], **options)
+    adapter = OptimizerAdapter(optimizer, name="adam", compute_device=device)
+    expected = adapter.expected_sizes()
+    step([parameter], optimizer)
+    found = list(adapter.owned())
+    assert all(item.tensor.is_cuda for item in found)
+    assert expected == [item.tensor.untyped_storage().nbytes() for item in found]

@@ -1,0 +1,167 @@
+"""The phase × handle table of `placement explain`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement import Plan, PolicyError, View
+from placement.cli.explain import SAMPLE, add_arguments, explain, run
+from placement.policies import Colocated
+from placement.states import PHASES
+
+
+def table(policy: Any, **options: Any) -> tuple[int, str]:
+    out = io.StringIO()
+    status = explain(policy, out, **options)
+    return status, out.getvalue()
+
+
+def row(text: str, phase: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [phase])
+    return line.split()[1:]
+
+
+def test_colocated() -> None:
+    status, text = table("colocated")
+    assert status == 0
+    assert row(text, "idle") == ["-"] * 7 + ["0", "0"]
+    assert row(text, "rollout") == ["-"] * 6 + ["gpu", "64.0", "64.0"]
+    assert row(text, "train") == ["train", "train", "-", "train", "train", "-", "-", "24.8", "23.0"]
+    assert row(text, "optimizer_step")[-2:] == ["24.8", "0"]
+    assert row(text, "weight_sync")[:7] == ["sync", "-", "-", "-", "-", "-", "gpu"]
+    assert row(text, "checkpoint")[:7] == row(text, "weight_sync")[:7]
+
+
+@pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout"])
+@pytest.mark.parametrize("worker_role", ["trainer", "rollout", "hybrid"])
+def test_every_shipped_policy_fills_an_aligned_table_within_100_columns(policy: str, worker_role: str) -> None:
+    status, text = table(policy, worker_role=worker_role)
+    assert status == 0
+    lines = text.splitlines()
+    assert all(len(line) <= 100 for line in lines[:-1]), text
+    body = [next(line for line in lines if line.split()[:1] == [phase]) for phase in PHASES]
+    assert len({len(line) for line in body}) == 1
+    starts = [lines[2].index(word) for word in ("ref", "reward", "rollout")]
+    assert all(line[start - 1] == " " and line[start] != " " for line in body for start in starts)
+
+
+def test_it_needs_no_more_than_ascii() -> None:
+    table("resident")[1].encode("ascii")
+
+
+def test_resident_stays_within_the_budget_and_evicts_only_for_it() -> None:
+    status, text = table("resident", budget_bytes=80 << 30)
+    assert status == 0
+    assert all(float(row(text, phase)[-2]) <= 80 for phase in PHASES)
+    status, text = table("resident", budget_bytes=200 << 30)
+    assert [row(text, phase)[-1] for phase in PHASES if phase != "idle"] == ["0"] * (len(PHASES) - 1)
+
+
+def test_a_phase_that_does_not_fit_is_shown_and_the_status_says_so() -> None:
+    status, text = table("colocated", budget_bytes=65 << 30)
+    assert status == 1
+    assert text.count("does not fit") == 1
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("weight_sync"))
+    assert lines[at + 1].split() == ["does", "not", "fit:", "0.8", "GiB", "over", "the", "budget"]
+    assert all(len(line) <= 100 for line in lines)
+    assert row(text, "checkpoint")[:2] == ["train", "train"]  # the phase that was refused changed nothing
+
+
+def test_a_streamed_sync_has_its_own_mark() -> None:
+    _, text = table(Colocated(stream_sync=True))
+    assert row(text, "weight_sync")[:2] == ["stream", "-"]
+    assert row(text, "weight_sync")[-2] == "64.0"
+
+
+def test_a_users_phase_gets_a_row() -> None:
+    _, text = table("colocated", phases={"distill": ("actor", "ref")})
+    assert row(text, "distill")[:4] == ["gpu", "-", "gpu", "-"]
+    assert "own phases: distill" in text
+
+
+class Forgetful(Colocated):
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        return Plan({n: s for n, s in plan.targets.items() if n != "ref"}) if view.phase == "values" else plan
+
+
+class Failing(Colocated):
+    def plan(self, view: View) -> Plan:
+        if view.phase == "reward":
+            raise KeyError("judge")
+        return super().plan(view)
+
+
+class Silent(Colocated):
+    def plan(self, view: View) -> Plan:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("policy", "phase", "message"),
+    [
+        (Forgetful, "values", "no plan: PolicyError: the plan forgets ref"),
+        (Failing, "reward", "no plan: KeyError: 'judge'"),
+        (Silent, "idle", "no plan: PolicyError: plan() returned NoneType, not a Plan"),
+    ],
+)
+def test_a_policy_that_gives_no_plan_is_shown_where(policy: type[Colocated], phase: str, message: str) -> None:
+    status, text = table(policy)
+    assert status == 1
+    assert " ".join(row(text, phase)) == message
+
+
+def test_a_policy_that_is_none_is_an_error() -> None:
+    with pytest.raises(PolicyError, match="Did you mean 'resident'"):
+        table("residant")
+
+
+def command(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(words))
+
+
+def test_the_command_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("async_rollout", "--budget", "40GiB", "--worker-role", "trainer") == 0
+    assert capsys.readouterr().out.startswith("policy async_rollout, budget 40.0 GiB, worker role trainer\n")
+
+
+def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "placement.toml"
+    path.write_text('policy = "resident"\nbudget_bytes = "90GiB"\nworker_role = "trainer"\n[phases]\ndistill = ["teacher"]\n')
+    assert command("--settings", str(path)) == 0
+    assert capsys.readouterr().out.startswith("policy resident, budget 90.0 GiB, worker role trainer, own phases: distill\n")
+    assert command("colocated", "--settings", str(path), "--budget", "80GiB", "--worker-role", "hybrid") == 0
+    assert capsys.readouterr().out.startswith("policy colocated, budget 80.0 GiB, worker role hybrid, own phases: distill\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--budget", "lots"], "'lots' is no number of bytes"), (["--settings", "absent.toml"], "absent")],
+)
+def test_the_command_says_what_it_cannot_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_finds_a_policy_beside_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside_the_user.py").write_text("from placement.policies import Resident\nclass Mine(Resident):\n    name = 'mine'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert command("beside_the_user:Mine") == 0
+    assert capsys.readouterr().out.startswith("policy mine,")
+
+
+def test_the_sample_is_a_whole_worker() -> None:
+    assert {h.role for h in SAMPLE} == {"actor", "ref", "critic", "reward", "rollout"}
+    assert {h.kind for h in SAMPLE} == {"module", "optimizer", "engine"}

@@ -1,0 +1,213 @@
+"""Host slabs: exact size, the life of their last view, pinning, refusal before the machine runs out."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from placement.errors import HostMemoryError
+from placement.memory import host
+from placement.memory.host import PAGE, Slab, available_bytes
+
+
+def mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, PAGE, PAGE + 1, 1_000_003])
+def test_size_is_exact_and_content_zero(nbytes: int) -> None:
+    slab = Slab(nbytes)
+    view = slab.view(0, nbytes)
+    assert (slab.nbytes, view.numel(), view.untyped_storage().nbytes()) == (nbytes, nbytes, nbytes)
+    assert view.data_ptr() == slab.address
+    assert slab.address % PAGE == 0
+    assert (view == 0).all()
+    assert (slab.pinned, slab.pageable_reason) == (False, None)
+
+
+def test_memory_is_there_before_it_is_touched() -> None:
+    pages = (1 << 20) // PAGE
+    slab = Slab(1 << 20)
+    present = (ctypes.c_ubyte * pages)()
+    assert host.libc.mincore(ctypes.c_void_p(slab.address), ctypes.c_size_t(1 << 20), present) == 0
+    assert sum(byte & 1 for byte in present) == pages
+
+
+def test_a_kernel_without_populate_is_served_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MADV_POPULATE_WRITE", 12345)  # no such advice: the kernel answers EINVAL, as an old one does
+    assert (Slab(100_000).view(0, 100_000) == 0).all()
+
+
+def test_the_last_view_holds_the_memory_and_its_death_gives_it_back() -> None:
+    slab = Slab(8 * PAGE)
+    address = slab.address
+    views = [slab.view(0, 10), slab.view(PAGE, PAGE).view(torch.float32)[3:]]
+    del slab
+    views.pop(0)
+    assert mapped(address)
+    views[0].fill_(1.5)
+    assert (views[0] == 1.5).all()
+    views.clear()
+    assert not mapped(address)
+
+
+def test_a_swapped_storage_holds_the_memory_too() -> None:
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        pytest.skip("this torch cannot swap storages")
+    slab = Slab(400)
+    address = slab.address
+    tensor = torch.arange(100, dtype=torch.float32)
+    view = slab.view(0, 400)
+    view.copy_(tensor.view(torch.uint8))
+    tensor.untyped_storage()._swap_data_ptr_(view.untyped_storage())  # type: ignore[attr-defined]
+    del slab, view
+    assert tensor.data_ptr() == address
+    assert torch.equal(tensor, torch.arange(100, dtype=torch.float32))
+    del tensor
+    assert not mapped(address)
+
+
+def test_views_stay_within_the_slab() -> None:
+    slab = Slab(100)
+    assert slab.view(100, 0).numel() == 0
+    for offset, nbytes in [(-1, 2), (0, 101), (100, 1), (0, -1)]:
+        with pytest.raises(ValueError, match="not within 100 bytes"):
+            slab.view(offset, nbytes)
+    with pytest.raises(ValueError, match="a slab of -1 bytes"):
+        Slab(-1)
+
+
+def test_an_empty_slab_maps_and_registers_nothing() -> None:
+    slab = Slab(0, register=lambda address, nbytes: pytest.fail("registered"))
+    assert (slab.nbytes, slab.view(0, 0).numel()) == (0, 0)
+
+
+def test_pinned_memory_is_unpinned_once_before_it_goes() -> None:
+    calls: list[tuple[str, int, bool]] = []
+
+    def register(address: int, nbytes: int) -> None:
+        assert nbytes == 2 * PAGE
+        calls.append(("register", address, mapped(address)))
+
+    slab = Slab(PAGE + 1, register, lambda address: calls.append(("unregister", address, mapped(address))))
+    address = slab.address
+    assert slab.pinned
+    view = slab.view(0, 1)
+    del slab
+    assert len(calls) == 1
+    del view
+    assert calls == [("register", address, True), ("unregister", address, True)]
+    assert not mapped(address)
+
+
+def test_memory_that_cannot_be_pinned_says_why() -> None:
+    slab = Slab(10, lambda address, nbytes: "over the limit of locked memory", lambda address: pytest.fail("unregistered"))
+    assert (slab.pinned, slab.pageable_reason) == (False, "over the limit of locked memory")
+    slab.view(0, 10).fill_(1)
+
+
+def test_a_pinning_that_raises_leaves_nothing() -> None:
+    seen: list[int] = []
+
+    def register(address: int, nbytes: int) -> None:
+        seen.append(address)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Slab(10, register, lambda address: seen.append(-address))
+    assert seen[1:] == [-seen[0]], "what was begun is undone"
+    assert not mapped(seen[0])
+
+
+def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
+    with pytest.raises(HostMemoryError, match=rf"asked for {1 << 50:,} bytes, [\d,]+ available"):
+        Slab(1 << 50)
+
+
+def test_what_the_kernel_refuses_is_a_host_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 62)
+    with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
+        Slab(1 << 60)
+
+
+def test_available_bytes_is_what_the_kernel_says() -> None:
+    total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
+    assert 0 < available_bytes() <= total
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        ("0::/job/rank\n", {"job/memory.max": "1000", "job/memory.current": "300", "job/rank/memory.max": "max"}, [700]),
+        ("0::/\n", {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 5\nactive_file 100\ninactive_file 50\n"}, [250]),
+        (
+            "4:cpu:/a\n3:memory:/job\n",
+            {
+                "memory/job/memory.limit_in_bytes": "500",
+                "memory/job/memory.usage_in_bytes": "100",
+                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 7\n",
+                "memory/memory.limit_in_bytes": "9000",
+                "memory/memory.usage_in_bytes": "100",
+            },
+            [407, 8900],
+        ),
+        ("0::/not/visible\n", {}, []),
+    ],
+)
+def test_control_groups_of_both_versions(tmp_path: Path, membership: str, files: dict[str, str], left: list[int]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "membership").write_text(membership)
+    assert list(host._left_in_cgroups(tmp_path / "membership", tmp_path)) == left
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_reads_a_slab_dies_and_one_that_drops_it_does_not_unmap() -> None:
+    slab = Slab(PAGE)
+    view = slab.view(0, PAGE)
+    endings = []
+    for is_reader in (True, False):
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            code = 1
+            try:
+                if is_reader:
+                    code = int(view[0].item())
+                else:
+                    # Something of the child's own where the parent's slab was; the dying slab must leave it alone.
+                    address = slab.address
+                    fixed = 0x100000 | 0x22  # MAP_FIXED_NOREPLACE, private, anonymous
+                    assert host.libc.mmap(address, PAGE, host.READ_WRITE, fixed, -1, 0) == address
+                    del slab, view
+                    code = 0 if mapped(address) else 2
+            finally:
+                os._exit(code)
+        endings.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    assert endings == [-signal.SIGSEGV, 0]
+    assert (view == 0).all()
+
+
+def test_the_interpreter_exits_in_peace_with_live_memory() -> None:
+    program = """
+import torch
+from placement.memory.host import Slab
+from placement.testing import SimulatedDevice
+device = SimulatedDevice(1 << 20)
+addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)
+device.map(addresses, [chunk])
+torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), Slab(10, lambda *a: None, lambda a: print("driver call"))]
+raise SystemExit(7)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=root)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")

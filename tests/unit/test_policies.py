@@ -1,0 +1,283 @@
+"""The shipped policies phase by phase, the properties of every policy, a user's own, and how a name becomes a policy."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import placement
+import placement.policies
+from placement import HandleView, Plan, PolicyError, State, View
+from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.resolve import resolve_policy
+from placement.states import PHASES, WORKER_ROLES
+
+OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
+
+
+def handle(name: str, kind: str = "module", role: str | None = None, **fields: Any) -> HandleView:
+    return HandleView(**{"name": name, "kind": kind, "role": role or name, "state": OFF, "num_bytes": 10, **fields})
+
+
+def view(phase: str, *handles: HandleView, **fields: Any) -> View:
+    return View(**{"phase": phase, "handles": {h.name: h for h in handles}, "budget_bytes": 1000, **fields})
+
+
+WORKER = (
+    handle("actor"),
+    handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60),
+    handle("ref", readonly=True),
+    handle("critic"),
+    handle("critic.optimizer", "optimizer", "critic", owners=("critic",), num_bytes=60),
+    handle("reward", readonly=True),
+    handle("teacher", readonly=True),
+    handle("engine", "engine", "rollout", num_bytes=100),
+)
+
+
+def used(plan: Plan) -> dict[str, State]:
+    return {name: state for name, state in plan.targets.items() if state is not OFF}
+
+
+def after(before: View, plan: Plan) -> View:
+    """The same worker once the plan has been carried out."""
+    return replace(
+        before,
+        handles={
+            h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
+            for h in before.handles.values()
+        },
+    )
+
+
+TRAINED = {"actor": TRAIN, "actor.optimizer": TRAIN, "critic": TRAIN, "critic.optimizer": TRAIN}
+TABLE: dict[str, dict[str, State]] = {
+    "idle": {},
+    "rollout": {"engine": GPU},
+    "eval": {"engine": GPU},
+    "weight_sync": {"actor": SYNC, "engine": GPU},
+    "log_prob": {"actor": GPU, "ref": GPU},
+    "values": {"critic": GPU},
+    "reward": {"reward": GPU},
+    "train": TRAINED,
+    "optimizer_step": TRAINED,
+    "restore": TRAINED,
+    "checkpoint": {},
+}
+
+
+class TestColocated:
+    def test_the_table_covers_every_phase(self) -> None:
+        assert set(TABLE) == set(PHASES)
+
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_only_what_the_phase_needs(self, phase: str) -> None:
+        plan = Colocated().plan(view(phase, *WORKER))
+        assert used(plan) == TABLE[phase]
+        assert plan.targets.keys() == {h.name for h in WORKER}
+        assert not plan.streamed
+
+    @pytest.mark.parametrize("phase", sorted(set(PHASES) - {"checkpoint"}))
+    def test_where_the_handles_are_now_makes_no_difference(self, phase: str) -> None:
+        there = view(phase, *(replace(h, state=GPU, resident_bytes=h.num_bytes) for h in WORKER))
+        assert used(Colocated().plan(there)) == TABLE[phase]
+
+    @pytest.mark.parametrize("phase", ["rollout", "eval"])
+    def test_the_actor_generates_where_no_engine_is_registered(self, phase: str) -> None:
+        assert used(Colocated().plan(view(phase, *WORKER[:-1]))) == {"actor": GPU}
+
+    def test_a_module_may_generate_and_an_engine_may_have_another_role(self) -> None:
+        handles = (*WORKER[:2], handle("copy", role="rollout"), handle("judge", "engine", "reward"))
+        assert used(Colocated().plan(view("rollout", *handles))) == {"copy": GPU}
+        assert used(Colocated().plan(view("reward", *handles))) == {"judge": GPU}
+
+    def test_an_engine_without_a_role_generates(self) -> None:
+        engine = HandleView(name="vllm", kind="engine", role=None, state=OFF, num_bytes=1)
+        assert used(Colocated().plan(view("rollout", *WORKER[:-1], engine))) == {"vllm": GPU}
+
+    def test_a_module_that_no_optimizer_steps_is_not_trained(self) -> None:
+        tower = handle("tower", role="actor")
+        assert used(Colocated().plan(view("train", *WORKER, tower))) == TRAINED
+
+    def test_an_optimizer_may_step_several_modules_and_readonly_ones_are_only_read(self) -> None:
+        both = handle("both", "optimizer", "actor", owners=("actor", "ref", "gone"))
+        assert used(Colocated().plan(view("train", *WORKER[:1], WORKER[2], both))) == {"actor": TRAIN, "ref": GPU, "both": TRAIN}
+
+    def test_the_optimizer_in_its_step_only(self) -> None:
+        policy = Colocated(optimizer_in="optimizer_step")
+        assert used(policy.plan(view("train", *WORKER))) == {"actor": TRAIN, "critic": TRAIN}
+        assert used(policy.plan(view("optimizer_step", *WORKER, enclosing="train"))) == TRAINED
+        assert used(policy.plan(view("restore", *WORKER))) == TRAINED
+
+    def test_a_streamed_sync_loads_no_actor(self) -> None:
+        plan = Colocated(stream_sync=True).plan(view("weight_sync", *WORKER))
+        assert used(plan) == {"actor": SYNC, "engine": GPU}
+        assert plan.streamed == {"actor"}
+        assert not plan.on_device("actor")
+
+    def test_an_external_actor_is_published_as_it_lies(self) -> None:
+        handles = (replace(WORKER[0], external=True, num_bytes=0), *WORKER[1:])
+        plan = Colocated(stream_sync=True).plan(view("weight_sync", *handles))
+        assert used(plan) == {"actor": SYNC, "engine": GPU}
+        assert not plan.streamed
+
+    @pytest.mark.parametrize("state", State)
+    def test_a_checkpoint_moves_nothing(self, state: State) -> None:
+        there = view("checkpoint", *(replace(h, state=state, resident_bytes=0 if state is OFF else h.num_bytes) for h in WORKER))
+        plan = Colocated().plan(there)
+        assert set(plan.targets.values()) == {state}
+        assert not plan.streamed
+
+    def test_a_checkpoint_within_a_streamed_sync_stays_streamed(self) -> None:
+        policy = Colocated(stream_sync=True)
+        syncing = policy.plan(view("weight_sync", *WORKER))
+        assert policy.plan(replace(after(view("weight_sync", *WORKER), syncing), phase="checkpoint")) == syncing
+
+    def test_a_users_phase_loads_the_models_of_its_roles(self) -> None:
+        plan = Colocated().plan(view("distill", *WORKER, phases={"distill": ("teacher", "actor")}))
+        assert used(plan) == {"teacher": GPU, "actor": GPU}
+
+    def test_an_unknown_phase_names_the_nearest(self) -> None:
+        with pytest.raises(PolicyError, match=r"unknown phase 'trian'. Did you mean 'train'\?.*rollout.*distill"):
+            Colocated().plan(view("trian", *WORKER, phases={"distill": ("teacher",)}))
+
+    def test_an_unknown_option_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="optimizer_in"):
+            Colocated("step")  # type: ignore[arg-type]
+
+
+def resident(*handles: HandleView) -> tuple[HandleView, ...]:
+    return tuple(replace(h, state=GPU, resident_bytes=h.num_bytes) for h in handles)
+
+
+class TestResident:
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_with_room_for_everything_nothing_ever_leaves(self, phase: str) -> None:
+        plan = Resident().plan(view(phase, *resident(*WORKER)))
+        assert dict(plan.targets) == {h.name: GPU for h in WORKER} | TABLE[phase]
+
+    def test_idle_loads_what_fits_in_the_order_of_registration(self) -> None:
+        plan = Resident().plan(view("idle", *WORKER, budget_bytes=90))
+        assert used(plan) == {"actor": GPU, "actor.optimizer": GPU, "ref": GPU, "critic": GPU}
+
+    def test_idle_does_not_displace_what_is_there(self) -> None:
+        handles = (*WORKER[:-1], *resident(WORKER[-1]))
+        assert used(Resident().plan(view("idle", *handles, budget_bytes=105))) == {"engine": GPU}
+
+    def test_a_phase_loads_only_what_it_needs(self) -> None:
+        assert used(Resident().plan(view("values", *WORKER))) == {"critic": GPU}
+
+    def test_readonly_handles_go_first(self) -> None:
+        handles = (*resident(*WORKER[:3]), WORKER[3])
+        assert used(Resident().plan(view("values", *handles, budget_bytes=80))) == {"actor": GPU, "actor.optimizer": GPU, "critic": GPU}
+
+    def test_then_the_smallest_that_covers_the_deficit(self) -> None:
+        handles = (*resident(*WORKER[:3]), WORKER[3])
+        plan = Resident().plan(view("values", *handles, budget_bytes=70))
+        assert used(plan) == {"actor.optimizer": GPU, "critic": GPU}
+
+    def test_what_a_larger_eviction_made_needless_stays(self) -> None:
+        handles = (*resident(*WORKER[:3]), handle("critic", num_bytes=30))
+        # 110 wanted; ref (10) does not cover the deficit of 30, the optimizer (60) alone does.
+        plan = Resident().plan(view("values", *handles, budget_bytes=80))
+        assert used(plan) == {"actor": GPU, "ref": GPU, "critic": GPU}
+
+    def test_a_need_that_does_not_fit_evicts_everything_else_and_is_left_to_the_manager(self) -> None:
+        plan = Resident().plan(view("rollout", *resident(*WORKER[:-1]), WORKER[-1], budget_bytes=50))
+        assert used(plan) == {"engine": GPU}
+
+    def test_an_unbuilt_handle_is_not_built_because_it_would_fit(self) -> None:
+        lazy = replace(WORKER[3], built=False, num_bytes=0)
+        assert used(Resident().plan(view("idle", WORKER[0], lazy))) == {"actor": GPU}
+        assert used(Resident().plan(view("values", WORKER[0], lazy))) == {"critic": GPU}
+
+    def test_an_external_handle_out_of_use_is_offloaded(self) -> None:
+        external = replace(WORKER[2], external=True, state=GPU)
+        assert used(Resident().plan(view("values", *WORKER[3:4], external))) == {"critic": GPU}
+
+    def test_a_trained_handle_is_only_read_in_the_next_phase(self) -> None:
+        training = after(view("train", *WORKER), Resident().plan(view("train", *WORKER)))
+        assert used(Resident().plan(replace(training, phase="log_prob"))) == dict.fromkeys(TRAINED, GPU) | {"ref": GPU}
+
+    def test_a_second_step_moves_nothing_where_the_cycle_fits(self) -> None:
+        now, residency = view("idle", *WORKER), []
+        for phase in ("idle", "rollout", "log_prob", "train", "weight_sync") * 2:
+            now = replace(now, phase=phase)
+            plan = Resident().plan(now)
+            now = after(now, plan)
+            residency.append({name for name in plan.targets if plan.on_device(name)})
+        assert all(on == residency[0] for on in residency)
+
+
+class TestAsyncRollout:
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_a_rollout_worker_never_touches_a_trainer(self, phase: str) -> None:
+        plan = AsyncRollout().plan(view(phase, *WORKER, worker_role="rollout"))
+        assert plan.targets.keys() == {h.name for h in WORKER}
+        assert set(used(plan)) <= {"engine"}
+        assert ("engine" in used(plan)) == (phase in ("idle", "rollout", "eval", "weight_sync"))
+
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_a_trainer_keeps_its_own_and_never_touches_the_engine(self, phase: str) -> None:
+        handles = (*resident(*WORKER[:-1]), WORKER[-1])
+        plan = AsyncRollout().plan(view(phase, *handles, worker_role="trainer"))
+        expected = {h.name: GPU for h in WORKER} | TABLE[phase] | {"engine": OFF}
+        assert dict(plan.targets) == expected
+
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_a_hybrid_worker_is_colocated(self, phase: str) -> None:
+        assert AsyncRollout().plan(view(phase, *WORKER)) == Colocated().plan(view(phase, *WORKER))
+
+
+POLICIES = [
+    Colocated(),
+    Colocated("optimizer_step", stream_sync=True),
+    Resident(),
+    Resident("optimizer_step"),
+    AsyncRollout(),
+    AsyncRollout("optimizer_step", stream_sync=True),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+class TestEveryPolicy:
+    def test_all_know_the_same_phases(self, policy: Policy) -> None:
+        for phase in PHASES:
+            policy.plan(view(phase, *WORKER))
+        for role in WORKER_ROLES:
+            with pytest.raises(PolicyError, match="unknown phase 'nap'"):
+                policy.plan(view("nap", *WORKER, worker_role=role))
+
+    def test_no_handles_at_all_is_no_trouble(self, policy: Policy) -> None:
+        assert all(policy.plan(view(phase)) == Plan({}) for phase in PHASES)
+
+
+class KeepReference(placement.policies.Colocated):
+    """Colocated, but the reference model stays on the GPU whenever it fits."""
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        ref = view.handles.get("ref")
+        return plan.also(ref, placement.State.GPU_RESIDENT) if ref and view.fits(plan, ref) else plan
+
+
+class TestAUsersOwn:
+    def test_the_reference_stays_where_it_fits(self) -> None:
+        assert used(KeepReference().plan(view("rollout", *WORKER))) == {"engine": GPU, "ref": GPU}
+        assert used(KeepReference().plan(view("rollout", *WORKER, budget_bytes=105))) == {"engine": GPU}
+        assert used(KeepReference().plan(view("log_prob", *WORKER))) == TABLE["log_prob"]
+        assert used(KeepReference().plan(view("rollout", *WORKER[3:]))) == {"engine": GPU}
+
+    def test_it_takes_at_most_15_lines(self) -> None:
+        source = ast.parse(Path(__file__).read_text())
+        (own,) = (n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "KeepReference")
+        assert own.end_lineno is not None
+        assert own.end_lineno - own.lineno + 1 <= 15
+
+    def test_it_resolves_by_path_class_and_instance(self) -> None:
+        for spec in (f"{__name__}:KeepReference", KeepReference, KeepReference(stream_sync=True)):
+            assert isinstance(resolve_policy(spec), KeepReference)

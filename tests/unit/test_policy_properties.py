@@ -1,0 +1,128 @@
+"""What holds for every shipped policy in every situation: plans are total, legal, pure, stable and within the budget."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import HandleView, Plan, State, View
+from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.states import KINDS, PHASES, ROLES, WORKER_ROLES
+
+OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
+
+
+def after(before: View, plan: Plan) -> View:
+    """The same worker once the plan has been carried out."""
+    return replace(
+        before,
+        handles={
+            h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
+            for h in before.handles.values()
+        },
+    )
+
+
+@st.composite
+def views(draw: st.DrawFn, phases: st.SearchStrategy[str]) -> View:
+    names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8))
+    handles = []
+    for name in names:
+        kind = draw(st.sampled_from(KINDS))
+        state = draw(st.sampled_from(State))
+        num_bytes = draw(st.integers(0, 20))
+        readonly = kind == "module" and draw(st.booleans())
+        handles.append(
+            HandleView(
+                name=name,
+                kind=kind,
+                role=draw(st.sampled_from([*ROLES, None])),
+                state=GPU if readonly and state is TRAIN else state,
+                num_bytes=num_bytes,
+                resident_bytes=0 if state is OFF else num_bytes,
+                owners=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if kind == "optimizer" else (),
+                readonly=readonly,
+                external=draw(st.booleans()),
+                built=draw(st.booleans()),
+                kept=draw(st.booleans()),
+            )
+        )
+    return View(
+        phase=draw(phases),
+        handles={h.name: h for h in handles},
+        budget_bytes=draw(st.integers(0, 80)),
+        worker_role=draw(st.sampled_from(WORKER_ROLES)),
+        phases=OWN_PHASES,
+    )
+
+
+OWN_PHASES = {"distill": ("actor", "teacher"), "nothing": ()}
+POLICIES = [
+    Colocated(),
+    Colocated("optimizer_step", stream_sync=True),
+    Resident(),
+    Resident("optimizer_step"),
+    AsyncRollout(),
+    AsyncRollout("optimizer_step", stream_sync=True),
+]
+ALL = st.sampled_from([*PHASES, *OWN_PHASES])
+MOVING = st.sampled_from([p for p in (*PHASES, *OWN_PHASES) if p != "checkpoint"])
+every_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{POLICIES.index(p)}")
+
+
+def vars_of(given: View) -> dict[str, Any]:
+    return {"phase": given.phase, "handles": dict(given.handles), "budget": given.budget_bytes, "phases": dict(given.phases)}
+
+
+@every_policy
+@settings(deadline=None)
+@given(given=views(ALL))
+def test_plans_are_total_and_legal(policy: Policy, given: View) -> None:
+    plan = policy.plan(given)
+    assert plan.targets.keys() == given.handles.keys()
+    for h in given.handles.values():
+        assert not (plan[h.name] is TRAIN and h.readonly)
+    assert all(plan[name] is SYNC for name in plan.streamed)
+    if given.phase != "checkpoint":
+        assert not any(given.handles[name].external for name in plan.streamed)
+        assert {n for n, s in plan.targets.items() if s is SYNC} <= {h.name for h in given.with_role("actor")}
+
+
+@every_policy
+@settings(deadline=None)
+@given(given=views(ALL))
+def test_plans_are_pure(policy: Policy, given: View) -> None:
+    before = copy.deepcopy(vars_of(given))
+    assert policy.plan(given) == policy.plan(given)
+    assert vars_of(given) == before
+
+
+@every_policy
+@settings(deadline=None)
+@given(given=views(MOVING))
+def test_a_plan_is_where_it_leads(policy: Policy, given: View) -> None:
+    """Planning the same phase again from where the first plan led changes nothing: a border repeated moves no byte."""
+    plan = policy.plan(given)
+    if given.fits(plan):
+        there = after(given, plan)
+        assert policy.plan(there) == plan
+
+
+@pytest.mark.parametrize("policy", [Resident(), Resident("optimizer_step")])
+@settings(deadline=None)
+@given(given=views(MOVING))
+def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Resident, given: View) -> None:
+    need = Colocated(policy.optimizer_in).plan(given)
+    plan = policy.plan(given)
+    if given.fits(need):
+        assert given.fits(plan)
+        for h in given.handles.values():  # and evicts for the deficit only
+            if h.state is not OFF and plan[h.name] is OFF and h.built and not h.external:
+                assert not given.fits(plan, h)
+    else:
+        assert all(plan[n] is need[n] or given.handles[n].num_bytes == 0 for n in need.targets)

@@ -1,0 +1,177 @@
+"""How a name becomes a policy, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import placement
+import placement.policies
+from placement import Plan, PolicyError, View
+from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.resolve import GROUP, SHIPPED, policy_names, resolve_policy
+
+
+class Mine(Colocated):
+    name = "mine"
+
+
+class NoPlan:
+    name = "no_plan"
+
+
+class NoName:
+    def plan(self, view: View) -> Plan:
+        return view.total_plan({})
+
+
+class NeedsAnArgument(NoName):
+    name = "needs_an_argument"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+THIRD_PARTY = """
+from placement.policies import Colocated
+
+class Mine(Colocated):
+    name = "mine"
+"""
+
+
+class TestResolve:
+    @pytest.mark.parametrize(("name", "kind"), [("colocated", Colocated), ("resident", Resident), ("async_rollout", AsyncRollout)])
+    def test_shipped_names(self, name: str, kind: type[Policy]) -> None:
+        policy = resolve_policy(name)
+        assert type(policy) is kind
+        assert isinstance(policy, Policy)
+        assert policy.name == name
+        assert name in policy_names()
+
+    def test_a_checkout_and_an_installation_know_the_same_names(self) -> None:
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+        assert project["project"]["entry-points"][GROUP] == SHIPPED
+
+    def test_path_class_and_instance(self) -> None:
+        for spec in (f"{__name__}:Mine", Mine, Mine(stream_sync=True)):
+            assert isinstance(resolve_policy(spec), Mine)
+
+    def test_an_instance_is_taken_as_it_is(self) -> None:
+        policy = Colocated(stream_sync=True)
+        assert resolve_policy(policy) is policy
+
+    @pytest.fixture
+    def registered(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        """A distribution on the path that registers policies."""
+        (tmp_path / "thirdparty_policies.py").write_text(THIRD_PARTY)
+        info = tmp_path / "thirdparty-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            f"[{GROUP}]\nmine = thirdparty_policies:Mine\nlost = thirdparty_policies:Lost\ntwice = thirdparty_policies:Mine\n"
+        )
+        other = tmp_path / "fourthparty-1.0.dist-info"
+        other.mkdir()
+        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: fourthparty\nVersion: 1.0\n")
+        (other / "entry_points.txt").write_text(f"[{GROUP}]\ntwice = elsewhere:Mine\ncolocated = elsewhere:Mine\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        yield tmp_path
+        sys.modules.pop("thirdparty_policies", None)
+
+    @pytest.mark.usefixtures("registered")
+    def test_an_entry_point(self) -> None:
+        assert resolve_policy("mine").name == "mine"
+        assert "mine" in policy_names()
+
+    @pytest.mark.usefixtures("registered")
+    def test_nobody_else_can_register_a_shipped_name(self) -> None:
+        assert type(resolve_policy("colocated")) is Colocated
+
+    @pytest.mark.usefixtures("registered")
+    def test_a_name_registered_twice_is_refused(self) -> None:
+        with pytest.raises(PolicyError, match=r"'twice' is registered more than once: elsewhere:Mine, thirdparty_policies:Mine"):
+            resolve_policy("twice")
+
+    @pytest.mark.usefixtures("registered")
+    def test_an_entry_point_that_leads_nowhere(self) -> None:
+        with pytest.raises(PolicyError, match=r"'lost' cannot be imported from thirdparty_policies:Lost: AttributeError"):
+            resolve_policy("lost")
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("residant", r"no policy 'residant'. Did you mean 'resident'\? Registered: async_rollout, colocated, resident"),
+            ("residant", "or write 'package.module:Class'"),
+            ("", "no policy ''"),
+            ("my policy:Class", "no policy 'my policy:Class'"),
+            ("os:system('true')", "no policy"),
+            ("no_such_module:Mine", "cannot be imported from no_such_module:Mine: ModuleNotFoundError"),
+            ("placement.policies:Mine", "cannot be imported.*AttributeError"),
+            (".:Mine", "cannot be imported"),
+            ("json:dumps", "'json:dumps' has no method plan"),
+            (NoPlan, "NoPlan has no method plan"),
+            (NoPlan(), "NoPlan has no method plan"),
+            (NoName, "NoName needs a name"),
+            (NeedsAnArgument, "NeedsAnArgument cannot be constructed without arguments"),
+            (Policy, "Policy cannot be constructed"),
+            (None, "has no method plan"),
+            (7, "has no method plan"),
+        ],
+    )
+    def test_what_is_no_policy(self, spec: Any, message: str) -> None:
+        with pytest.raises(PolicyError, match=message):
+            resolve_policy(spec)
+
+    def test_arguments_are_no_obstacle_for_an_instance(self) -> None:
+        policy = NeedsAnArgument(3)
+        assert resolve_policy(policy) is policy
+
+
+PACKAGE = Path(placement.policies.__file__).parent.parent
+
+
+def imported(tree: ast.Module, *, everywhere: bool) -> Iterator[str]:
+    """Absolute names of the modules that importing (or, everywhere, running) this code imports; relative imports left out."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        runs_later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not everywhere
+        never_runs = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not runs_later and not never_runs:
+            pending.extend(ast.iter_child_nodes(node))
+
+
+class TestLayers:
+    def test_policies_import_only_what_placement_exports(self) -> None:
+        files = sorted((PACKAGE / "policies").glob("*.py"))
+        assert len(files) >= 5
+        for file, name in [(f, n) for f in files for n in imported(ast.parse(f.read_text()), everywhere=True)]:
+            root, _, rest = name.partition(".")
+            if root == "placement":
+                assert "." not in rest, f"{file.name} imports {name}"
+                assert rest in placement.__all__, f"{file.name} imports {name}, which placement does not export"
+            else:
+                assert root in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+    def test_placement_imports_no_policy_of_its_own_accord(self) -> None:
+        files = [f for f in PACKAGE.rglob("*.py") if "policies" not in f.relative_to(PACKAGE).parts]
+        assert files
+        for file in files:
+            for name in imported(ast.parse(file.read_text()), everywhere=False):
+                assert not name.startswith("placement.policies"), f"{file.name} imports {name}"
+
+    def test_importing_placement_and_resolve_loads_no_policy(self) -> None:
+        code = "import sys, placement, placement.resolve; sys.exit('placement.policies' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": str(PACKAGE.parent)}).returncode == 0

@@ -1,0 +1,204 @@
+"""Settings from every source; every mistake names its key and where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from placement.settings import Settings, parse_bytes
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "placement.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1B", 1),
+        ("12GiB", 12 << 30),
+        ("12 GB", 12 * 10**9),
+        ("1.5TiB", 3 << 39),
+        ("512mib", 512 << 20),
+        ("7k", 7000),
+        (" 0.5 KiB ", 512),
+    ],
+)
+def test_bytes_with_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "12 gigabytes", "1e9", "0.3KiB", "1iB", "1 2GiB", "12GiBB", "0x10", "inf"])
+def test_bytes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        parse_bytes(text)
+
+
+def test_defaults() -> None:
+    settings = Settings.from_any({})
+    assert settings == Settings() == Settings.from_any(None)
+    assert (settings.device, settings.policy, settings.budget_bytes, settings.worker_role) == ("auto", "colocated", None, "hybrid")
+    assert (settings.strict, settings.headroom, settings.journal_length, settings.phases) == (False, 0.2, 4096, {})
+
+
+EVERYTHING: dict[str, Any] = {
+    "device": "cuda:1",
+    "policy": "my.module:Mine",
+    "budget_bytes": "12GiB",
+    "worker_role": "trainer",
+    "phases": {"distill": ["actor", "teacher"]},
+    "strict": True,
+    "headroom": 0.1,
+    "journal_length": 16,
+}
+PARSED = Settings(
+    device="cuda:1",
+    policy="my.module:Mine",
+    budget_bytes=12 << 30,
+    worker_role="trainer",
+    phases={"distill": ("actor", "teacher")},
+    strict=True,
+    headroom=0.1,
+    journal_length=16,
+)
+
+
+def test_from_a_mapping() -> None:
+    assert Settings.from_any(EVERYTHING) == PARSED
+    assert Settings.from_any(PARSED) is PARSED
+
+
+def test_from_toml(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path,
+        'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\nworker_role = "trainer"\nstrict = true\n'
+        'headroom = 0.1\njournal_length = 16\n[phases]\ndistill = ["actor", "teacher"]\n',
+    )
+    assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
+
+
+def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in EVERYTHING.items():
+        monkeypatch.setenv(f"PLACEMENT_{key.upper()}", str(value))
+    monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
+    assert Settings.from_any(None) == PARSED
+
+
+def test_the_environment_is_read_for_none_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_POLICY", "resident")
+    assert Settings.from_any({}).policy == Settings().policy == "colocated"
+    assert Settings.from_any(None).policy == "resident"
+
+
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_BUDGET_BYTES", "")
+    assert Settings.from_any(None).budget_bytes is None
+
+
+def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"):
+        monkeypatch.setenv(f"PLACEMENT_{suffix}", "tcp://10.0.0.1:8000")
+    assert Settings.from_any(None) == Settings()
+
+
+def test_settings_are_frozen_and_go_through_json() -> None:
+    with pytest.raises(ValidationError):
+        PARSED.policy = "resident"
+    assert Settings.model_validate_json(PARSED.model_dump_json()) == PARSED
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"unknown key 'polcy', did you mean 'policy'\?"):
+        Settings(polcy="resident")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"^settings: unknown key 'budget', did you mean 'budget_bytes'\?"):
+        Settings.from_any({"budget": 1})
+    with pytest.raises(ValueError, match=r"placement\.toml: unknown key 'worker', did you mean 'worker_role'\?"):
+        Settings.from_any(toml(tmp_path, 'worker = "trainer"'))
+    monkeypatch.setenv("PLACEMENT_STRICTT", "1")
+    with pytest.raises(ValueError, match=r"environment: unknown variable 'PLACEMENT_STRICTT', did you mean 'PLACEMENT_STRICT'\?"):
+        Settings.from_any(None)
+
+
+def test_every_unknown_key_is_named() -> None:
+    with pytest.raises(ValueError, match=r"(?s)'polcy'.*'zzz'"):
+        Settings.from_any({"polcy": 1, "zzz": 2})
+
+
+BAD_VALUES = [
+    ("device", ""),
+    ("policy", ""),
+    ("policy", 7),
+    ("budget_bytes", "twelve"),
+    ("budget_bytes", 0),
+    ("budget_bytes", -1),
+    ("budget_bytes", True),
+    ("budget_bytes", 1.5),
+    ("worker_role", "learner"),
+    ("phases", {"train": ["actor"]}),
+    ("phases", {"my phase": ["actor"]}),
+    ("phases", {"distill": ["techer"]}),
+    ("phases", {"distill": "actor"}),
+    ("phases", ["distill"]),
+    ("strict", "perhaps"),
+    ("headroom", 1.0),
+    ("headroom", float("nan")),
+    ("journal_length", 0),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+def test_a_bad_value_names_its_key_and_source(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^settings: {key}\b") as caught:
+        Settings.from_any({key: value})
+    assert not isinstance(caught.value, ValidationError)
+
+
+def test_an_unknown_role_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"phase 'distill': unknown role 'techer', did you mean 'teacher'\?"):
+        Settings.from_any({"phases": {"distill": ["techer"]}})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PLACEMENT_BUDGET_BYTES", "lots"),
+        ("PLACEMENT_HEADROOM", "2"),
+        ("PLACEMENT_STRICT", "perhaps"),
+        ("PLACEMENT_WORKER_ROLE", "x"),
+        ("PLACEMENT_PHASES", "{"),
+        ("PLACEMENT_PHASES", "[]"),
+    ],
+)
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=rf"^environment: {variable}\b"):
+        Settings.from_any(None)
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"placement\.toml: not a TOML file"):
+        Settings.from_any(toml(tmp_path, "policy = "))
+    with pytest.raises(ValueError, match=r"placement\.toml: headroom"):
+        Settings.from_any(toml(tmp_path, "headroom = 3"))
+    (tmp_path / "latin").write_bytes(b'policy = "\xff"')
+    with pytest.raises(ValueError, match="latin: not a TOML file"):
+        Settings.from_any(tmp_path / "latin")
+    with pytest.raises(FileNotFoundError, match=r"absent\.toml"):
+        Settings.from_any(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("source", [7, ["policy"], b"path"])
+def test_another_source_is_a_type_error(source: Any) -> None:
+    with pytest.raises(TypeError, match="settings come from"):
+        Settings.from_any(source)
+
+
+def test_a_key_that_is_no_string_is_an_unknown_key() -> None:
+    with pytest.raises(ValueError, match="unknown key '7'"):
+        Settings.from_any({7: 1})  # type: ignore[dict-item]

@@ -1,0 +1,129 @@
+"""The words: the table, plans and views."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+from placement import states
+from placement.states import IDLE, PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
+
+OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
+
+
+def handle(name: str, num_bytes: int = 10, **fields: object) -> HandleView:
+    return HandleView(**{"name": name, "kind": "module", "role": None, "state": OFF, "num_bytes": num_bytes, **fields})  # type: ignore[arg-type]
+
+
+def view(*handles: HandleView, **fields: object) -> View:
+    return View(**{"phase": "train", "handles": {h.name: h for h in handles}, **fields})  # type: ignore[arg-type]
+
+
+def test_every_trigger_stands_once_in_the_table_and_no_two_rows_agree() -> None:
+    assert sorted(t for t, _, _ in TRANSITIONS) == sorted(Trigger)
+    assert len({(source, target) for _, source, target in TRANSITIONS}) == len(TRANSITIONS)
+
+
+def test_every_transition_has_its_way_back() -> None:
+    pairs = {(source, target) for _, source, target in TRANSITIONS}
+    assert pairs == {(target, source) for source, target in pairs}
+
+
+def test_every_state_reaches_every_other() -> None:
+    reach = {(s, s) for s in State} | {(source, target) for _, source, target in TRANSITIONS}
+    for through, a, b in itertools.product(State, repeat=3):
+        if (a, through) in reach and (through, b) in reach:
+            reach.add((a, b))
+    assert reach == set(itertools.product(State, repeat=2))
+
+
+def test_only_load_and_a_streamed_sync_leave_the_host() -> None:
+    assert {t for t, source, _ in TRANSITIONS if source is OFF} == {Trigger.LOAD, Trigger.BEGIN_STREAM}
+
+
+def test_phases_are_unique_and_idle_is_one() -> None:
+    assert len(set(PHASES)) == len(PHASES)
+    assert IDLE in PHASES
+
+
+def test_the_module_needs_the_standard_library_only() -> None:
+    tree = ast.parse(Path(states.__file__).read_text())
+    modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    modules |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+    assert {m.split(".")[0] for m in modules} <= set(sys.stdlib_module_names)
+
+
+def test_a_plan_keeps_its_own_copy_and_cannot_be_written() -> None:
+    targets = {"actor": GPU}
+    plan = Plan(targets)
+    targets["actor"] = OFF
+    assert plan["actor"] is GPU
+    with pytest.raises(TypeError):
+        plan.targets["actor"] = OFF  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.streamed = frozenset({"actor"})  # type: ignore[misc]
+
+
+def test_a_plan_takes_state_names_and_refuses_others() -> None:
+    assert Plan({"actor": "TRAINING"})["actor"] is TRAIN  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="PARKED"):
+        Plan({"actor": "PARKED"})  # type: ignore[dict-item]
+
+
+def test_equal_plans_are_equal() -> None:
+    assert Plan({"a": GPU, "b": OFF}) == Plan({"b": OFF, "a": GPU})
+    assert Plan({"a": SYNC}) != Plan({"a": SYNC}, frozenset({"a"}))
+
+
+@pytest.mark.parametrize("state", [GPU, SYNC, TRAIN])
+def test_also_keeps_a_target_that_is_on_the_device(state: State) -> None:
+    assert Plan({"ref": state}).also("ref", GPU)["ref"] is state
+
+
+def test_also_adds_one_target_to_a_new_plan() -> None:
+    plan = Plan({"ref": OFF, "actor": TRAIN})
+    more = plan.also(handle("ref"), GPU)
+    assert dict(more.targets) == {"ref": GPU, "actor": TRAIN}
+    assert plan["ref"] is OFF
+
+
+def test_a_streamed_sync_is_not_on_the_device() -> None:
+    plan = Plan({"actor": SYNC, "critic": SYNC, "ref": OFF}, frozenset({"actor"}))
+    assert [plan.on_device(n) for n in ("actor", "critic", "ref")] == [False, True, False]
+
+
+def test_limited_to_takes_the_named_from_this_plan_and_the_rest_from_the_enclosing() -> None:
+    enclosing = Plan({"a": GPU, "b": SYNC, "c": OFF}, frozenset({"b"}))
+    inner = Plan({"a": OFF, "b": OFF, "c": SYNC}, frozenset({"c"}))
+    assert inner.limited_to(["c"], enclosing) == Plan({"a": GPU, "b": SYNC, "c": SYNC}, frozenset({"b", "c"}))
+    assert inner.limited_to([], enclosing) == enclosing
+    assert inner.limited_to(["a", "b", "c"], enclosing) == inner
+
+
+def test_a_total_plan_names_every_handle() -> None:
+    plan = view(handle("actor"), handle("ref")).total_plan({"actor": SYNC}, ["actor"])
+    assert plan == Plan({"actor": SYNC, "ref": OFF}, frozenset({"actor"}))
+
+
+def test_with_role_keeps_the_order_of_registration_and_filters_kinds() -> None:
+    handles = [handle("b", role="ref"), handle("a", role="actor"), handle("a.optimizer", role="actor", kind="optimizer"), handle("x")]
+    assert [h.name for h in view(*handles).with_role("actor", "ref")] == ["b", "a", "a.optimizer"]
+    assert [h.name for h in view(*handles).with_role("actor", "ref", kind="optimizer")] == ["a.optimizer"]
+
+
+def test_bytes_count_what_we_place_on_the_device() -> None:
+    held = view(handle("a", 1), handle("b", 2), handle("c", 4), handle("d", 8, external=True), budget_bytes=3)
+    plan = Plan({"a": GPU, "b": TRAIN, "c": SYNC, "d": GPU}, frozenset({"c"}))
+    assert held.bytes_of(plan) == 3
+    assert held.fits(plan)
+    assert held.fits(plan, held.handles["d"], held.handles["a"])  # external, and there already
+    assert not held.fits(plan, held.handles["c"])
+
+
+def test_known_phases_are_the_shipped_and_the_users() -> None:
+    assert view(phases={"distill": ("actor", "teacher")}).known_phases == (*PHASES, "distill")

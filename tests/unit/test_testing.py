@@ -1,0 +1,133 @@
+"""The public test helpers: faults that fire where they are told to, and the assertion that nothing is resident."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from placement.errors import DeviceMemoryError, HostMemoryError
+from placement.states import State
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+
+SIZE = 16384
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults(SimulatedDevice(4 * SIZE, chunk_bytes=SIZE))
+
+
+def call(device: Faults, operation: str) -> object:
+    operations = {
+        "host": lambda: device.host(10),
+        "reserve": lambda: device.reserve(SIZE),
+        "create": lambda: device.create(SIZE),
+        "map": lambda: device.map(device.device.reserve(SIZE), [device.device.create(SIZE)]),
+        "copy": lambda: device.copy([], "to_host"),
+        "sync": lambda: device.sync(),
+    }
+    return operations[operation]()
+
+
+@pytest.mark.parametrize(
+    ("operation", "error"),
+    [
+        ("host", HostMemoryError),
+        ("reserve", DeviceMemoryError),
+        ("create", DeviceMemoryError),
+        ("map", DeviceMemoryError),
+        ("copy", InjectedFault),
+        ("sync", InjectedFault),
+    ],
+)
+def test_the_nth_call_from_now_fails_once(faults: Faults, operation: str, error: type[Exception]) -> None:
+    call(faults, operation)
+    faults.fail(operation, at=2)
+    call(faults, operation)
+    with pytest.raises(error, match=f"injected fault: {operation}, call 3"):
+        call(faults, operation)
+    call(faults, operation)
+    assert (faults.fired, faults.calls[operation]) == (1, 4)
+
+
+def test_or_from_there_on_until_cleared(faults: Faults) -> None:
+    faults.fail("sync", at=2, forever=True)
+    faults.sync()
+    for _ in range(3):
+        with pytest.raises(InjectedFault):
+            faults.sync()
+    faults.clear()
+    faults.sync()
+    assert (faults.fired, faults.calls["sync"]) == (3, 5)
+
+
+def test_a_failed_call_does_not_reach_the_device(faults: Faults) -> None:
+    faults.fail("create")
+    with pytest.raises(DeviceMemoryError):
+        faults.create(SIZE)
+    assert faults.memory().chunk_bytes == 0
+
+
+def test_several_faults_at_once(faults: Faults) -> None:
+    faults.fail("create", at=1)
+    faults.fail("create", at=3)
+    failed = []
+    for attempt in range(1, 5):
+        try:
+            faults.create(SIZE)
+        except DeviceMemoryError:
+            failed.append(attempt)
+    assert failed == [1, 3]
+    faults.sync()
+
+
+def test_unknown_operations_and_points_are_refused(faults: Faults) -> None:
+    with pytest.raises(ValueError, match="host, reserve, create, map, copy, sync"):
+        faults.fail("release")
+    with pytest.raises(ValueError, match="at is 0"):
+        faults.fail("sync", at=0)
+
+
+def test_attributes_are_the_devices(faults: Faults) -> None:
+    assert (faults.name, faults.chunk_bytes, faults.capacity_bytes) == ("simulated", SIZE, 4 * SIZE)
+    with pytest.raises(AttributeError):
+        _ = faults.no_such_thing
+
+
+class Managed(SimpleNamespace):
+    """What `assert_nothing_resident` reads of a manager, with the real device behind it."""
+
+    def snapshot(self) -> Any:
+        return SimpleNamespace(phases=self.phases)
+
+    def audit(self) -> Any:
+        return SimpleNamespace(ok=self.ok, report="drift: 5 bytes of a")
+
+
+def managed(device: Faults, *, phases: tuple[str, ...] = (), ok: bool = True, **handles: tuple[State, int, str | None]) -> Any:
+    views = {n: SimpleNamespace(state=s, resident_bytes=b, external=e) for n, (s, b, e) in handles.items()}
+    return Managed(device=device, handles=views, phases=phases, ok=ok)
+
+
+def test_assert_nothing_resident_passes_when_that_is_so(faults: Faults) -> None:
+    assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.GPU_RESIDENT, 7, "the framework places it")))
+    chunk = faults.create(SIZE)
+    resident = managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.GPU_RESIDENT, SIZE, None))
+    assert_nothing_resident(resident, except_for=["b"])
+    resident.phases = ("train",)
+    assert_nothing_resident(resident)
+    faults.release(chunk)
+
+
+def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
+    with pytest.raises(AssertionError, match="a is CPU_OFFLOADED and holds 16,384 bytes"):
+        assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, SIZE, None)))
+    with pytest.raises(AssertionError, match="b is TRAINING outside every phase"):
+        assert_nothing_resident(managed(faults, b=(State.TRAINING, 0, None)))
+    with pytest.raises(AssertionError, match="drift: 5 bytes of a"):
+        assert_nothing_resident(managed(faults, ok=False))
+    _chunk = faults.create(SIZE)
+    with pytest.raises(AssertionError, match=r"chunks take 16,384 bytes, the handles hold 0 \(a 0\)"):
+        assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None)))
