@@ -108,7 +108,10 @@ class Handle:
     @property
     def node(self) -> Node:
         """State and whether the bytes are on the device, as the machine's paths want it."""
-        return self.state, self.state is not State.CPU_OFFLOADED and not self.is_streaming
+        state = self.state
+        if state is State.SYNCING:
+            return state, self.external or self._on_device
+        return state, state is not State.CPU_OFFLOADED
 
     def state_dict(self) -> Any:
         """The object's state dict with the values as they are now, in every state.

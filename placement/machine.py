@@ -115,6 +115,9 @@ def path(source: Node, target: Node) -> tuple[Trigger, ...]:
         raise ValueError(f"no handle can be {target[0]} with its bytes {'on' if target[1] else 'off'} the device") from None
 
 
+_STATES = {state.value: state for state in State}  # looked up at every border for every handle; the enum's own call is slower
+
+
 class HandleMachine:
     """The machine of one handle. `fire` is the only way to change its state."""
 
@@ -126,7 +129,7 @@ class HandleMachine:
 
     @property
     def state(self) -> State:
-        return State(self._token._state)
+        return _STATES[self._token._state]
 
     def fire(self, trigger: Trigger) -> None:
         """Make one transition.

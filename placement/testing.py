@@ -144,8 +144,8 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     """Assert that what should be off the device is off it: measured, not declared.
 
     Outside every phase each handle must be CPU_OFFLOADED; inside one, those that are not may be on the device. An offloaded
-    handle holds no byte, the device's chunks are exactly what the other handles hold, and `audit()` finds nothing. External
-    handles do not count.
+    handle holds no byte, no chunk of the device is without a handle that holds it, and `audit()` finds nothing. External handles
+    do not count.
 
     Args:
         except_for: names of handles that the policy keeps on the device when idle.
@@ -164,7 +164,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
             problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
     declared = sum(handle.resident_bytes for handle in handles.values())
     measured = manager.device.memory().chunk_bytes
-    if declared != measured:
+    if measured > declared:  # what lies in torch's own memory (gradients) is declared, and no chunk
         holders = ", ".join(f"{name} {handle.resident_bytes:,}" for name, handle in handles.items())
         problems.append(f"the device's chunks take {measured:,} bytes, the handles hold {declared:,} ({holders})")
     audit = manager.audit()

@@ -24,7 +24,7 @@ def twin_sizes(optimizer: torch.optim.Optimizer, compute_device: torch.device) -
         # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
             return _step_twin(optimizer)
-    except Exception:  # noqa: BLE001 - a user's class may do anything in a step; then its state is sized when it is born
+    except Exception:  # a user's class may do anything in a step; then its state is sized when it is born
         return None
     finally:
         random.setstate(python_state)

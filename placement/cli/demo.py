@@ -8,6 +8,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +32,32 @@ _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), simulated, or cuda:N")
+    parser.add_argument("--device", default="auto", type=_device_name, help="auto (CUDA if there is one), simulated, or cuda:N")
     parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", type=int, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
     parser.add_argument("--no-placement", action="store_true", help="the same loop with everything resident, to compare")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
+    parser.add_argument("--model", type=_directory, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, rewards, phases and the audit")
+
+
+def _device_name(text: str) -> str:
+    if not re.fullmatch(r"auto|simulated|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, simulated or cuda:N")
+    return text
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _directory(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a directory")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,14 +152,14 @@ class EverythingResident:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ResidentHandle:  # noqa: ARG002
+    def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ResidentHandle:
         module = getattr(obj, "module", obj)
         if isinstance(module, nn.Module):
             module.to(self._device)
         return ResidentHandle(module)
 
     @contextlib.contextmanager
-    def phase(self, _name: str, /, *, only: Sequence[str] | None = None) -> Iterator[OpenPhase]:  # noqa: ARG002
+    def phase(self, _name: str, /, *, only: Sequence[str] | None = None) -> Iterator[OpenPhase]:
         yield self
 
     def switch(self, _name: str, /, *, only: Sequence[str] | None = None) -> None:
@@ -168,10 +187,17 @@ class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
 
 
 def pick(name: str) -> str:
-    """"auto" is CUDA if there is one, else the simulation."""
-    if name != "auto":
-        return name
-    return "cuda:0" if torch.cuda.is_available() else "simulated"
+    """The device meant: "auto" is CUDA if there is one, else the simulation.
+
+    Raises:
+        PlacementError: a CUDA device is wanted and torch sees none.
+    """
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda:0" if available else "simulated"
+    if name.startswith("cuda") and not available:
+        raise placement.PlacementError(f"torch sees no CUDA device for {name!r}; --device simulated runs anywhere")
+    return name
 
 
 def make_device(name: str, model_bytes: int) -> Device:
@@ -183,7 +209,7 @@ def make_device(name: str, model_bytes: int) -> Device:
     class MeteredCudaDevice(PeakMeter, CudaDevice):
         """The CUDA device with a peak."""
 
-    return MeteredCudaDevice(torch.device(name))
+    return MeteredCudaDevice(torch.device(name).index or 0)
 
 
 def load_model(directory: Path | None, seed: int) -> tuple[nn.Module, Tokenizer]:
@@ -230,8 +256,7 @@ def repeatable() -> Iterator[None]:
 
 def print_step(number: int, result: StepResult) -> None:
     print(
-        f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   "
-        f"right answers {result.correct:.1%}",
+        f"\nstep {number}: loss {result.loss:+.4f}   reward {result.reward:.3f}   kl {result.kl:.4f}   right answers {result.correct:.1%}",
         flush=True,
     )
 

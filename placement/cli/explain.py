@@ -99,7 +99,7 @@ def _step(policy: Policy, view: View) -> Iterator[Row]:
         view = replace(view, phase=phase, enclosing=_NESTED.get(phase))
         try:
             plan = _checked(policy.plan(view), view)
-        except Exception as exc:  # noqa: BLE001 - the user's own code is on trial here: what it raises is the answer
+        except Exception as exc:  # the user's own code is on trial here: what it raises is the answer
             yield Row(phase, None, problem=f"no plan: {type(exc).__name__}: {exc}")
             continue
         moved = sum(h.num_bytes for h in view.handles.values() if plan.on_device(h.name) != bool(h.resident_bytes))

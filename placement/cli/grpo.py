@@ -220,7 +220,7 @@ class Worker:
             batch = Rollouts(rollouts.ids[pick], rollouts.mask[pick], rollouts.answer_mask[pick], rollouts.rewards[pick])
             loss, kl = grpo_loss(self.log_probs(self.actor, batch), old[pick], ref[pick], advantages[pick], batch.answer_mask, recipe)
             self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             clip_grad_norm_(self.actor.parameters(), recipe.gradient_norm)
             self.optimizer.step()
             losses.append(loss.detach())

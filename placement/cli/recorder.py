@@ -21,7 +21,7 @@ class PeakMeter(Device):
     peak_bytes = 0
 
     def create(self, nbytes: int) -> Chunk:
-        chunk = super().create(nbytes)  # type: ignore[safe-super] - mixed in before a whole device
+        chunk = super().create(nbytes)  # type: ignore[safe-super]  # mixed in before a whole device
         self.peak_bytes = max(self.peak_bytes, self.memory().chunk_bytes)
         return chunk
 
@@ -92,7 +92,8 @@ def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[i
     """What happened between two snapshots; `measured` is the device's bytes before, at the peak and after."""
 
     def grown(field: str) -> int:
-        return sum(getattr(h, field) for h in after.handles) - sum(getattr(h, field) for h in before.handles)
+        now, then = (sum(int(getattr(handle, field)) for handle in snapshot.handles) for snapshot in (after, before))
+        return now - then
 
     return PhaseRow(
         phase=phase,

@@ -23,6 +23,7 @@ import torch
 from placement.errors import RegistrationError
 from placement.memory import cuda_pool
 from placement.memory.base import Addresses, Device
+from placement.memory.cuda_lifetime import uninterrupted
 
 _ALIGNMENT = 512
 _SMALL_ALIGNMENT = 64
@@ -159,10 +160,12 @@ def rehome(
         return
     follows = storage.device == target_device == device.torch_device
     if follows and not _can_swap() and target_device.type == "cuda" and storage.resizable():
-        reserved = torch.UntypedStorage(nbytes, device=target_device)  # fails here or not at all: the next lines get its block
-        cuda_pool.uninterrupted(
+        # Lack of memory shows here, before anything is given up: the next lines get this block.
+        reserved = torch.UntypedStorage(nbytes, device=target_device)
+        uninterrupted(
             functools.partial(storage.resize_, 0), functools.partial(reserved.resize_, 0), functools.partial(storage.resize_, nbytes)
         )
+        cuda_pool.leave(storage)
         fill(_bytes_of(storage))
         return
     home = torch.UntypedStorage(nbytes, device=target_device)
@@ -199,7 +202,7 @@ def _pack(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None:
@@ -207,7 +210,7 @@ def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None
         for alias in aliases:
             if alias.untyped_storage().data_ptr() != home.data_ptr():
                 data = torch.empty(0, dtype=alias.dtype, device=home.device)
-                alias.data = data.set_(home, alias.storage_offset(), alias.size(), alias.stride())  # type: ignore[call-overload]
+                alias.data = data.set_(home, alias.storage_offset(), alias.size(), alias.stride())
 
 
 def _refuse_unknown(claim: Claim) -> None:
@@ -224,7 +227,7 @@ def _refuse_unknown(claim: Claim) -> None:
         if alias.is_inference():
             raise RegistrationError(f"{claim.name!r}: an inference tensor cannot change device; make it outside inference mode")
     # One reference from each tensor and one from the Python object of the storage.
-    surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - 1  # type: ignore[attr-defined]
+    surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - 1
     if surplus > 0:
         shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
         raise RegistrationError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from placement.memory import cuda_pool
 from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab
 from placement.memory.cuda_driver import Driver
+from placement.memory.cuda_lifetime import Life, Lives, uninterrupted
 from placement.memory.cuda_pinning import Pinning
 from placement.memory.host import Slab
 
@@ -39,8 +41,6 @@ class _Chunk(Chunk):
     def __init__(self, handle: int, nbytes: int) -> None:
         self.handle = handle
         self.nbytes = nbytes
-        self.free: Callable[[], object]
-        """Returns it to the driver, once, whoever calls first: `release` or the death of this object."""
 
 
 class _Exporter:
@@ -80,10 +80,10 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.granularity = self._driver.granularity
         self.chunk_bytes = self._rounded(max(chunk_bytes, 1))
-        self._live: dict[int, int] = {}  # bytes by handle; an entry goes in and out in one step, so that no interrupt miscounts
+        self._chunks = Lives()
+        self._ranges = Lives()
         self._poison: _Poison | None = None
         self._pinning = Pinning(self._driver)
-        self._unfreed: list[tuple[int, int, _Extent]] = []
         self._streams: dict[Direction, Any] = {
             "to_device": torch.cuda.Stream(self.torch_device),
             "to_host": torch.cuda.Stream(self.torch_device),
@@ -92,76 +92,71 @@ class CudaDevice(Device):
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
 
-    # host memory
-
     def host(self, nbytes: int) -> HostSlab:
         return Slab(nbytes, register=self._pinning.pin, unregister=self._pinning.unpin)
 
-    # addresses and chunks
-
     def reserve(self, nbytes: int) -> Addresses:
-        if self._poison is None:
-            self._poison = self._make_poison()
+        self._poison = self._poison or self._make_poison()
         return self._reserve(nbytes)
 
     def _reserve(self, nbytes: int) -> _Addresses:
-        self._free_late()
+        self._collect()
         nbytes = self._rounded(max(nbytes, 1))
         base = int(self._driver.call("cuMemAddressReserve", nbytes, 0, 0, 0))
         addresses = _Addresses(base, nbytes, _Extent())
-        weakref.finalize(addresses, self._free, base, nbytes, addresses.extent).atexit = False
+        self._ranges.add(addresses, nbytes, functools.partial(self._free, base, nbytes, addresses.extent))
         return addresses
 
-    def _free(self, base: int, nbytes: int, extent: _Extent) -> None:
+    def _free(self, base: int, nbytes: int, extent: _Extent, life: Life) -> bool:
         """The last tensor over a range is gone. A kernel that used it may still run, and would take the context down."""
-        if not self._driver.usable:
-            return
-        with self._driver:
-            if self._driver.failed("cuCtxSynchronize"):  # not allowed while a stream captures: later
-                self._unfreed.append((base, nbytes, extent))
-                return
-            self._clear(base, extent)
-            self._driver.failed("cuMemAddressFree", base, nbytes)
+        if self._driver.usable:
+            with self._driver:
+                if self._driver.failed("cuCtxSynchronize"):  # not allowed while a stream captures
+                    return False
+                self._clear(base, extent)
+                free = functools.partial(self._driver.api.cuMemAddressFree, base, nbytes)
+                uninterrupted(free, functools.partial(self._ranges.owned.pop, life, None))
+        return True
 
-    def _free_late(self) -> None:
-        late, self._unfreed = self._unfreed, []
-        for entry in late:
-            self._free(*entry)
+    def _collect(self) -> None:
+        self._ranges.collect()
+        self._chunks.collect()
 
     def create(self, nbytes: int) -> Chunk:
-        chunk = self._create(self._rounded(nbytes))
-        self._live[chunk.handle] = chunk.nbytes
-        return chunk
+        self._collect()
+        return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> _Chunk:
+        chunk = _Chunk(0, nbytes)
         outcomes: list[tuple[Any, ...]] = []
         try:
             self._driver.collect("cuMemCreate", [(nbytes, self._driver.property, 0)], outcomes)
-            handle = int(self._driver.value("cuMemCreate", outcomes[0]))
-            chunk = _Chunk(handle, nbytes)
-            finalizer = weakref.finalize(chunk, self._release, handle)
+            chunk.handle = int(self._driver.value("cuMemCreate", outcomes[0]))
+            self._chunks.add(chunk, nbytes, functools.partial(self._release, chunk.handle))
         except BaseException:
-            for outcome in outcomes:  # an interrupt between the driver's answer and its owner
-                if outcome[0] == self._driver.api.CUresult.CUDA_SUCCESS:
-                    self._driver.failed("cuMemRelease", outcome[1])
+            if weakref.ref(chunk) in self._chunks.owned:
+                self.release(chunk)
+            elif outcomes and outcomes[0][0] == self._driver.api.CUresult.CUDA_SUCCESS:
+                self._driver.failed("cuMemRelease", outcomes[0][1])  # an interrupt between the driver's answer and its owner
             raise
-        finalizer.atexit = False
-        chunk.free = finalizer
         return chunk
 
     def release(self, chunk: Chunk) -> None:
-        _ours(chunk, _Chunk).free()
+        ours = _ours(chunk, _Chunk)
+        self._release(ours.handle, weakref.ref(ours))
 
-    def _release(self, handle: int) -> None:
-        self._live.pop(handle, None)
-        if self._driver.usable:
-            self._driver.failed("cuMemRelease", handle)
-
-    # what is behind addresses
+    def _release(self, handle: int, life: weakref.ref[_Chunk]) -> bool:
+        # In one step: the driver gives the number of a released chunk to the next, so it must never be released twice.
+        if life in self._chunks.owned and self._driver.usable:
+            release = functools.partial(self._driver.api.cuMemRelease, handle)
+            uninterrupted(release, functools.partial(self._chunks.owned.pop, life, None))
+        return True
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
         target = _ours(addresses, _Addresses)
         new = tuple(_ours(chunk, _Chunk) for chunk in chunks)
+        if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
+            raise ValueError("a chunk that this device does not hold: released, or of another device")
         sizes = [chunk.nbytes for chunk in new]
         nbytes = sum(sizes)
         if nbytes > target.nbytes or target.extent.covered not in (0, nbytes):
@@ -179,7 +174,8 @@ class CudaDevice(Device):
         nbytes = max(self._rounded(nbytes), target.extent.covered)
         if nbytes > target.nbytes:
             raise ValueError(f"{nbytes:,} bytes of a range of {target.nbytes:,}")
-        if nbytes and self._poison is not None:  # `reserve` made it
+        if nbytes:
+            self._poison = self._poison or self._make_poison()
             self._put(target, (), nbytes, list(self._poisoned(target.base, nbytes, self._poison)))
 
     def _poisoned(self, base: int, nbytes: int, poison: _Poison) -> Iterator[tuple[int, ...]]:
@@ -189,7 +185,7 @@ class CudaDevice(Device):
             for place in places:
                 yield place, chunk.nbytes, 0, chunk.handle, 0
 
-    def _put(self, target: _Addresses, chunks: tuple[_Chunk, ...], nbytes: int, mappings: list[tuple[int, ...]]) -> None:
+    def _put(self, target: _Addresses, chunks: tuple[_Chunk, ...], nbytes: int, mappings: Sequence[tuple[int, ...]]) -> None:
         """Replace what is behind the start of a range: one unmap, the mappings, one call for the access rights."""
         extent = target.extent
         with self._driver:
@@ -213,8 +209,6 @@ class CudaDevice(Device):
                 for place in range(rest, end, self.granularity):
                     self._driver.failed("cuMemUnmap", place, self.granularity)
         extent.covered, extent.chunks = 0, ()
-
-    # copies
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         stream = self._streams[direction]
@@ -245,10 +239,10 @@ class CudaDevice(Device):
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
         return torch.as_tensor(_Exporter(addresses, offset, nbytes), device=self.torch_device)
 
-    # measuring
-
     def memory(self) -> DeviceMemory:
         cuda_pool.reap()
+        self._collect()
+        poison = self._poison.nbytes if self._poison else 0
         free, total = torch.cuda.mem_get_info(self.torch_device)
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         pools = cuda_pool.counted(self.torch_device)  # torch counts what lies in our ranges by way of its pools as its own
@@ -257,8 +251,8 @@ class CudaDevice(Device):
             free_bytes=free,
             torch_reserved_bytes=stats["reserved_bytes"]["all"]["current"] - pools.reserved_bytes if stats else 0,
             torch_allocated_bytes=stats["allocated_bytes"]["all"]["current"] - pools.allocated_bytes if stats else 0,
-            chunk_bytes=sum(list(self._live.values())),
-            poison_bytes=self._poison.nbytes if self._poison else 0,
+            chunk_bytes=sum(list(self._chunks.owned.values())) - poison,
+            poison_bytes=poison,
         )
 
     def _make_poison(self) -> _Poison:
@@ -291,8 +285,10 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         cuda_pool.reap()
-        self._free_late()
-        self._poison = None  # ranges that still live keep their own references to it in the driver
+        self._collect()
+        if len(self._ranges.owned) <= 1:  # the poison's own
+            self._poison = None
+            self._collect()
 
 
 _Ours = TypeVar("_Ours")

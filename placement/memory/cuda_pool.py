@@ -18,12 +18,11 @@ import atexit
 import collections
 import ctypes
 import functools
-import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.errors import RegistrationError
 from placement.memory.base import Addresses
+from placement.memory.cuda_lifetime import uninterrupted
 
 # How torch's allocator cuts its segments (c10/cuda/CUDACachingAllocator, stable since torch 1.x; `PoolRange` checks each address).
 _ROUND = 512
@@ -52,11 +52,6 @@ _ranges: list[PoolRange] = []
 
 def _function_address(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-
-
-def uninterrupted(*calls: Callable[[], object]) -> None:
-    """Call all in order without bytecode in between, so that no signal handler can raise between two of them."""
-    collections.deque(map(operator.call, calls), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +123,15 @@ class PoolRange:
         _refuse_settings()
         self._device = device
         self._owner = weakref.ref(owner)
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        """What lies in it: a weak reference and the length of the block, by the address of torch's own object."""
         self._held: dict[int, torch.UntypedStorage] = {}
         self._plugs: list[torch.UntypedStorage] = []
         self.addresses = addresses
         self.places, self.nbytes = plan(sizes)
         self.offsets = {place.index: place.offset for place in self.places if place.index is not None}
+        ends = [place.offset for place in self.places[1:]] + [self.nbytes]  # a short rest belongs to the block before it
+        self._blocks = {p.index: end - p.offset for p, end in zip(self.places, ends, strict=True) if p.index is not None}
         self._sizes = tuple(sizes)
         _ranges.append(self)  # before torch knows the addresses, so that they outlive what torch knows
         with _on_one_stream(device):
@@ -179,7 +177,8 @@ class PoolRange:
 
     def take(self, index: int, storage: torch.UntypedStorage) -> None:
         """Put a storage at its place. Its bytes are lost, its old memory goes back to torch. Idempotent."""
-        self._storages.setdefault(index, StorageWeakRef(storage))
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = (StorageWeakRef(storage), self._blocks[index])
         target, nbytes = self.addresses.base + self.offsets[index], self._sizes[index]
         empty = functools.partial(storage.resize_, 0)
         with _on_one_stream(self._device):
@@ -208,10 +207,14 @@ class PoolRange:
         self._allocate(plug, nbytes, None, *before)
         return plug
 
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has ordinary memory again."""
+        self._storages.pop(storage._cdata, None)
+
     @property
     def is_over(self) -> bool:
         """Whether no storage lies in it any more, and none will come."""
-        return self._owner() is None and all(storage.expired() for storage in self._storages.values())
+        return self._owner() is None and all(map(torch.UntypedStorage._expired, self._storages))
 
     def end(self) -> None:
         """Let torch forget the range: plugs first, then the pool, then the addresses."""
@@ -220,9 +223,9 @@ class PoolRange:
         self.__dict__.pop("_pool", None)
 
     def counted(self) -> Counted:
-        live = {i for i, storage in self._storages.items() if not storage.expired()} | set(self._held) | {None}
-        ends = [place.offset for place in self.places[1:]] + [self.nbytes]
-        return Counted(self.nbytes, sum(end - p.offset for p, end in zip(self.places, ends, strict=True) if p.index in live))
+        held = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
+        living = sum(nbytes for cdata, (_, nbytes) in self._storages.items() if not torch.UntypedStorage._expired(cdata))
+        return Counted(self.nbytes, held + living)
 
 
 def reap() -> None:
@@ -230,6 +233,12 @@ def reap() -> None:
     for pool_range in [r for r in _ranges if r.is_over]:
         pool_range.end()
         _ranges.remove(pool_range)
+
+
+def leave(storage: torch.UntypedStorage) -> None:
+    """Note that a storage has ordinary memory again, so that it does not keep its range."""
+    for pool_range in _ranges:
+        pool_range.leave(storage)
 
 
 def counted(device: torch.device) -> Counted:
@@ -244,10 +253,17 @@ def _the_allocator() -> Any:
     return torch._C._cuda_customAllocator(_function_address(_take), _function_address(_ignore))
 
 
-@contextmanager
-def _on_one_stream(device: torch.device) -> Iterator[None]:
+def _on_one_stream(device: torch.device) -> AbstractContextManager[None]:
     """Torch gives a block back only to the stream that it was allocated on: always the default one here."""
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.default_stream(device)):
+    default = torch.cuda.default_stream(device)
+    if torch.cuda.current_device() == device.index and torch.cuda.current_stream(device) == default:
+        return nullcontext()
+    return _switched(device, default)
+
+
+@contextmanager
+def _switched(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
 
 

@@ -53,7 +53,7 @@ def map_for_life(owner: object, nbytes: int, protection: int, flags: int, pinned
     held: list[int] = []
     # First the duty to unmap, then the mapping. `extend` runs mmap and keeps its result within one call of C code: an interrupt
     # cannot fall between the two and lose the mapping.
-    weakref.finalize(owner, _unmap, held, nbytes, pinned or [], os.getpid()).atexit = False
+    weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
     held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, -1, 0)]))
     if held[0] == MAP_FAILED:
         held.clear()

@@ -258,13 +258,13 @@ class MetricsServer:
             headers = (*headers, ("Content-Encoding", "gzip"))
         return Response(HTTPStatus.OK, body, content_type, headers)
 
-    def _healthz(self, request: Request) -> Response:  # noqa: ARG002 (a route)
+    def _healthz(self, request: Request) -> Response:
         broken = [handle.name for handle in self._read().handles if handle.broken is not None]
         if broken:
             return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"broken: {', '.join(broken)}\n".encode())
         return Response(HTTPStatus.OK, b"ok\n")
 
-    def _state(self, request: Request) -> Response:  # noqa: ARG002 (a route)
+    def _state(self, request: Request) -> Response:
         return Response(HTTPStatus.OK, self._read().model_dump_json().encode(), "application/json")
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from placement.cli import main
 from placement.cli.demo import pick
@@ -78,6 +79,13 @@ def test_output_falls_back_to_ascii_where_the_encoding_has_no_blocks() -> None:
     command = [sys.executable, "-m", "placement", "demo", "--device", "simulated", "--steps", "1"]
     done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
     assert "#" in done.stdout.decode("ascii")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("extra", [[], ["--no-placement"]])
+def test_cuda_without_cuda_is_one_line(extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cuda:0", *extra]) == 1
+    assert "torch sees no CUDA device for 'cuda:0'" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

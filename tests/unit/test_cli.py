@@ -108,7 +108,17 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text and summary in " ".join(text.split()) for name, summary in COMMANDS.items())
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["demo", "--nonsense"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["demo", "--nonsense"],
+        ["demo", "--device", "tpu"],
+        ["demo", "--steps", "0"],
+        ["demo", "--model", "no/such/directory"],
+    ],
+)
 def test_a_mistake_on_the_command_line_exits_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import placement
 from placement.errors import DeviceMemoryError, HostMemoryError
 from placement.states import State
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
@@ -26,7 +28,7 @@ def call(device: Faults, operation: str) -> object:
         "create": lambda: device.create(SIZE),
         "map": lambda: device.map(device.device.reserve(SIZE), [device.device.create(SIZE)]),
         "copy": lambda: device.copy([], "to_host"),
-        "sync": lambda: device.sync(),
+        "sync": device.sync,
     }
     return operations[operation]()
 
@@ -131,3 +133,19 @@ def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
     _chunk = faults.create(SIZE)
     with pytest.raises(AssertionError, match=r"chunks take 16,384 bytes, the handles hold 0 \(a 0\)"):
         assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None)))
+
+
+def test_assert_nothing_resident_on_a_manager(faults: Faults) -> None:
+    manager = placement.Manager(device=faults)
+    model = torch.nn.Linear(8, 8)
+    manager.register("actor", model, role="actor")
+    assert_nothing_resident(manager)
+    with manager.phase("log_prob"):
+        assert_nothing_resident(manager)
+        assert faults.memory().chunk_bytes > 0
+    assert_nothing_resident(manager)
+    stray = faults.create(SIZE)
+    with pytest.raises(AssertionError, match="chunks take 16,384 bytes, the handles hold 0"):
+        assert_nothing_resident(manager)
+    faults.release(stray)
+    manager.close()

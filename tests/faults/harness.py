@@ -1,0 +1,198 @@
+"""A small worker with everything that is awkward to move, and what must hold of it after any fault.
+
+The device is simulated and tight: no two neighbouring phases fit together, so that each switch has to hand memory over.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import placement
+from placement.adapters.tensors import nested_tensors
+from placement.engines.base import TorchEngine
+from placement.testing import Faults, SimulatedDevice
+
+PAGE = 4096
+CAPACITY_BYTES = 112 * 1024
+"""What the largest phase (train, with its gradients) needs, and not a page more; see `test_capacity_is_tight`."""
+
+ROLES = ("rollout", "actor", "ref", "critic", "reward")
+
+
+class Actor(nn.Module):
+    """A tied weight, a BatchNorm's buffers, a view of a buffer, a buffer that no state dict shows, and a plain tensor attribute."""
+
+    def __init__(self, width: int = 48, words: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.randn(8, width))
+        self.register_buffer("window", self.table[2:5])
+        self.register_buffer("mask", torch.rand(width), persistent=False)
+        self.odd = torch.tensor([float("nan"), -0.0, 1.0])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens) + self.window.mean(0)) * self.mask
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
+class Worker:
+    """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one border after the other."""
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, **settings: Any) -> None:
+        torch.manual_seed(7)
+        self.device = Faults(SimulatedDevice(capacity_bytes, chunk_bytes=2 * PAGE, granularity=PAGE))
+        self.manager = placement.Manager(device=self.device, budget_bytes=capacity_bytes, **settings)
+        self.actor = Actor()
+        self.ref = Actor()
+        self.ref.load_state_dict(self.actor.state_dict())
+        self.critic = nn.Sequential(nn.Linear(48, 100), nn.Tanh(), nn.Linear(100, 1))
+        self.engine = TorchEngine(Actor())
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (self.actor, self.critic)]
+        self.tokens = torch.randint(0, 64, (16,))
+        self.states = torch.randn(16, 48)
+        self.trainings = 0
+        """Optimizer steps that ran to their end."""
+        self.committed: dict[str, str] = {}
+        """Digest of each handle's values as the last thing that changed them left it."""
+
+    def register(self) -> Worker:
+        """Register everything, the actor and its kind first, then what steps them."""
+        register = self.manager.register
+        register("rollout", self.engine, role="rollout")
+        register("actor", self.actor, role="actor")
+        register("ref", self.ref, role="ref", readonly=True)
+        register("critic", self.critic, role="critic")
+        register("actor.optimizer", self.optimizers[0])
+        register("critic.optimizer", self.optimizers[1])
+        register("reward", placement.Lazy(build_reward), role="reward")
+        self.commit(*self.manager.handles)
+        return self
+
+    def commit(self, *names: str) -> None:
+        """Note the values of these handles: from here on they must survive."""
+        for name in names:
+            if self.manager.handles[name].is_built:
+                self.committed[name] = digest(self.manager.handles[name])
+
+    def run_step(self) -> None:
+        """One step as a user writes it, in one open phase."""
+        with self.manager.phase("rollout") as step:
+            for _ in self.steps(step):
+                pass
+
+    def steps(self, step: placement.Phase) -> Iterator[str]:
+        """The bodies of a step's phases and the switches between them. Yields the phase's name at the end of each body."""
+        self.engine.module.eval()
+        with torch.no_grad():
+            self.engine.module(self.tokens)
+        yield "rollout"
+        step.switch("log_prob", only=["actor", "ref"])
+        with torch.no_grad():
+            self.actor.eval()(self.tokens)
+            self.ref.eval()(self.tokens)
+        yield "log_prob"
+        step.switch("values")
+        with torch.no_grad():
+            self.critic(self.states)
+        yield "values"
+        step.switch("reward")
+        self.commit("reward")
+        yield "reward"
+        step.switch("train")
+        self.train()
+        with self.manager.phase("checkpoint"):
+            assert digest(self.manager.handles["actor"]) == self.committed["actor"]
+        yield "train"
+        step.switch("weight_sync")
+        for bucket in self.manager.handles["actor"].weights(bucket_bytes=4096):
+            self.engine.update_weights(bucket)
+        self.commit("rollout")
+        yield "weight_sync"
+
+    def train(self) -> None:
+        """Forward, backward and step of both models. The gradients are dropped, as a step does."""
+        nn.functional.cross_entropy(self.actor.train()(self.tokens), self.tokens).backward()
+        self.critic(self.states).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.trainings += 1
+        self.commit("actor", "critic", "actor.optimizer", "critic.optimizer")
+
+    def objects(self) -> list[Any]:
+        return [self.actor, self.ref, self.critic, self.engine.module, *self.optimizers]
+
+    def identity(self) -> tuple[Any, ...]:
+        """What no move may change: parameter objects, optimizer keys, and which names share a storage."""
+        models = [each for each in self.objects() if isinstance(each, nn.Module)]
+        parameters = tuple(id(p) for model in models for p in model.parameters())
+        keys = tuple(tuple(id(key) for key in optimizer.state) for optimizer in self.optimizers)
+        return parameters, keys, tuple(partition(model) for model in models)
+
+
+def build_reward() -> nn.Module:
+    return nn.Linear(48, 64).requires_grad_(False)
+
+
+def partition(model: nn.Module) -> frozenset[frozenset[str]]:
+    """The names of a module's tensors, grouped by the storage that they share."""
+    groups: dict[int, set[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        groups.setdefault(tensor.untyped_storage()._cdata, set()).add(name)
+    return frozenset(frozenset(group) for group in groups.values())
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a whole storage: a value says nothing about NaN and -0.0."""
+    storage = tensor.untyped_storage()
+    return bytes(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).tolist())
+
+
+def digest(handle: placement.Handle) -> str:
+    """SHA-256 of every distinct storage, read through `state_dict()`, in whatever state the handle is."""
+    found = hashlib.sha256()
+    state = handle.object.module.state_dict() if handle.kind == "engine" else handle.state_dict()
+    for name, tensor in nested_tensors(state, ""):
+        found.update(name.encode() + as_bytes(tensor))
+    return found.hexdigest()
+
+
+def hidden_bytes(handle: placement.Handle) -> dict[str, bytes]:
+    """What a state dict does not show (attributes, buffers that are not persistent), on the device."""
+    assert handle.adapter is not None
+    shown = handle.object.state_dict().keys()
+    return {owned.name: as_bytes(owned.tensor) for owned in handle.adapter.owned() if owned.name not in shown and not owned.loose}
+
+
+def check_sound(worker: Worker) -> None:
+    """Nothing disagrees, and the ledger is what the handles hold."""
+    worker.manager.check_integrity()
+    held = sum(r.resident_bytes for handle in worker.manager.handles.values() if handle.holding for r in handle.holding.ranges)
+    assert worker.device.memory().chunk_bytes == held
+    assert [name for name, handle in worker.manager.handles.items() if handle.broken] == []
+
+
+def check_values(worker: Worker) -> None:
+    """Every handle holds what was last committed, bit by bit."""
+    found = {name: digest(worker.manager.handles[name]) for name in worker.committed if name in worker.manager.handles}
+    assert {name for name in found if found[name] != worker.committed[name]} == set()
+
+
+def check_left(worker: Worker) -> None:
+    """Outside every phase: sound, the values of the last commit, and not a byte on the device."""
+    gc.collect()
+    assert worker.manager.snapshot().phases == ()
+    check_sound(worker)
+    check_values(worker)
+    assert {name: str(handle.state) for name, handle in worker.manager.handles.items() if handle.state is not placement.State.CPU_OFFLOADED} == {}
+    assert worker.device.memory().chunk_bytes == 0

@@ -1,0 +1,255 @@
+"""The whole manager on a real device: what comes back to the driver, what a loss becomes, what compiled and captured code sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement.testing import assert_nothing_resident
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    """Tied weights, BatchNorm buffers and a plain tensor attribute."""
+
+    def __init__(self, width: int = 512, vocabulary: int = 1000) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = torch.full((1,), 0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(ids) * self.scale)
+        logits: torch.Tensor = self.head(hidden + self.down(torch.relu(self.up(hidden))))
+        return logits
+
+
+def build(device: str = "cuda") -> Net:
+    torch.manual_seed(1)
+    net = Net().to(device)
+    net.scale = net.scale.to(device)
+    return net
+
+
+@pytest.fixture
+def manager() -> Iterator[placement.Manager]:
+    torch.cuda.empty_cache()
+    manager = placement.Manager(device="cuda:0")
+    yield manager
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator("cuda").manual_seed(2)
+    for _ in range(steps):
+        ids = torch.randint(0, 1000, (64, 2), device="cuda", generator=generator)
+        yield ids[:, 0], ids[:, 1]
+
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def train_step(forward: Forward, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(forward(ids), targets)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_offloads_give_the_driver_its_bytes_back_exactly(manager: placement.Manager) -> None:
+    nets = {name: build() for name in ("actor", "ref", "critic")}
+    for name, net in nets.items():
+        manager.register(name, net, role=name, readonly=name == "ref")
+    optimizer = torch.optim.AdamW(nets["actor"].parameters(), fused=True)
+    manager.register("actor.optimizer", optimizer)
+    data = next(batches(1))
+    for _ in range(2):  # cuBLAS takes its workspace and the optimizer its state
+        with manager.phase("train"):
+            train_step(nets["actor"], optimizer, *data)
+
+    def outside_torch() -> int:
+        """Device bytes in use that torch's own allocator does not hold."""
+        memory = manager.device.memory()
+        return memory.used_bytes - memory.torch_reserved_bytes
+
+    empty = outside_torch()
+    for phase in ("train", "log_prob", "values") * 3:
+        with manager.phase(phase):
+            held = manager.device.memory().chunk_bytes
+            assert held == sum(handle.resident_bytes - handle.holding.loose_bytes for handle in manager.handles.values() if handle.holding)
+            assert held > 0
+            assert outside_torch() == empty + held
+            if phase == "train":
+                train_step(nets["actor"], optimizer, *data)
+        assert manager.device.memory().chunk_bytes == 0
+        assert outside_torch() == empty
+
+
+def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(manager: placement.Manager) -> None:
+    manager.register("first", build("cpu"), role="ref")  # the device takes its context and poison
+    before = manager.device.memory()
+    handle = manager.register("second", build("cpu"), role="critic")
+    after = manager.device.memory()
+    assert (after.used_bytes, after.torch_allocated_bytes) == (before.used_bytes, before.torch_allocated_bytes)
+    assert handle.state is placement.State.CPU_OFFLOADED
+    assert handle.host_bytes >= sum(p.nbytes for p in handle.object.parameters())
+
+
+def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: placement.Manager) -> None:
+    manager.register("first", build("cpu"), role="ref")
+    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
+    largest = 2048 * 2048 * 4
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = manager.device.memory()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    manager.register("actor", net, role="actor")
+    assert torch.cuda.max_memory_allocated() - base <= 8 * largest + 2 * largest, "pool memory counts as allocated while it is adopted"
+    after = manager.device.memory()
+    assert before.used_bytes - after.used_bytes >= 8 * largest
+    assert after.chunk_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"capturable": True, "foreach": True}], ids=str)
+@pytest.mark.parametrize("born", ["cpu", "cuda"])
+def test_losses_are_bit_identical_over_20_steps(manager: placement.Manager, options: dict[str, bool], born: str) -> None:
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, **options)
+    expected = [train_step(plain, optimizer, *batch) for batch in batches(20)]
+
+    managed = build(born)
+    managed_optimizer = torch.optim.AdamW(managed.parameters(), lr=1e-3, **options)
+    manager.register("actor", managed, role="actor")
+    manager.register("actor.optimizer", managed_optimizer)
+    losses = []
+    for batch in batches(20):
+        with manager.phase("train"):
+            losses.append(train_step(managed, managed_optimizer, *batch))
+    assert losses == expected
+    with manager.phase("log_prob"):
+        for mine, theirs in zip(managed.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_compiled_module_trains_the_same_without_recompiling(manager: placement.Manager) -> None:
+    plain = build()
+    compiled_plain = torch.compile(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    expected = [train_step(compiled_plain, optimizer, *batch) for batch in batches(20)]
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    managed = build()
+    compiled = torch.compile(managed)
+    managed_optimizer = torch.optim.AdamW(managed.parameters(), lr=1e-3, fused=True)
+    manager.register("actor", compiled, role="actor")
+    manager.register("actor.optimizer", managed_optimizer)
+    losses = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in batches(20):
+            with manager.phase("train"):
+                losses.append(train_step(compiled, managed_optimizer, *batch))
+    assert losses == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    with pytest.raises(placement.NotResidentError, match="CPU_OFFLOADED"):
+        compiled(next(batches(1))[0])
+
+
+def test_a_graph_captured_before_a_cycle_replays_right_after_it(manager: placement.Manager) -> None:
+    net = build().eval()
+    manager.register("actor", net, role="actor")
+    ids = next(batches(1))[0]
+    with manager.phase("log_prob"), torch.no_grad():
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            expected = net(ids).clone()
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = net(ids)
+            with pytest.raises(placement.PhaseError, match="captured"):
+                manager.phase("eval").__enter__()
+    for _ in range(3):
+        with manager.phase("log_prob"):
+            output.zero_()
+            graph.replay()
+            assert torch.equal(output, expected)
+
+
+def test_what_slips_past_the_guards_reads_nan_and_a_wrong_write_is_found(manager: placement.Manager) -> None:
+    net = build()
+    manager.register("actor", net, role="actor")
+    assert net.up.weight.isnan().all()
+    assert (net.norm.num_batches_tracked == -1).all()
+    with torch.no_grad():
+        net.up.weight.zero_()
+    with pytest.raises(placement.IntegrityError, match="wrote into the memory of an offloaded handle"), manager.phase("log_prob"):
+        pass
+    assert net.up.weight.isnan().all()
+    with manager.phase("log_prob"):
+        assert not net.up.weight.isnan().any()
+
+
+def test_memory_that_another_holds_is_a_python_error_and_the_next_phase_succeeds(manager: placement.Manager) -> None:
+    net = nn.Linear(8192, 8192, bias=False)
+    expected = net.weight.detach().clone()
+    handle = manager.register("actor", net, role="actor")
+    free = manager.device.memory().free_bytes
+    hog = torch.empty(free - 160 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(placement.DeviceMemoryError), manager.phase("log_prob"):
+        pass
+    assert handle.state is placement.State.CPU_OFFLOADED
+    assert manager.device.memory().chunk_bytes == 0
+    del hog
+    torch.cuda.empty_cache()
+    with manager.phase("log_prob"):
+        assert torch.equal(net.weight.cpu(), expected)
+
+
+def test_gradients_and_their_graph_survive_an_offload(manager: placement.Manager) -> None:
+    net = build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    manager.register("actor", net, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    (ids, targets) = next(batches(1))
+    with manager.phase("train"):
+        nn.functional.cross_entropy(net(ids), targets).backward()
+        expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    assert manager.device.memory().chunk_bytes == 0
+    with manager.phase("train"):
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_demo_computes_the_same_on_the_gpu_with_and_without_placement(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the demo needs transformers")
+    from placement.cli import main
+
+    results = {}
+    for name, flags in {"managed": [], "plain": ["--no-placement"]}.items():
+        path = tmp_path / f"{name}.json"
+        assert main(["demo", "--device", "cuda:0", "--steps", "20", "--json", str(path), *flags]) == 0
+        results[name] = json.loads(path.read_text())
+    assert results["managed"]["losses"] == results["plain"]["losses"]
+    assert results["managed"]["weights_sha256"] == results["plain"]["weights_sha256"]
+    assert len(results["managed"]["losses"]) == 20

@@ -1,0 +1,39 @@
+"""A policy whose answers Hypothesis draws: any total plan of legal states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from placement import Plan, State, View
+
+PHASES_USED = ("rollout", "weight_sync", "log_prob", "train", "restore", "checkpoint")
+_SLOTS = 5
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Handle `x7` belongs to slot 7 % 5; the table has a state for every phase and slot."""
+
+    table: dict[str, tuple[tuple[State, bool], ...]]
+    name: str = "drawn"
+
+    def plan(self, view: View) -> Plan:
+        targets: dict[str, State] = {}
+        streamed = []
+        for handle in view.handles.values():
+            state, streams = self.table[view.phase][int(handle.name[1:]) % _SLOTS]
+            if handle.readonly and state is State.TRAINING:
+                state = State.GPU_RESIDENT
+            targets[handle.name] = state
+            if streams and state is State.SYNCING:
+                streamed.append(handle.name)
+        return Plan(targets, frozenset(streamed))
+
+
+def drawn_policies() -> st.SearchStrategy[Drawn]:
+    """Policies over the phases in use; TRAINING often, because only then may values change."""
+    slot = st.tuples(st.sampled_from([*State, State.TRAINING]), st.booleans())
+    slots = st.tuples(*[slot] * _SLOTS)
+    return st.builds(Drawn, st.fixed_dictionaries({phase: slots for phase in (*PHASES_USED, "idle")}))

@@ -1,0 +1,128 @@
+"""What the model believes: the bytes, the identity and the layout of every tensor of one registered object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from placement import Handle, Plan, View
+from placement.engines.base import TorchEngine
+from tests.model.architectures import state_of, tensors_of
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements in order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def readable(handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where its bytes are authoritative: on the device while resident, else over the host copy."""
+    holding = handle.holding
+    if holding is None or holding.on_device:
+        return tensor
+    host = holding.over_host(tensor)
+    return tensor if host is None else host
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One tensor, as it must be found again."""
+
+    data: bytes
+    layout: tuple[Any, ...]
+    identity: int
+
+
+@dataclass
+class Shadow:
+    """One registered object and what is known of it."""
+
+    handle: Handle
+    object: Any
+    optimizer_of: Shadow | None = None
+    factory_object: list[Any] = field(default_factory=list)
+    """What a Lazy's factory has made."""
+    facts: dict[str, Facts] = field(default_factory=dict)
+    partition: frozenset[frozenset[str]] = frozenset()
+    strays: list[torch.Tensor] = field(default_factory=list)
+    dicts: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """State dicts that a user holds; they follow the handle."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        target = self.object if self.object is not None else next(iter(self.factory_object), None)
+        if isinstance(target, TorchEngine):
+            return target.module
+        return target if isinstance(target, nn.Module) else None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        if isinstance(self.object, torch.optim.Optimizer):
+            return state_of(self.object)
+        return {} if self.module is None else tensors_of(self.module)
+
+    def learn(self) -> None:
+        """The object was changed by its user just now: believe what is there."""
+        live = self.tensors()
+        self.facts = {name: self._facts(name, tensor) for name, tensor in live.items()}
+        self.partition = _partition(live)
+
+    def _facts(self, name: str, tensor: torch.Tensor) -> Facts:
+        layout = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.requires_grad)
+        # A gradient's Python object may be made anew; what it wraps is compared by its bytes.
+        return Facts(raw(readable(self.handle, tensor)), layout, 0 if name.endswith(".grad") else id(tensor))
+
+    def check(self) -> None:
+        """Nothing but its user may have changed anything."""
+        live = self.tensors()
+        if not self.facts and self.factory_object:
+            self.learn()
+        assert live.keys() == self.facts.keys(), f"{self.handle!r}: {sorted(live.keys() ^ self.facts.keys())}"
+        for name, tensor in live.items():
+            now, was = self._facts(name, tensor), self.facts[name]
+            assert now.layout == was.layout, f"{self.handle!r} {name}: layout {now.layout}, was {was.layout}"
+            assert now.identity == was.identity, f"{self.handle!r} {name} is another object"
+            assert now.data == was.data, f"{self.handle!r} {name}: bytes differ"
+        assert _partition(live) == self.partition, f"{self.handle!r}: what shares a storage has changed"
+        for held in self.dicts:
+            for name, tensor in held.items():
+                assert raw(tensor) == self.facts[name].data, f"{self.handle!r} {name}: a state dict taken earlier reads something else"
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors of the handle's state dict, by the names that `tensors` uses."""
+        found = self.handle.state_dict()
+        if isinstance(self.object, torch.optim.Optimizer):
+            state = found["state"]
+            return {f"{i}.{key}": v for i, entry in state.items() for key, v in entry.items() if isinstance(v, torch.Tensor)}
+        return {name: v for name, v in found.items() if isinstance(v, torch.Tensor)}
+
+    def check_state_dict(self) -> None:
+        """Reading a state dict gives the values, wherever they are."""
+        if self.handle.object is None or (self.module is not None and not hasattr(self.handle.object, "state_dict")):
+            return
+        for name, tensor in self.state_dict().items():
+            assert raw(tensor) == self.facts[name].data, f"{self.handle!r} {name}: the state dict reads something else"
+
+
+def _partition(tensors: dict[str, torch.Tensor]) -> frozenset[frozenset[str]]:
+    shared: dict[int, set[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            shared.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+    return frozenset(frozenset(names) for names in shared.values())
+
+
+class Recording:
+    """Another policy, and the last plan it gave for each phase."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.name = policy.name
+        self.last: dict[str, Plan] = {}
+
+    def plan(self, view: View) -> Plan:
+        plan: Plan = self.policy.plan(view)
+        self.last[view.phase] = plan
+        return plan

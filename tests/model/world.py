@@ -1,0 +1,234 @@
+"""The model of a manager: what is registered, which phases are open, where everything must be. The rules are in the test."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+from placement import IntegrityError, Manager, Phase, Plan, State
+from placement.errors import DeviceMemoryError
+from placement.memory.simulated import SimulatedDevice
+from placement.testing import Faults
+from tests.model.shadow import Recording, Shadow, raw
+
+
+@dataclass
+class Level:
+    """One open phase as the model sees it."""
+
+    name: str
+    only: frozenset[str] | None
+    plan: Plan
+    phase: Phase | None
+    """None: opened by `Manager.enter`."""
+    kept: set[str] = field(default_factory=set)
+
+
+class World(RuleBasedStateMachine):
+    """A real manager on a simulated device that can be told to fail, beside what it should be doing."""
+
+    def start(self, policy: Any, budget_bytes: int | None) -> None:
+        self.device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=8192))
+        self.policy = Recording(policy)
+        self.manager = Manager(device=self.device, policy=self.policy, budget_bytes=budget_bytes, journal_length=1 << 20)
+        self.may_refuse = budget_bytes is not None
+        self.shadows: dict[str, Shadow] = {}
+        self.levels: list[Level] = []
+        self.carried: set[str] = set()
+        self.base = Plan({})
+        """Where every handle must be now."""
+        self.is_settled = True
+        """False after a fault at an exit, until the next border has made it good."""
+        self.was_written = False
+        """Something wrote into offloaded memory since the last border."""
+        self.armed: tuple[str, int] | None = None
+        self.orphans: list[tuple[Any, bytes]] = []
+        """Tensors of state dicts whose handle is gone, and the last values that they had."""
+        self.count = 0
+        self.before: Any = None
+
+    # --- choosing
+
+    def shadows_that(self, *wanted: Callable[[Shadow], bool]) -> list[Shadow]:
+        return [each for each in self.shadows.values() if all(is_so(each) for is_so in wanted)]
+
+    def new_name(self) -> str:
+        self.count += 1
+        return f"h{self.count}"
+
+    # --- what must be so
+
+    def enclosing(self) -> Plan:
+        """The plan around a new phase."""
+        plan = self.levels[-1].plan if self.levels else self.policy.last["idle"]
+        for name in self.carried:
+            plan = plan.also(name, State.GPU_RESIDENT)
+        return plan
+
+    def meant(self, only: Iterable[str] | None) -> set[str] | None:
+        if only is None:
+            return None
+        optimizers = {name for name, s in self.shadows.items() if s.optimizer_of is not None and s.optimizer_of.handle.name in only}
+        return set(only) | optimizers
+
+    def limited(self, name: str, only: frozenset[str] | None, enclosing: Plan) -> Plan:
+        plan, chosen = self.policy.last[name], self.meant(only)
+        return plan if chosen is None else plan.limited_to(chosen, enclosing)
+
+    def on_device(self, name: str) -> bool:
+        shadow = self.shadows.get(name)
+        return shadow is not None and shadow.handle.node[1]
+
+    # --- borders
+
+    def border(self, call: Callable[[], object], *, exits: bool = False, checks_writes: bool = True) -> bool:
+        """Cross a border, with the armed fault. Whether it was crossed; anything but a fault or a refusal fails the test."""
+        fired = self.device.fired
+        if self.armed is not None:
+            self.device.fail(self.armed[0], at=self.armed[1])
+            self.armed = None
+        expected = self.was_written and checks_writes
+        if checks_writes:
+            self.was_written = False
+        try:
+            call()
+        except Exception as error:
+            if self.device.fired > fired:
+                self.is_settled = self.is_settled and not exits
+                return exits
+            if expected and isinstance(error, IntegrityError) and "wrote into" in str(error):
+                return exits
+            if self.may_refuse and not exits and isinstance(error, DeviceMemoryError):
+                return False
+            raise
+        else:
+            assert not expected, "a write into offloaded memory was not found at the border"
+            if self.device.fired == fired:
+                self.is_settled = True
+            return True
+        finally:
+            self.device.clear()
+
+    def open(self, name: str, only: frozenset[str] | None, phase: Phase | None) -> None:
+        call = phase.__enter__ if phase is not None else lambda: self.manager.enter(name, only=only)
+        if self.border(call):
+            self.levels.append(Level(name, only, self.limited(name, only, self.enclosing()), phase))
+            self.carried = set()
+            self.base = self.levels[-1].plan
+        else:
+            self.base = self.enclosing()
+
+    def leave_innermost(self, call: Callable[[], object], *, carries: bool = True) -> None:
+        level = self.levels[-1]
+        kept = {name for name in level.kept if self.on_device(name)} if carries else set()
+        if self.border(call, exits=True):
+            self.levels.pop()
+            self.carried = kept
+            self.base = self.enclosing()
+
+    def forget(self, shadow: Shadow) -> None:
+        """The handle is gone; what others hold of it keeps today's values."""
+        name = shadow.handle.name
+        del self.shadows[name]
+        self.orphans += [(tensor, raw(tensor)) for held in shadow.dicts for tensor in held.values()]
+        self.carried.discard(name)
+        self.base = _without(self.base, name)
+        for level in self.levels:
+            level.kept.discard(name)
+            level.plan = _without(level.plan, name)
+
+    def join(self, shadow: Shadow) -> None:
+        """A handle was registered: every open phase has a target for it."""
+        name = shadow.handle.name
+        self.shadows[name] = shadow
+        below: Plan = self.policy.last["idle"] if self._idle_was_asked() else Plan({name: State.CPU_OFFLOADED})
+        for level in self.levels:
+            asked, chosen = self.policy.last[level.name], self.meant(level.only)
+            source = asked if chosen is None or name in chosen else below
+            streamed = level.plan.streamed | (source.streamed & {name})
+            level.plan = Plan({**level.plan.targets, name: source.targets[name]}, streamed)
+            below = level.plan
+        self.base = self.enclosing()
+
+    def _idle_was_asked(self) -> bool:
+        return "idle" in self.policy.last and all(name in self.policy.last["idle"].targets for name in self.shadows)
+
+    # --- after every rule
+
+    def check_everything(self) -> None:
+        self.manager.check_integrity()
+        handles = self.manager.handles
+        assert handles.keys() == self.shadows.keys()
+        held = sum(h.holding.chunk_bytes for h in handles.values() if h.holding is not None)
+        assert self.device.memory().chunk_bytes == held
+        self._check_targets()
+        for shadow in self.shadows.values():
+            assert shadow.handle.broken is None
+            shadow.check()
+            shadow.check_state_dict()
+        for tensor, data in self.orphans:
+            assert raw(tensor) == data, "a state dict of a handle that is gone reads something else"
+        self._check_snapshot()
+
+    def _check_targets(self) -> None:
+        for name, handle in self.manager.handles.items():
+            on = handle.node[1]
+            if handle.holding is not None:
+                assert handle.holding.on_device is on, f"{handle!r}: state and decision differ"
+            if not on:
+                assert handle.resident_bytes == 0
+            if self.is_settled:
+                assert (handle.state, on) == (self.base.targets[name], self.base.on_device(name)), (
+                    f"{handle!r} should be {self.base.targets[name]} in {[level.name for level in self.levels]}"
+                )
+
+    def _check_snapshot(self) -> None:
+        snapshot = self.manager.snapshot()
+        told = json.loads(snapshot.model_dump_json())
+        assert [h["name"] for h in told["handles"]] == list(self.manager.handles)
+        assert told["phases"] == [level.name for level in self.levels]
+        records = list(self.manager.journal)
+        last = {record.handle: record.target for record in records}
+        counted: Counter[tuple[str, str]] = Counter((record.handle, record.trigger) for record in records)
+        for each in snapshot.handles:
+            handle = self.manager.handles[each.name]
+            assert each.state is handle.state is last.get(each.name, State.CPU_OFFLOADED)
+            assert {t: n for t, n in each.transitions.items() if n} == {t: n for (h, t), n in counted.items() if h == each.name}
+        for source, target in _chains(records):
+            assert source is target, "a record does not begin where the one before ended"
+        self._check_monotone(snapshot)
+
+    def _check_monotone(self, snapshot: Any) -> None:
+        before, self.before = self.before, snapshot
+        if before is None:
+            return
+        for counter in ("phase_seconds", "phase_stall_seconds", "policy_decisions"):
+            now = getattr(snapshot, counter)
+            assert all(now[key] >= value for key, value in getattr(before, counter).items()), counter
+        for counter in ("pairing_violations", "wrong_writes", "expired_keeps", "peak_bytes"):
+            assert getattr(snapshot, counter) >= getattr(before, counter), counter
+        earlier = {each.name: each for each in before.handles}
+        for each in snapshot.handles:
+            if each.name in earlier:
+                was = earlier[each.name]
+                assert all(each.state_seconds[state] >= seconds for state, seconds in was.state_seconds.items())
+                assert (each.loaded_bytes, each.offloaded_bytes, each.skipped_bytes) >= (
+                    was.loaded_bytes, was.offloaded_bytes, was.skipped_bytes,
+                )  # fmt: skip
+
+
+def _without(plan: Plan, name: str) -> Plan:
+    return Plan({n: s for n, s in plan.targets.items() if n != name}, plan.streamed - {name})
+
+
+def _chains(records: Iterable[Any]) -> Iterator[tuple[State, State]]:
+    """(source of a record, target of the one before it) for each handle."""
+    last: dict[str, State] = {}
+    for record in records:
+        yield record.source, last.get(record.handle, State.CPU_OFFLOADED)
+        last[record.handle] = record.target

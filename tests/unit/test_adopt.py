@@ -1,0 +1,314 @@
+"""How storages get their place in a range on a machine without an accelerator, by each way that exists there."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from placement.errors import RegistrationError
+from placement.memory import adopt, cuda_pool
+from placement.memory.adopt import Claim
+from placement.memory.base import Chunk, Copy
+from placement.memory.simulated import SimulatedDevice
+
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot swap storages")
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    return SimulatedDevice(64 << 20, chunk_bytes=64 * 1024)
+
+
+@pytest.fixture(params=[pytest.param("swap", marks=swap_only), "rebind"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of a CPU storage; an older torch has only the second."""
+    if request.param == "rebind":
+        monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    return str(request.param)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(33, 65)
+        self.second = torch.nn.Linear(65, 33, bias=False)
+        self.second.weight = torch.nn.Parameter(self.first.weight.data.t())  # another tensor over one storage
+        flat = torch.randn(1000)
+        self.scale = torch.nn.Parameter(flat[10:43])
+        self.register_buffer("index", torch.arange(5))
+        self.register_buffer("empty", torch.empty(0))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict((*self.named_parameters(), *self.named_buffers()))
+
+
+def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
+    found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
+    return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
+
+
+def fill_range(device: SimulatedDevice, adoption: adopt.Adoption, content: list[bytes]) -> list[Chunk]:
+    """Put memory with these bytes behind the range."""
+    slab = device.host(adoption.nbytes)
+    for offset, data in zip(adoption.offsets, content, strict=True):
+        if data:
+            slab.view(offset, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    chunks, left = [], adoption.nbytes
+    while left > 0:
+        size = min(device.chunk_bytes, -(-left // device.granularity) * device.granularity)
+        chunks.append(device.create(size))
+        left -= size
+    device.map(adoption.addresses, chunks)
+    device.copy([Copy(adoption.addresses.base, slab.address, adoption.nbytes)], "to_device")
+    return chunks
+
+
+def raw(storage: torch.UntypedStorage) -> bytes:
+    return bytes(storage.tolist())
+
+
+def test_views_ties_and_identity_survive(device: SimulatedDevice, way: str) -> None:
+    model = Model()
+    tensors = model.tensors()
+    claims = claims_of(tensors)
+    content = [raw(claim.storage) for claim in claims]
+    expected = {name: t.detach().clone() for name, t in tensors.items()}
+    ids = {name: id(t) for name, t in tensors.items()}
+
+    adoption = adopt.prepare(device, claims)
+    assert {w for w, claim in zip(adoption.ways, claims, strict=True)} == {way}
+    assert all(torch.equal(t, expected[name]) for name, t in tensors.items())  # nothing changed yet
+    assert not any(adoption.is_in(i) for i, claim in enumerate(claims) if claim.nbytes)
+    for index in range(len(claims)):
+        adoption.move_in(index)
+        adoption.move_in(index)
+        assert adoption.is_in(index)
+    assert bool(model.first.weight.isnan().all())
+    assert model.index.tolist() == [-1] * 5
+    chunks = fill_range(device, adoption, content)
+    assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
+    assert ids == {name: id(t) for name, t in model.tensors().items()}
+    assert model.second.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
+    assert model.scale.storage_offset() == 10
+    assert model.scale.untyped_storage().nbytes() == 4000
+    model.second(model.first(torch.randn(2, 33)) * 1.0).sum().backward()
+    assert adoption.nbytes <= adopt.expected_bytes(device, [len(data) for data in content])
+    assert chunks
+
+
+@swap_only
+def test_unknown_aliases_and_a_live_graph_follow_a_swap(device: SimulatedDevice) -> None:
+    model = torch.nn.Linear(8, 8)
+    loss = model(torch.ones(2, 8)).square().sum()
+    reference = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    unnamed = model.weight.detach()[2:]
+    claims = claims_of(dict(model.named_parameters()))
+    content = [raw(claim.storage) for claim in claims]
+    adoption = adopt.prepare(device, claims)
+    for index in range(len(claims)):
+        adoption.move_in(index)
+    assert bool(unnamed.isnan().all())
+    chunks = fill_range(device, adoption, content)
+    again = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
+    assert chunks
+
+
+@pytest.mark.parametrize("hold", [lambda m: m.state_dict(), lambda m: m.weight.detach()[1:], lambda m: m(torch.ones(1, 4)).sum()])
+def test_rebinding_refuses_a_storage_with_an_unknown_user(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, hold: Callable[[torch.nn.Module], Any]
+) -> None:
+    monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    model = torch.nn.Linear(4, 4, bias=False)
+    model.scaled = torch.nn.Parameter(model.weight.data.t())
+    before = model.weight.data_ptr(), model.weight.detach().clone()
+    held = hold(model)
+    tensors = dict(model.named_parameters())
+    if isinstance(held, torch.Tensor) and held.grad_fn is not None:
+        adopt.prepare(device, claims_of(tensors))  # a graph that saved the parameter itself follows it
+    else:
+        with pytest.raises(RegistrationError, match=r"'weight': \d more user"):
+            adopt.prepare(device, claims_of(tensors))
+    del held
+    gc.collect()
+    adopt.prepare(device, claims_of(tensors))
+    assert model.weight.data_ptr() == before[0]
+    assert torch.equal(model.weight, before[1])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.randn(4, dtype=torch.complex64).conj(),
+        lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+    ],
+)
+def test_rebinding_refuses_lazy_views(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, odd: Callable[[], torch.Tensor]) -> None:
+    monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    tensor = odd()
+    with pytest.raises(RegistrationError, match="conjugated or negated"):
+        adopt.prepare(device, claims_of({"odd": tensor}))
+
+
+def test_a_tensor_of_another_storage_is_no_alias(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    one, other = torch.ones(3), torch.ones(3)
+    with pytest.raises(RegistrationError, match="another storage"):
+        adopt.prepare(device, [Claim("one", one.untyped_storage(), (one, other))])
+
+
+def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
+    class Owner(bytearray):
+        """A buffer whose death can be seen."""
+
+    owner = Owner(4096)
+    alive = weakref.ref(owner)
+    tensor = torch.frombuffer(owner, dtype=torch.float32)
+    del owner
+    claims = claims_of({"t": tensor})
+    adoption = adopt.prepare(device, claims)
+    adoption.move_in(0)
+    del claims
+    adoption.forget_claims()
+    assert alive() is None
+    assert bool(tensor.isnan().all())
+
+
+def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
+    """Each step runs `call` with a KeyboardInterrupt at the next opcode of the adoption's own code; ends with a whole run."""
+    at = -1
+    reached = True
+    while reached:
+        at += 1
+        left, reached = at, False
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal left, reached
+            if not frame.f_code.co_filename.endswith("memory/adopt.py"):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left -= 1
+                if left < 0:
+                    reached = True
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        yield reached
+
+
+def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(device: SimulatedDevice, way: str) -> None:
+    points = 0
+    base = torch.arange(400.0)
+    state: dict[str, Any] = {}
+
+    def run() -> None:
+        state["adoption"].move_in(0)
+
+    def fresh() -> None:
+        whole = base.clone()
+        state["tensors"] = {"whole": whole, "half": whole[100:300], "shape": torch.nn.Parameter(whole.data.view(20, 20).t())}
+        claims = claims_of(state["tensors"])
+        state["adoption"] = adopt.prepare(device, claims)
+
+    fresh()
+    for reached in interrupted_runs(run):
+        points += reached
+        adoption, tensors = state["adoption"], state["tensors"]
+        adoption.move_in(0)
+        assert adoption.is_in(0)
+        assert len({t.untyped_storage()._cdata for t in tensors.values()}) == 1
+        chunks = fill_range(device, adoption, [raw(base.untyped_storage())])
+        assert torch.equal(tensors["whole"], base)
+        assert torch.equal(tensors["half"], base[100:300])
+        assert torch.equal(tensors["shape"], base.view(20, 20).t())
+        device.unmap(adoption.addresses, adoption.nbytes)
+        for chunk in chunks:
+            device.release(chunk)
+        fresh()
+    assert points > 20
+
+
+def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice, way: str) -> None:
+    model = Model()
+    tensors = model.tensors()
+    claims = [claim for claim in claims_of(tensors) if claim.nbytes]
+    content = [raw(claim.storage) for claim in claims]
+    expected = {name: t.detach().clone() for name, t in tensors.items()}
+    ids = {name: id(t) for name, t in tensors.items()}
+    adoption = adopt.prepare(device, claims)
+    for index in range(len(claims)):
+        adoption.move_in(index)
+    adoption.forget_claims()
+    addresses = weakref.ref(adoption.addresses)
+    for claim, data in zip(claims_of(model.tensors()), content, strict=False):
+        if not claim.nbytes:
+            continue
+        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        adopt.rehome(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
+    del claim, claims, adoption
+    gc.collect()
+    assert addresses() is None
+    assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
+    assert ids == {name: id(t) for name, t in model.tensors().items()}
+    assert model.second.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
+
+
+def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda target: target.copy_(source)
+
+
+def test_a_failed_fill_leaves_everything_in_the_range(device: SimulatedDevice, way: str) -> None:
+    tensor = torch.ones(100)
+    adoption = adopt.prepare(device, claims_of({"t": tensor}))
+    adoption.move_in(0)
+
+    def fail(target: torch.Tensor) -> None:
+        raise OSError("no bytes")
+
+    with pytest.raises(OSError, match="no bytes"):
+        adopt.rehome(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
+    assert adoption.is_in(0)
+
+
+def test_small_storages_are_packed_and_aligned(device: SimulatedDevice) -> None:
+    sizes = [4, 1, 64, 65, 4096, 5000, 0, 4]
+    tensors = {str(i): torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
+    adoption = adopt.prepare(device, claims_of(tensors))
+    assert adoption.nbytes == adopt.expected_bytes(device, sizes)
+    spans = sorted((o, o + n) for o, n in zip(adoption.offsets, sizes, strict=True) if n)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(o % (64 if n < 4096 else 512) == 0 for o, n in zip(adoption.offsets, sizes, strict=True) if n)
+    assert adoption.addresses.base % 512 == 0
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [1 << 20] * 3, [(1 << 20) + 1], [5, 30 << 20, 2 << 20, 700_000, 0, 600_000, 500_000, 1]])
+def test_the_plan_for_torchs_allocator_covers_every_segment_without_overlap(sizes: list[int]) -> None:
+    places, used = cuda_pool.plan(sizes)
+    spans = sorted((p.offset, p.offset + p.nbytes) for p in places)
+    assert all(end <= start < end + 512 or start - end <= 1 << 20 for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert sorted(p.index for p in places if p.index is not None) == [i for i, n in enumerate(sizes) if n]
+    assert sum(p.opens for p in places) == used
+    assert used % (2 << 20) == 0
+    assert not spans or spans[-1][1] <= used

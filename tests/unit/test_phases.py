@@ -1,0 +1,679 @@
+"""Phases: nesting, only, switch, keep, threads and tasks, and every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Run in another thread; its result, or its exception raised here."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="helper")
+    thread.start()
+    thread.join()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+# --- nesting
+
+
+def test_an_inner_phase_returns_to_the_enclosing_plan() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        before = worker.states()
+        with worker.manager.phase("log_prob"):
+            assert worker.on_device() == {"actor", "ref"}
+            assert worker.states()["actor"] is GPU
+            with worker.manager.phase("values"):
+                assert worker.on_device() == {"critic"}
+            assert worker.on_device() == {"actor", "ref"}
+        assert worker.states() == before
+        learn(worker.net, worker.adam)
+        assert worker.manager.phase_name == "train"
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def test_leaving_an_inner_phase_does_not_undo_but_goes_to_the_level_of_the_outer_one() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as outer:
+        with worker.manager.phase("train"):
+            pass
+        assert worker.states() == {"actor": GPU, "actor.optimizer": OFF, "ref": GPU, "critic": OFF, "critic.optimizer": OFF}
+        outer.switch("values")
+        with worker.manager.phase("rollout"):
+            assert worker.on_device() == {"actor"}
+        assert worker.on_device() == {"critic"}
+
+
+def test_only_means_the_named_handles_and_the_optimizers_they_own() -> None:
+    worker = Worker()
+    with worker.manager.phase("train", only=["critic"]):
+        assert worker.on_device() == {"critic"}  # SGD has no state yet
+        learn(worker.critic_net, worker.sgd)
+        assert worker.states() == {"actor": OFF, "actor.optimizer": OFF, "ref": OFF, "critic": TRAIN, "critic.optimizer": TRAIN}
+    with worker.manager.phase("train", only=["critic"]):
+        assert worker.on_device() == {"critic", "critic.optimizer"}
+
+
+def test_only_leaves_the_others_as_in_the_enclosing_plan() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"), worker.manager.phase("train", only=("critic",)):
+        assert worker.states() == {"actor": GPU, "actor.optimizer": OFF, "ref": GPU, "critic": TRAIN, "critic.optimizer": TRAIN}
+
+
+def test_only_of_nothing_is_the_enclosing_plan() -> None:
+    worker = Worker()
+    with worker.manager.phase("train", only=[]):
+        assert worker.on_device() == set()
+
+
+def test_only_takes_no_string_for_a_list_of_names() -> None:
+    worker = Worker()
+    with pytest.raises(TypeError, match=r"only=\['actor'\]"):
+        worker.manager.phase("train", only="actor")
+    with worker.manager.phase("train") as phase, pytest.raises(TypeError, match=r"only=\['actor'\]"):
+        phase.switch("values", only="actor")
+    with pytest.raises(TypeError):
+        worker.manager.phase("train", only=5)  # type: ignore[arg-type]
+
+
+# --- switch
+
+
+def test_switch_moves_no_bytes_of_what_both_phases_need() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        loaded = worker.actor.counters.loaded_bytes
+        address = worker.net[0].weight.data_ptr()
+        phase.switch("train")
+        assert worker.states() == {"actor": TRAIN, "actor.optimizer": TRAIN, "ref": OFF, "critic": TRAIN, "critic.optimizer": TRAIN}
+        phase.switch("weight_sync")
+        assert worker.states()["actor"] is SYNC
+        phase.switch("train")
+        assert worker.actor.counters.loaded_bytes == loaded
+        assert worker.actor.counters.transitions["offload"] == 0
+        assert worker.net[0].weight.data_ptr() == address
+    triggers = [r.trigger for r in worker.manager.journal if r.handle == "actor"]
+    assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
+
+
+def test_a_switch_with_only_takes_the_enclosing_plan_for_the_others() -> None:
+    worker = Worker()
+    with worker.manager.phase("values"):
+        with worker.manager.phase("log_prob") as inner:
+            inner.switch("train", only=["actor"])
+            assert worker.on_device() == {"actor", "critic"}
+            assert worker.states()["critic"] is GPU
+        assert worker.on_device() == {"critic"}
+
+
+def test_switching_twice_to_the_same_phase_is_idempotent() -> None:
+    worker = Worker()
+    with worker.manager.phase("train") as phase:
+        records = len(worker.manager.journal)
+        phase.switch("train")
+        assert len(worker.manager.journal) == records
+
+
+def test_a_failed_switch_leaves_the_phase_as_it_was() -> None:
+    worker = Worker(policy=Scripted(eval=RuntimeError("no idea")))
+    with worker.manager.phase("train") as phase:
+        phase.keep("actor")
+        learn(worker.net, worker.adam)
+        before = everything(worker.manager)
+        with pytest.raises(PolicyError, match="no idea"):
+            phase.switch("eval")
+        with pytest.raises(PolicyError, match="trian"):
+            phase.switch("trian")
+        with pytest.raises(PhaseError, match="did you mean 'critic'"):
+            phase.switch("values", only=["critc"])
+        assert everything(worker.manager) == before
+        assert phase.name == "train"
+        learn(worker.net, worker.adam)
+    assert worker.on_device() == {"actor"}  # kept
+
+
+@pytest.mark.parametrize("operation", ["create", "map", "copy"])
+def test_a_switch_that_the_device_fails_leaves_the_phase_as_it_was(operation: str) -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    with worker.manager.phase("train", only=["actor"]) as phase:
+        learn(worker.net, worker.adam)
+        values = {name: value.clone() for name, value in worker.net.state_dict().items()}
+        before = worker.states()
+        device.fail(operation)
+        with pytest.raises((DeviceMemoryError, RuntimeError), match="injected"):
+            phase.switch("values")
+        assert device.fired == 1
+        assert worker.states() == before
+        assert_same(worker.net.state_dict(), values)
+        learn(worker.net, worker.adam)
+    device.clear()
+    assert_nothing_resident(worker.manager)
+
+
+# --- keep
+
+
+def test_a_kept_handle_is_taken_over_by_the_next_phase_without_a_byte() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        phase.keep(worker.actor)
+        phase.keep("actor")
+    assert worker.on_device() == {"actor"}
+    assert worker.states()["actor"] is GPU
+    snapshot = worker.manager.snapshot()
+    assert snapshot.kept_bytes == worker.actor.resident_bytes > 0
+    assert snapshot.expired_keeps == 0
+    assert worker.manager.audit().ok
+    loaded = worker.actor.counters.loaded_bytes
+    with worker.manager.phase("train"):
+        assert worker.actor.counters.loaded_bytes == loaded
+        assert worker.manager.snapshot().kept_bytes == 0
+    assert worker.manager.snapshot().expired_keeps == 0
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_keep_that_the_next_phase_does_not_want_expires_and_is_counted() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        phase.keep("actor")
+    with worker.manager.phase("values"):
+        assert worker.on_device() == {"critic"}
+        assert worker.manager.snapshot().expired_keeps == 1
+    assert worker.manager.snapshot().kept_bytes == 0
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_keep_over_the_end_of_an_inner_phase() -> None:
+    worker = Worker()
+    with worker.manager.phase("values"):
+        with worker.manager.phase("log_prob") as inner:
+            inner.keep("actor")
+        assert worker.on_device() == {"critic", "actor"}
+        with worker.manager.phase("train"):
+            assert worker.on_device() == {"critic", "actor"}
+            assert worker.manager.snapshot().expired_keeps == 0
+        assert worker.on_device() == {"critic"}
+        with worker.manager.phase("log_prob") as inner:
+            inner.keep("ref")
+    assert worker.manager.snapshot().expired_keeps == 1  # no phase came that could take it over
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_keep_over_a_switch_expires_where_the_plan_does_not_want_it() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        phase.keep("actor")
+        phase.keep("ref")
+        phase.switch("train")
+        assert worker.on_device() == {"actor", "critic"}
+        assert worker.manager.snapshot().expired_keeps == 1
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_switch_that_fails_keeps_no_keep() -> None:
+    worker = Worker()
+    with worker.manager.phase("train") as phase:
+        phase.keep("actor")
+        with pytest.raises(PolicyError):
+            phase.switch("trian")
+        assert worker.manager.snapshot().kept_bytes == 0  # the phase goes on: nothing is carried over yet
+        with worker.manager.phase("values"):
+            assert worker.on_device() == {"critic"}
+        assert worker.manager.snapshot().expired_keeps == 0
+    assert worker.on_device() == {"actor"}
+
+
+def test_keeping_what_is_not_on_the_device_carries_nothing() -> None:
+    worker = Worker()
+    with worker.manager.phase("values") as phase:
+        phase.keep("ref")
+    assert worker.on_device() == set()
+    with worker.manager.phase("train", only=["critic"]):
+        assert worker.on_device() == {"critic"}
+    assert worker.manager.snapshot().expired_keeps == 0
+
+
+def test_a_keep_survives_an_entry_that_fails() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        phase.keep("actor")
+    with pytest.raises(PolicyError):
+        worker.manager.phase("trian").__enter__()
+    assert worker.on_device() == {"actor"}
+    with worker.manager.phase("train"):
+        pass
+    assert worker.manager.snapshot().expired_keeps == 0
+
+
+def test_keep_of_an_unregistered_name_is_an_error_and_keeps_nothing() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        with pytest.raises(PhaseError, match="no handle 'actro', did you mean 'actor'"):
+            phase.keep("actro")
+        other = make_manager().register("foreign", net(), role="actor")
+        with pytest.raises(PhaseError, match="foreign"):
+            phase.keep(other)
+    assert_nothing_resident(worker.manager)
+    with pytest.raises(PhaseError, match="not open"):
+        phase.keep("actor")
+
+
+def test_a_kept_handle_that_is_unregistered_is_kept_no_more() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        phase.keep("ref")
+    worker.manager.unregister("ref")
+    assert worker.manager.snapshot().kept_bytes == 0
+    with worker.manager.phase("values"):
+        assert worker.manager.snapshot().expired_keeps == 0
+    assert worker.manager.device.memory().chunk_bytes == 0
+
+
+# --- out of order
+
+
+def test_leaving_what_was_not_entered() -> None:
+    worker = Worker()
+    before = everything(worker.manager)
+    with pytest.raises(PhaseError, match=r"enter\(\)"):
+        worker.manager.leave()
+    with pytest.raises(PhaseError, match=r"enter\(\)"):
+        worker.manager.switch("train")
+    phase = worker.manager.phase("train")
+    with pytest.raises(PhaseError, match="not open"):
+        phase.__exit__(None, None, None)
+    with pytest.raises(PhaseError, match="not open"):
+        phase.switch("values")
+    assert everything(worker.manager) == before
+
+
+def test_a_phase_is_entered_once() -> None:
+    worker = Worker()
+    with worker.manager.phase("train") as phase, pytest.raises(PhaseError, match="entered before"):
+        phase.__enter__()
+    with pytest.raises(PhaseError, match="entered before"):
+        phase.__enter__()
+    with pytest.raises(PhaseError, match="left before"):
+        phase.__exit__(None, None, None)
+    assert_nothing_resident(worker.manager)
+
+
+def test_leaving_and_switching_out_of_order_names_the_inner_phase_and_changes_nothing() -> None:
+    worker = Worker()
+    outer, inner = worker.manager.phase("train"), worker.manager.phase("values")
+    outer.__enter__()
+    inner.__enter__()
+    before = everything(worker.manager)
+    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(PhaseError, match="'values' is open inside phase 'train'"):
+        outer.switch("log_prob")
+    assert everything(worker.manager) == before
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert_nothing_resident(worker.manager)
+
+
+def test_close_with_an_open_phase_is_refused() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        with pytest.raises(PhaseError, match="'train' is open"):
+            worker.manager.close()
+        learn(worker.net, worker.adam)
+    worker.manager.close()
+    worker.manager.close()
+    with pytest.raises(placement.PlacementError, match="closed"):
+        worker.manager.phase("train").__enter__()
+
+
+# --- threads and tasks
+
+
+def test_enter_switch_and_leave_from_different_threads() -> None:
+    worker = Worker()
+    in_thread(lambda: worker.manager.enter("log_prob"))
+    assert worker.on_device() == {"actor", "ref"}
+    worker.manager.switch("train", only=["actor"])
+    assert worker.on_device() == {"actor"}
+    worker.manager.enter("values")
+    assert worker.on_device() == {"critic"}
+    in_thread(worker.manager.leave)
+    assert worker.on_device() == {"actor"}
+    in_thread(worker.manager.leave)
+    assert_nothing_resident(worker.manager)
+
+
+def test_two_threads_that_hold_phases_at_once() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        before = everything(worker.manager)
+        with pytest.raises(PhaseError, match=r"thread 'helper' wants phase 'values' while thread 'MainThread' holds phase 'train'"):
+            in_thread(lambda: worker.manager.phase("values").__enter__())
+        with pytest.raises(PhaseError, match="helper"):
+            in_thread(lambda: worker.manager.enter("values"))
+        assert everything(worker.manager) == before
+        learn(worker.net, worker.adam)
+    in_thread(lambda: worker.manager.phase("values").__enter__().__exit__(None, None, None))
+    assert_nothing_resident(worker.manager)
+
+
+def test_two_tasks_that_hold_phases_at_once() -> None:
+    worker = Worker()
+
+    async def first(opened: asyncio.Event, refused: asyncio.Event) -> None:
+        with worker.manager.phase("train"):
+            opened.set()
+            await refused.wait()
+
+    async def second(opened: asyncio.Event, refused: asyncio.Event) -> None:
+        await opened.wait()
+        try:
+            with pytest.raises(PhaseError, match="task 'second' wants phase 'values' while task 'first' holds phase 'train'"):
+                worker.manager.phase("values").__enter__()
+        finally:
+            refused.set()
+
+    async def main() -> None:
+        opened, refused = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(work(opened, refused), name=work.__name__) for work in (first, second)]
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert_nothing_resident(worker.manager)
+
+
+def test_an_async_body_works_and_a_cancelled_one_leaves() -> None:
+    worker = Worker()
+
+    async def train(forever: bool) -> None:
+        with worker.manager.phase("train") as phase:
+            await asyncio.sleep(0)
+            learn(worker.net, worker.adam)
+            phase.switch("values")
+            with worker.manager.phase("log_prob"):
+                await asyncio.sleep(0)
+            if forever:
+                await asyncio.Event().wait()
+
+    async def main() -> None:
+        await train(forever=False)
+        task = asyncio.create_task(train(forever=True))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert worker.on_device() == {"critic"}
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_task_may_nest_in_the_phase_of_the_thread_that_runs_its_loop() -> None:
+    worker = Worker()
+
+    async def generate() -> None:
+        with worker.manager.phase("log_prob"):
+            await asyncio.sleep(0)
+            assert worker.on_device() == {"actor", "ref"}
+
+    with worker.manager.phase("values"):
+        asyncio.run(generate())
+        assert worker.on_device() == {"critic"}
+        with pytest.raises(PhaseError, match="'MainThread' holds"):
+            in_thread(lambda: asyncio.run(generate()))
+    assert_nothing_resident(worker.manager)
+
+
+# --- abandoned
+
+
+def steps(worker: Worker) -> Iterator[int]:
+    with worker.manager.phase("train"):
+        yield 1
+        yield 2
+
+
+def test_a_generator_that_is_closed_leaves_its_phase() -> None:
+    worker = Worker()
+    generator = steps(worker)
+    next(generator)
+    assert worker.on_device() == {"actor", "critic"}
+    generator.close()  # type: ignore[attr-defined]
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_generator_that_is_dropped_leaves_its_phase() -> None:
+    worker = Worker()
+    generator = steps(worker)
+    next(generator)
+    del generator
+    gc.collect()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
+    worker = Worker()
+    worker.manager.phase("train").__enter__()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
+    worker = Worker()
+    outer = worker.manager.phase("values")
+    outer.__enter__()
+    with worker.manager.phase("train"):
+        del outer
+        gc.collect()
+        assert worker.on_device() == {"actor", "critic"}
+        learn(worker.net, worker.adam)
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+# --- exceptions
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_exception_in_the_body_propagates_and_the_device_is_empty(kind: type[BaseException]) -> None:
+    worker = Worker()
+    mine = kind("mine")
+    with pytest.raises(kind) as caught:  # noqa: SIM117
+        with worker.manager.phase("train"):
+            with worker.manager.phase("log_prob"):
+                raise mine
+    assert caught.value is mine
+    assert not hasattr(mine, "__notes__")
+    assert_nothing_resident(worker.manager)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+
+
+def test_a_restore_that_fails_is_a_note_on_the_exception_on_its_way() -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
+        with worker.manager.phase("train", only=["actor"]):
+            learn(worker.net, worker.adam)
+            device.fail("copy")
+            raise ValueError("mine")
+    assert any("injected fault" in note for note in caught.value.__notes__)
+    assert device.fired == 1
+    assert worker.manager.phase_name == "idle"
+    snapshot = worker.manager.snapshot()
+    assert snapshot.pairing_violations >= 1
+    assert snapshot.unpaired_bytes > 0
+    with worker.manager.phase("values"):
+        pass
+    assert_nothing_resident(worker.manager)  # the next border made it good
+    assert worker.manager.snapshot().unpaired_bytes == 0
+
+
+def test_a_restore_that_fails_without_another_exception_is_raised() -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    with pytest.raises(RuntimeError, match="injected fault") as caught:  # noqa: SIM117, PT012
+        with worker.manager.phase("train", only=["actor"]):
+            learn(worker.net, worker.adam)
+            device.fail("copy")
+    assert any("while leaving phase 'train'" in note for note in caught.value.__notes__)
+    assert worker.manager.phase_name == "idle"
+
+
+def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device() -> None:
+    policy = Scripted()
+    worker = Worker(policy=policy)
+    with pytest.raises(PolicyError, match="out of ideas"):  # noqa: SIM117, PT012
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+            policy.answers["idle"] = RuntimeError("out of ideas")
+    assert worker.manager.phase_name == "idle"
+    assert worker.on_device() == set()
+    assert worker.manager.device.memory().chunk_bytes == 0
+    policy.answers.clear()
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_policy_that_raises_at_the_exit_is_a_note_on_the_users_exception() -> None:
+    policy = Scripted()
+    worker = Worker(policy=policy)
+    with pytest.raises(ValueError, match="mine") as caught:  # noqa: SIM117, PT012
+        with worker.manager.phase("train"):
+            policy.answers["idle"] = RuntimeError("out of ideas")
+            raise ValueError("mine")
+    assert any("out of ideas" in note for note in caught.value.__notes__)
+    assert worker.on_device() == set()
+
+
+# --- inside a border
+
+
+def test_a_policy_cannot_open_a_phase() -> None:
+    caught: list[PhaseError] = []
+
+    def reenter(view: placement.View) -> Plan:
+        for work in (
+            lambda: worker.manager.phase("values").__enter__(),
+            lambda: worker.manager.register("more", net()),
+            lambda: worker.manager.enter("values"),
+        ):
+            with pytest.raises(PhaseError, match="inside a border") as error:
+                work()
+            caught.append(error.value)
+        return view.total_plan({})
+
+    worker = Worker(policy=Scripted(eval=reenter))
+    with worker.manager.phase("eval"):
+        assert worker.manager.phase_name == "eval"
+    assert len(caught) == 3
+    assert list(worker.manager.handles) == ["actor", "actor.optimizer", "ref", "critic", "critic.optimizer"]
+
+
+def test_a_policy_that_lets_that_error_out_is_a_policy_that_failed() -> None:
+    worker = Worker(policy=Scripted(eval=lambda view: worker.manager.phase("values").__enter__()))
+    with pytest.raises(PolicyError, match="inside a border") as caught:
+        worker.manager.phase("eval").__enter__()
+    assert isinstance(caught.value.__cause__, PhaseError)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_factory_cannot_open_a_phase() -> None:
+    manager = make_manager()
+
+    def build() -> torch.nn.Module:
+        manager.enter("values")
+        return net()
+
+    manager.register("critic", placement.Lazy(build), role="critic")
+    with pytest.raises(RegistrationError, match="inside a border") as caught:
+        manager.enter("values")
+    assert isinstance(caught.value.__cause__, PhaseError)
+    assert manager.phase_name == "idle"
+    assert manager.handles["critic"].object is None
+
+
+# --- modes of torch
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_phases_move_in_every_mode_of_torch_and_leave_the_mode_alone(mode: Any) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    with mode():
+        with worker.manager.phase("log_prob") as phase:
+            assert torch.is_inference_mode_enabled() is (mode is torch.inference_mode)
+            assert not torch.is_grad_enabled()
+            assert worker.net(torch.ones(1, 64)).isfinite().all()
+            phase.switch("train")
+            phase.switch("values")
+        kept = worker.actor.state_dict()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        assert_same(kept["0.weight"], worker.net[0].weight.data)
+        assert not worker.net[0].weight.is_inference()
+        assert not next(iter(worker.adam.state.values()))["exp_avg"].is_inference()
+    assert_same(kept["0.weight"], worker.actor.state_dict()["0.weight"])
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_graph_capture_forbids_borders() -> None:
+    class Capturing(Faults):
+        capturing = False
+
+        def is_capturing(self) -> bool:
+            return self.capturing
+
+    device = Capturing(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    with worker.manager.phase("train") as phase:
+        before = worker.states()
+        device.capturing = True
+        for work in (lambda: phase.switch("values"), lambda: worker.manager.enter("values"), lambda: worker.manager.register("x", net())):
+            with pytest.raises(PhaseError, match="captured"):
+                work()
+        assert worker.states() == before
+        device.capturing = False
+        learn(worker.net, worker.adam)
+    assert_nothing_resident(worker.manager)
+
+
+def test_the_journal_knows_at_whose_border_a_state_changed() -> None:
+    worker = Worker()
+    with worker.manager.phase("values") as phase:
+        phase.switch("log_prob", only=["ref"])
+    seen = [(r.handle, r.trigger, r.phase) for r in worker.manager.journal]
+    assert seen == [
+        ("critic", "load", "values"),
+        ("critic", "offload", "log_prob"),
+        ("ref", "load", "log_prob"),
+        ("ref", "offload", "log_prob"),
+    ]
+    assert State.CPU_OFFLOADED is worker.ref.state
