@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import placement
-
 FOLDER = Path(os.environ.get("PLACEMENT_BENCH_RESULTS", Path(__file__).parent / "results"))
+_PEERS = ("accelerate", "deepspeed", "torch_memory_saver", "verl")
 
 
 @dataclass(frozen=True)
@@ -26,26 +29,86 @@ class Row:
     unit: str
 
 
-def machine(device: str) -> dict[str, str | int]:
+def machine(device: str) -> dict[str, Any]:
     """What the numbers depend on."""
-    described: dict[str, str | int] = {
+    described: dict[str, Any] = {
         "device": device,
         "cpu_cores": os.cpu_count() or 0,
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "placement": getattr(placement, "__version__", "0.1.0"),
+        "placement": _version("placement") or "0.1.0",
+        "peers": {name: version for name in _PEERS if (version := _version(name)) is not None},
     }
     if device.startswith("cuda"):
         described["gpu"] = torch.cuda.get_device_name(device)
+        described["cuda"] = torch.version.cuda
     return described
 
 
-def write(benchmark: str, device: str, rows: Sequence[Row]) -> None:
-    """Print a table and write `results/BENCHMARK.json` (with the device's kind in the name where it is not a GPU)."""
-    width = max(len(row.scenario) for row in rows)
-    for row in rows:
-        print(f"{row.scenario:<{width}}  {row.system:<12} {row.metric:<36} {row.value:>14,.3f} {row.unit}")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    name = benchmark if device.startswith("cuda") else f"{benchmark}_{device}"
-    content = {"benchmark": benchmark, "machine": machine(device), "rows": [asdict(row) for row in rows]}
-    (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class Results:
+    """The rows of one benchmark. The file is written anew after each system, so that a crash later on loses nothing.
+
+    Args:
+        benchmark: the file's name.
+        device: "cuda:0" or "simulated"; what was not measured on a GPU says so in the file's name.
+        size: "full", "quick" or "tiny".
+    """
+
+    def __init__(self, benchmark: str, device: str, size: str = "full", folder: Path | None = None) -> None:
+        self.benchmark = benchmark
+        self.device = device
+        self.size = size
+        self.path = (FOLDER if folder is None else folder) / f"{benchmark}{'' if device.startswith('cuda') else '_' + device}.json"
+        self.rows: list[Row] = []
+        self.errors: list[dict[str, str]] = []
+
+    def add(self, scenario: str, system: str, metric: str, value: float, unit: str) -> None:
+        """Add a row and print it."""
+        row = Row(scenario, system, metric, float(value), unit)
+        self.rows.append(row)
+        print(f"{scenario:<34}  {system:<28} {metric:<34} {row.value:>18,.4f} {unit}", flush=True)
+
+    def rate(self, scenario: str, system: str, what: str, nbytes: float, seconds: float, link: float) -> None:
+        """GB/s (1e9 bytes), and its share of `link`, the raw rate measured in the same run."""
+        achieved = nbytes / seconds / 1e9
+        self.add(scenario, system, f"{what}, rate", achieved, "GB/s")
+        self.add(scenario, system, f"{what}, share of the link", 100 * achieved / link, "%")
+
+    @contextmanager
+    def system(self, scenario: str, system: str) -> Iterator[None]:
+        """Measure one system. What it raises becomes a row `error`, and the message goes into the file: the others go on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed(scenario, system, f"{type(error).__name__}: {error}")
+        self.write()
+
+    def failed(self, scenario: str, system: str, message: str) -> None:
+        """Record that a system has no numbers, and why."""
+        self.add(scenario, system, "error", 1, "failures")
+        self.errors.append({"scenario": scenario, "system": system, "message": message})
+
+    def write(self) -> None:
+        content: dict[str, Any] = {"benchmark": self.benchmark, "machine": machine(self.device), "rows": [asdict(row) for row in self.rows]}
+        content["machine"]["size"] = self.size
+        if self.errors:
+            content["errors"] = self.errors
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every result file of a folder by the benchmark's name."""
+    files: Sequence[Path] = sorted(folder.glob("*.json"))
+    return {content["benchmark"]: content for content in (json.loads(file.read_text(encoding="utf-8")) for file in files)}

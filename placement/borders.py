@@ -26,8 +26,8 @@ from placement.settings import Settings
 from placement.states import IDLE, Plan, State, View
 
 _WRONG_WRITE = (
-    "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle is as it "
-    "was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names the handles that are off the device."
+    "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
+    "is as it was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names what is off the device."
 )
 
 
@@ -46,7 +46,7 @@ class Borders:
         self._handles = self.registry.handles
         self._lock = threading.RLock()
         self._busy = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.is_closed = False
         self.stack: tuple[Open, ...] = ()
         self.kept: frozenset[str] = frozenset()
@@ -86,18 +86,20 @@ class Borders:
         with self.border():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.stack[:-1]
-            enclosing = below[-1].plan if below else self._idle_plan()
+            enclosing, kept = below[-1].plan if below else self._idle_plan(), self.kept
             began = time.monotonic()
             self._finish(opened)
-            self.kept |= opened.kept
             try:
+                self.kept |= self._worth_keeping(opened)
+                for each in self.kept:
+                    enclosing = enclosing.also(each, State.GPU_RESIDENT)
                 self._journal.enter_phase(name)
                 plan = self._go(name, only, enclosing)
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*below, following)
                 phase._open = following
             except BaseException as error:
-                self.stack, phase._open = (*below, opened), opened
+                self.stack, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name)
                 self._note(error, self._retreat(opened.plan))
                 raise
@@ -114,11 +116,9 @@ class Borders:
                 self._finish(opened)
                 self._expire_keeps()
                 plan, failures = self._plan_after(below)
-                kept = [name for name in opened.kept if name in self._handles]
-                self.kept = frozenset(kept)
-                for name in kept:
-                    if self._handles[name].node[1]:
-                        plan = plan.also(name, State.GPU_RESIDENT)
+                self.kept = self._worth_keeping(opened)
+                for name in self.kept:
+                    plan = plan.also(name, State.GPU_RESIDENT)
                 failures += self._retreat(plan)
             except BaseException:  # an interrupt in the middle of leaving: leave first, then let it out
                 self._retreat(self._plan_after(below)[0])
@@ -174,7 +174,7 @@ class Borders:
         try:
             plan = self._plan_for(name, only, enclosing)
             for handle in list(handles.values()):
-                if not handle.is_built and plan.on_device(handle.name):
+                if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self.registry.build(handle)
                     plan = self._plan_for(name, only, enclosing)  # its bytes count from now on
             check_fits(self._view(name), plan)
@@ -253,7 +253,7 @@ class Borders:
         try:
             self._extend_plans(handle)
             plan = self.base_plan()
-            if not handle.is_built and plan.on_device(handle.name):
+            if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
             check_fits(self._view(self.phase_name), plan)
             self.reconciler.advance(self._handles, plan)
@@ -266,6 +266,8 @@ class Borders:
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""
         self.registry.remove(handle)
+        for other in self._handles.values():
+            other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.kept -= {handle.name}
         for each in self.stack:
             each.kept.discard(handle.name)
@@ -278,10 +280,15 @@ class Borders:
         return self._budget.limit(self.phase_name, self.memory, held)
 
     def _extend_plans(self, handle: Handle) -> None:
-        """Give a new handle its target in every open phase."""
+        """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
+        joining = {handle.name, *(owner.name for owner in handle.owners)}
+        below = self._idle_plan()
         for each in self.stack:
-            state = views.ask(self._policy, self._view(each.name)).targets[handle.name]
-            each.plan = Plan({**each.plan.targets, handle.name: state}, each.plan.streamed)
+            asked = views.ask(self._policy, self._view(each.name))
+            meant = views.meant(None if each.only is None else [name for name in each.only if name in self._handles], self._handles)
+            streamed = each.plan.streamed | (below.streamed & {handle.name})
+            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed)
+            each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def _require_innermost(self, phase: Phase, what: str) -> Open:
         opened = phase._open
@@ -294,6 +301,10 @@ class Borders:
     def _finish(self, opened: Open) -> None:
         self.measure()
         self._budget.observe(opened.name, self.memory)
+
+    def _worth_keeping(self, opened: Open) -> frozenset[str]:
+        """What the phase wanted kept and is on the device: a keep carries residency, it loads nothing."""
+        return frozenset(name for name in opened.kept if name in self._handles and self._handles[name].node[1])
 
     def _expire_keeps(self, plan: Plan | None = None) -> None:
         """Keeps live for one border: what its plan did not take over has expired."""
@@ -321,7 +332,7 @@ class Borders:
     def abandon(self, phase: Phase) -> None:
         """A `Phase` was dropped while open (a generator never finished): leave it, now or at the next border."""
         opened = phase._open
-        if opened is None or os.getpid() != self._pid or sys.is_finalizing():
+        if opened is None or os.getpid() != self.pid or sys.is_finalizing():
             return
         opened.is_abandoned = True
         if self._lock.acquire(blocking=False):
@@ -342,14 +353,15 @@ class Borders:
 
     def _sweep_gone(self) -> None:
         while self._gone:
-            handle = self._gone.popleft()
+            handle = self._gone[0]
             if self._handles.get(handle.name) is handle:
                 self.forget(handle)
+            self._gone.popleft()  # only now: what failed is done again at the next border
 
     def check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise PlacementError(
-                f"this manager belongs to process {self._pid}; a forked child has neither its device memory nor its host copies. "
+                f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "
                 "Make a manager of its own there."
             )
         if self.is_closed:

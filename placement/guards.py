@@ -76,12 +76,35 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
 class ForwardGuard(_Guard):
     """Pre-hook of the module's forward."""
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         handle = self.handle()
         if handle is not None and is_off(handle):
-            refuse(handle, "called", "open a phase whose plan has it on the device, for example manager.phase('log_prob') or phase('train')")
+            refuse(handle, "called", "open a phase whose plan has it on the device, such as manager.phase('log_prob') or phase('train')")
+
+
+class CompiledCall:
+    """In place of the call that `module.compile()` made: torch runs no pre-hook of a module outside of it.
+
+    Torch leaves it out when it copies or pickles the module.
+    """
+
+    def __init__(self, handle: Handle, module: torch.nn.Module) -> None:
+        self._guard = ForwardGuard(handle)
+        self._module = weakref.ref(module)
+        self._call: Callable[..., Any] = module.__dict__["_compiled_call_impl"]
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._guard(None, args)
+        return self._call(*args, **kwargs)
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self:
+            module._compiled_call_impl = self._call
 
 
 class StepGuard(_Guard):
@@ -115,14 +138,14 @@ class StateDictGuard(_Guard):
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
-        if isinstance(owner, torch.nn.Module):  # nested calls share one dict, and torch wants it changed in place
-            if handle is not None and handle.holding is not None:
-                for key, value in state_dict.items():
-                    state_dict[key] = self._readable(handle, value)
-            return None
         if handle is None or handle.holding is None:
-            return state_dict
-        return self._readable(handle, state_dict)  # an optimizer's dict holds its live state: containers are copied
+            return None
+        with torch.inference_mode(False):  # what is handed out follows the handle later, which inference tensors cannot
+            if not isinstance(owner, torch.nn.Module):
+                return self._readable(handle, state_dict)  # an optimizer's dict holds its live state: containers are copied
+            for key, value in state_dict.items():  # nested calls share one dict, and torch wants it changed in place
+                state_dict[key] = self._readable(handle, value)
+        return None
 
     def _readable(self, handle: Handle, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -142,6 +165,8 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
             hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
             hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
             hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+            if target.__dict__.get("_compiled_call_impl") is not None:
+                hooks.append(CompiledCall(handle, target))
         elif isinstance(target, torch.optim.Optimizer):
             hooks.append(target.register_step_pre_hook(StepGuard(handle)))
             hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))

@@ -119,11 +119,15 @@ class Handle:
         While offloaded its tensors lie in the host copy; they follow the handle when it moves.
 
         Raises:
-            NotResidentError: a `Lazy` that is not built has no state yet.
+            NotResidentError: a `Lazy` that is not built has no state yet, an object that was garbage-collected none any more.
         """
         target = self.object
         if target is None:
-            raise NotResidentError(f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device")
+            raise NotResidentError(
+                f"the object of {self.name!r} is gone: it was garbage-collected"
+                if self.is_gone
+                else f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device"
+            )
         return target.state_dict()
 
     def weights_info(self) -> list[WeightInfo]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -91,7 +91,7 @@ class Journal:
         self._phase = IDLE
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
-        self.stall_seconds: Counter[str] = Counter()
+        self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
         self.pairing_violations = 0
         self.wrong_writes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -142,6 +143,15 @@ class Manager:
             self._borders.is_closed = True
             self.device.close()
 
+    def __del__(self) -> None:
+        """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
+        borders = getattr(self, "_borders", None)  # the constructor may have failed
+        if borders is None or borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
+            return
+        while self._entered:
+            self.leave()
+        self.close()
+
     # --- phases
 
     @property
@@ -161,7 +171,7 @@ class Manager:
             PolicyError: no plan; DeviceMemoryError: it does not fit; nothing has moved then.
             Exception: what stopped the moves; what was on the device before is there again.
         """
-        return Phase(self._borders, name, only, here())
+        return Phase(self._borders, name, only, here(), keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str] | None = None) -> None:
         """Open a phase that no thread owns; `leave` closes it, from any thread."""

@@ -17,8 +17,8 @@ from placement.errors import PhaseError
 from placement.states import Plan
 
 if TYPE_CHECKING:
-    from placement.handle import Handle
     from placement.borders import Borders
+    from placement.handle import Handle
 
 
 def here() -> Any:
@@ -28,6 +28,17 @@ def here() -> Any:
     except RuntimeError:
         task = None
     return task if task is not None else threading.current_thread()
+
+
+def names_of(only: Iterable[str] | None) -> tuple[str, ...] | None:
+    """`only=` as a tuple.
+
+    Raises:
+        TypeError: a single string, whose letters would be taken for names.
+    """
+    if isinstance(only, str):
+        raise TypeError(f"only= takes a list of names: only=[{only!r}]")
+    return None if only is None else tuple(only)
 
 
 def describe(holder: Any) -> str:
@@ -54,10 +65,11 @@ class Open:
 class Phase:
     """An open phase. Made by `Manager.phase`; entered once."""
 
-    def __init__(self, borders: Borders, name: str, only: Iterable[str] | None, holder: Any) -> None:
-        self._borders = borders
-        self._wanted = (name, None if only is None else tuple(only), holder)
+    def __init__(self, borders: Borders, name: str, only: Iterable[str] | None, holder: Any, keeps_alive: object = None) -> None:
         self._open: Open | None = None
+        self._manager = keeps_alive
+        self._borders = borders
+        self._wanted = (name, names_of(only), holder)
         self._was_entered = False
 
     @property
@@ -86,7 +98,7 @@ class Phase:
         """
         if self._open is None:
             raise PhaseError(f"cannot switch to {name!r}: the phase is not open")
-        self._borders.switch(self, name, None if only is None else tuple(only))
+        self._borders.switch(self, name, names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
         """Leave a handle on the device at the end of this phase, for the next one.
@@ -105,15 +117,15 @@ class Phase:
 
 
 def check_holder(stack: tuple[Open, ...], name: str) -> None:
-    """Phases nest in one thread or task.
+    """Phases nest in one thread or task; a task also in what the thread that runs its loop had opened before.
 
     Raises:
         PhaseError: another thread or task holds a phase.
     """
     me = here()
     for each in stack:
-        if each.holder is not None and each.holder is not me:
+        if each.holder is not None and each.holder is not me and each.holder is not threading.current_thread():
             raise PhaseError(
-                f"{describe(me)} wants phase {name!r} while {describe(each.holder)} holds phase {each.name!r}: one manager is in one phase at "
-                "a time. Use enter() and leave() if one phase is meant to span threads."
+                f"{describe(me)} wants phase {name!r} while {describe(each.holder)} holds phase {each.name!r}: one manager is in one phase "
+                "at a time. Use enter() and leave() if one phase is meant to span threads."
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from placement.errors import BrokenHandleError, IntegrityError, PhaseError
 from placement.handle import Handle
@@ -40,7 +40,7 @@ class _Attempt:
     """One transition in progress: what `after` needs to know of what `before` did."""
 
     began_seconds: float = 0.0
-    moved: Moved = Moved()
+    moved: Moved = field(default_factory=Moved)
 
 
 class HandleMoves:
@@ -83,7 +83,11 @@ class Reconciler:
             raise PhaseError(f"{handle.name!r} publishes from its host copy; it cannot {trigger} before it is loaded")
         if trigger is Trigger.END_STREAM and not handle.is_streaming and not handle.external:
             raise PhaseError(f"{handle.name!r} is SYNCING on the device; it ends with {Trigger.END_SYNC}")
-        if holding is None or handle.external or trigger not in _MOVES:
+        if holding is None or handle.external:
+            return Moved()
+        if trigger in (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC):
+            holding.look()  # state that its first step has born lies in torch's memory until the first offload, and has to count
+        if trigger not in _MOVES:
             return Moved()
         if trigger is Trigger.LOAD:
             return holding.load(self._stock)
@@ -92,15 +96,15 @@ class Reconciler:
         if moved.rewritten_chunks:
             self._complaints.append(
                 IntegrityError(
-                    f"{handle.name!r} is readonly, but {moved.rewritten_chunks} of its chunks changed on the device; the registered values were "
-                    "kept. Register it without readonly=True if it is meant to be written."
+                    f"{handle.name!r} is readonly, but {moved.rewritten_chunks} of its chunks changed on the device; the registered values "
+                    "were kept. Register it without readonly=True if it is meant to be written."
                 )
             )
         if moved.stray_references and self._strict:
             self._complaints.append(
                 IntegrityError(
-                    f"{moved.stray_references} references to storages of {handle.name!r} were alive when it was offloaded ({moved.strays}); "
-                    "what they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
+                    f"{moved.stray_references} references to storages of {handle.name!r} were alive when it was offloaded ({moved.strays}). "
+                    "What they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
                 )
             )
         return moved
@@ -131,16 +135,19 @@ class Reconciler:
             raise
 
     def settle(self, handle: Handle) -> None:
-        """Make what an interrupted move left behind consistent: bytes with the decision, state with the bytes, journal with the state."""
+        """Make what an interrupted move left behind consistent: bytes with the decision, state with the bytes, journal with the state.
+
+        Raises:
+            BrokenHandleError: the device fails in the middle of it. The next border tries again.
+        """
         holding = handle.holding
-        if handle.broken is not None:
-            return
         try:
             if holding is not None:
                 holding.settle(self._stock)
         except Exception as error:
             handle.broken = f"the device failed while a move was being completed: {error}"
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
+        handle.broken = None  # the device answers again: nothing was lost, because the decision had been stored before
         state, recorded = handle.state, handle.counters.state
         if state is not recorded:
             trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
@@ -164,6 +171,7 @@ class Reconciler:
             Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
                 its target state; complete either way.
         """
+        self._settle_all(handles)
         sources = {handle.name: handle.node for handle in handles.values()}
         try:
             self._march(handles.values(), lambda handle: target_of(handle, plan))
@@ -205,10 +213,10 @@ class Reconciler:
         """Fire every handle's path in an order that frees before it loads."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         for handle in handles:
-            triggers = path(handle.node, target(handle))
-            if triggers:
-                handle.require_sound(triggers[0])
-                paths.append((handle, list(triggers)))
+            wanted = list(path(handle.node, target(handle)))
+            if wanted:
+                handle.require_sound(wanted[0])
+                paths.append((handle, wanted))
         for step in _STEPS:
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
@@ -218,22 +226,27 @@ class Reconciler:
         while triggers and triggers[0] in step:
             self._fire(handle, triggers.pop(0))
 
+    def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
+        """Settle every handle. Those that fail are broken, and stop only who needs to move them."""
+        errors: list[Exception] = []
+        for handle in handles.values():
+            try:
+                self.settle(handle)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
     def _take_complaints(self) -> list[Exception]:
         complaints, self._complaints = self._complaints, []
         return complaints
 
     def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
         """After a failed border: every handle consistent first, then back to its source, with the chunks that were given up."""
-        for handle in handles.values():
-            try:
-                self.settle(handle)
-            except Exception as error:
-                cause.add_note(f"placement: {error}")
+        for error in self._settle_all(handles):
+            cause.add_note(f"placement: {error}")
         try:
             self._march([h for h in handles.values() if h.broken is None], lambda handle: sources[handle.name])
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
-            for handle in handles.values():
-                if handle.broken is None:
-                    self.settle(handle)
+            self._settle_all(handles)
         self._complaints = []

@@ -71,15 +71,15 @@ class Registry:
 
     def remove(self, handle: Handle) -> None:
         """Take a handle out; its tensors get ordinary storage, on the device while resident, else on the host."""
-        for hook in handle.guards:
-            hook.remove()
-        handle.guards = []
         if handle.holding is not None:
             handle.holding.rehome()
+        for hook in handle.guards:  # after what can fail: a handle that stays keeps its guards
+            hook.remove()
+        handle.guards = []
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
         self.handles.pop(handle.name, None)
 
-    def _check_words(self, name: str, role: str | None) -> None:
+    def _check_words(self, name: object, role: str | None) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RegistrationError(f"handle name {name!r} must match {_NAME.pattern}")
         if name in self.handles:
@@ -144,13 +144,16 @@ class Registry:
             handle.role = handle.owners[0].role
 
     def _owner_of(self, parameter: torch.Tensor) -> Handle | None:
-        """The module handle that a parameter belongs to: by its address, or by identity where the framework placed it."""
+        """The module handle that a parameter belongs to: by its address, or by identity where it has no place of ours.
+
+        The framework may have placed it, or it was added since the last offload (LoRA).
+        """
+        if is_plain(parameter, self._device.torch_device):
+            holding = RANGES.owner_of(parameter.untyped_storage().data_ptr())
+            found = self.handles.get(holding.name) if holding is not None else None
+            if found is not None and found.holding is holding:
+                return found
         for other in self.handles.values():
-            adapter = other.adapter
-            if other.external and isinstance(adapter, ModuleAdapter) and any(each is parameter for each in adapter.parameters()):
+            if isinstance(other.adapter, ModuleAdapter) and any(each is parameter for each in other.adapter.parameters()):
                 return other
-        if not is_plain(parameter, self._device.torch_device):
-            return None
-        holding = RANGES.owner_of(parameter.untyped_storage().data_ptr())
-        found = self.handles.get(holding.name) if holding is not None else None
-        return found if found is not None and found.holding is holding else None
+        return None

@@ -76,10 +76,9 @@ def _buckets(handle: Handle, bucket_bytes: int, dtype: torch.dtype | None) -> It
 def _copy(handle: Handle, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The value in torch's own memory on the device, read where it is authoritative now."""
     with torch.no_grad():
-        source = tensor.detach()
-        if handle.is_streaming and handle.holding is not None:
-            source = handle.holding.over_host(source)
-            assert source is not None, "every published weight of a streamed handle lies in a range"
+        value = tensor.detach()
+        source = handle.holding.over_host(value) if handle.is_streaming and handle.holding is not None else value
+        assert source is not None, "every published weight of a streamed handle lies in a range"
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(source)
 
 

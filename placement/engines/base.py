@@ -49,7 +49,7 @@ class TorchEngine(Engine):
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copy published weights into the module, cast to its types."""
-        own = dict(self.module.named_parameters(remove_duplicate=False))
+        own: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         own.update(self.module.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in bucket:

@@ -24,6 +24,7 @@ from placement.errors import RegistrationError
 from placement.memory import cuda_pool
 from placement.memory.base import Addresses, Device
 from placement.memory.cuda_lifetime import uninterrupted
+from placement.memory.cuda_pool_plan import plan
 
 _ALIGNMENT = 512
 _SMALL_ALIGNMENT = 64
@@ -56,7 +57,7 @@ class Adoption:
         ways: how each claim gets there.
     """
 
-    def __init__(self, device: Device, claims: Sequence[Claim]) -> None:
+    def __init__(self, device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses]) -> None:
         self._device = device
         self._claims = tuple(claims)
         self._sizes = tuple(claim.nbytes for claim in claims)
@@ -64,10 +65,12 @@ class Adoption:
         for claim, way in zip(self._claims, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(claim)
+        if "cuda" in {claim.storage.device.type for claim in claims}:
+            cuda_pool.refuse_private([(claim.name, claim.storage) for claim in claims if claim.storage.device.type == "cuda"])
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
-        used = cuda_pool.plan([self._sizes[i] for i in pooled])[1]
+        used = plan([self._sizes[i] for i in pooled])[1]
         packed, self.nbytes = _pack([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
-        self.addresses: Addresses = device.reserve(self.nbytes)
+        self.addresses: Addresses = reserve(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
         self._pool: cuda_pool.PoolRange | None = None
         self._pool_index = {claim: index for index, claim in enumerate(pooled)}
@@ -117,22 +120,25 @@ class Adoption:
         self._homes.clear()
 
 
-def prepare(device: Device, claims: Sequence[Claim]) -> Adoption:
+def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses] | None = None) -> Adoption:
     """Reserve a place for every storage, with poison behind it. No tensor is touched.
 
+    Args:
+        reserve: gives addresses in place of `Device.reserve`: some that were set aside.
+
     Raises:
-        RegistrationError: a storage that must be rebound has a user that no claim names, or a tensor that cannot be rebound;
-            or torch's allocator is set up in a way that does not work with a range.
+        RegistrationError: a storage that must be rebound has a user that no claim names, or a tensor that cannot be rebound; one
+            lies in a private memory pool; or torch's allocator is set up in a way that does not work with a range.
         DeviceMemoryError: no addresses.
     """
-    return Adoption(device, claims)
+    return Adoption(device, claims, reserve or device.reserve)
 
 
 def expected_bytes(device: Device, sizes: Sequence[int]) -> int:
     """Upper bound of `Adoption.nbytes` for storages of these sizes on the range's device."""
     packed = _pack(sizes, 0)[1]
     if device.torch_device.type == "cuda" and not _can_swap():
-        return max(packed, cuda_pool.plan(sizes)[1])
+        return max(packed, plan(sizes)[1])
     return packed
 
 

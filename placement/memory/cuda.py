@@ -16,16 +16,21 @@ from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, D
 from placement.memory.cuda_driver import Driver
 from placement.memory.cuda_lifetime import Life, Lives, uninterrupted
 from placement.memory.cuda_pinning import Pinning
-from placement.memory.host import Slab
+from placement.memory.host import Slab, check_span
+
+_Mapping = tuple[int, int, int, int, int]
+"""Arguments of cuMemMap: address, bytes, 0, handle, 0."""
 
 
 class _Extent:
     """How much of a range may have something behind it. `settled` is False from before a change until after it:
-    whoever finds it False (an interrupt came in between) clears the range piece by piece."""
+    whoever finds it False (an interrupt came in between) clears the range piece by piece, and takes none for granted."""
 
     def __init__(self) -> None:
         self.covered = 0
         self.settled = True
+        self.pieces: tuple[tuple[int, int], ...] = ()
+        """(address, bytes) of every single mapping."""
         self.chunks: tuple[_Chunk, ...] = ()
         """What may be mapped now: counted as held until nothing can touch it, also when everybody else has dropped it."""
 
@@ -124,6 +129,7 @@ class CudaDevice(Device):
 
     def create(self, nbytes: int) -> Chunk:
         self._collect()
+        self._poison = self._poison or self._make_poison()  # before the memory is gone
         return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> _Chunk:
@@ -158,15 +164,15 @@ class CudaDevice(Device):
         if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
             raise ValueError("a chunk that this device does not hold: released, or of another device")
         sizes = [chunk.nbytes for chunk in new]
-        nbytes = sum(sizes)
-        if nbytes > target.nbytes or target.extent.covered not in (0, nbytes):
-            used = target.extent.covered
-            raise ValueError(f"chunks of {nbytes:,} bytes for {target.nbytes:,} bytes of addresses, {used:,} of them in use")
+        nbytes, covered = sum(sizes), max(sum(sizes), target.extent.covered)
+        if nbytes > target.nbytes:
+            raise ValueError(f"chunks of {nbytes:,} bytes for {target.nbytes:,} bytes of addresses")
         places = itertools.accumulate(sizes, initial=target.base)
+        mappings = list(zip(places, sizes, repeat(0), [chunk.handle for chunk in new], repeat(0), strict=False))
         try:
-            self._put(target, new, nbytes, list(zip(places, sizes, repeat(0), [c.handle for c in new], repeat(0), strict=False)))
+            self._put(target, new, covered, [*mappings, *self._poisoned(target.base + nbytes, covered - nbytes)])
         except BaseException:
-            self.unmap(addresses, nbytes)
+            self.unmap(addresses, covered)
             raise
 
     def unmap(self, addresses: Addresses, nbytes: int) -> None:
@@ -175,22 +181,22 @@ class CudaDevice(Device):
         if nbytes > target.nbytes:
             raise ValueError(f"{nbytes:,} bytes of a range of {target.nbytes:,}")
         if nbytes:
-            self._poison = self._poison or self._make_poison()
-            self._put(target, (), nbytes, list(self._poisoned(target.base, nbytes, self._poison)))
+            self._put(target, (), nbytes, list(self._poisoned(target.base, nbytes)))
 
-    def _poisoned(self, base: int, nbytes: int, poison: _Poison) -> Iterator[tuple[int, ...]]:
+    def _poisoned(self, base: int, nbytes: int) -> Iterator[_Mapping]:
+        """The mappings that put poison there."""
+        self._poison = poison = self._poison or self._make_poison()
         # A mapping shorter than its chunk is refused (error 801), so the rest takes the small chunk many times.
         rest, end = base + nbytes // self.chunk_bytes * self.chunk_bytes, base + nbytes
         for chunk, places in ((poison.full, range(base, rest, self.chunk_bytes)), (poison.tail, range(rest, end, self.granularity))):
-            for place in places:
-                yield place, chunk.nbytes, 0, chunk.handle, 0
+            yield from zip(places, repeat(chunk.nbytes), repeat(0), repeat(chunk.handle), repeat(0), strict=False)
 
-    def _put(self, target: _Addresses, chunks: tuple[_Chunk, ...], nbytes: int, mappings: Sequence[tuple[int, ...]]) -> None:
+    def _put(self, target: _Addresses, chunks: tuple[_Chunk, ...], nbytes: int, mappings: Sequence[_Mapping]) -> None:
         """Replace what is behind the start of a range: one unmap, the mappings, one call for the access rights."""
         extent = target.extent
         with self._driver:
             self._clear(target.base, extent)
-            extent.covered, extent.chunks = nbytes, chunks
+            extent.covered, extent.chunks, extent.pieces = nbytes, chunks, tuple(mapping[:2] for mapping in mappings)
             self._driver.batch("cuMemMap", mappings)
             self._driver.call("cuMemSetAccess", target.base, nbytes, [self._driver.access], 1)
             extent.settled = True
@@ -200,14 +206,8 @@ class CudaDevice(Device):
         if whole and extent.covered:
             self._driver.call("cuMemUnmap", base, extent.covered)
         elif extent.covered:
-            # Interrupted: each piece may be there or not, and the rest in one piece or in many.
-            rest = base + extent.covered // self.chunk_bytes * self.chunk_bytes
-            end = base + extent.covered
-            for place in range(base, rest, self.chunk_bytes):
-                self._driver.failed("cuMemUnmap", place, self.chunk_bytes)
-            if rest < end and self._driver.failed("cuMemUnmap", rest, end - rest):
-                for place in range(rest, end, self.granularity):
-                    self._driver.failed("cuMemUnmap", place, self.granularity)
+            for place, size in extent.pieces:  # after an interrupt each may be there or not
+                self._driver.failed("cuMemUnmap", place, size)
         extent.covered, extent.chunks = 0, ()
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
@@ -233,8 +233,7 @@ class CudaDevice(Device):
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
         """As the contract says; the addresses must have memory or poison behind them, because torch asks the driver whose they are."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > addresses.nbytes:
-            raise ValueError(f"[{offset}, {offset + nbytes}) is not within {addresses.nbytes} bytes")
+        check_span(offset, nbytes, addresses.nbytes)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
         return torch.as_tensor(_Exporter(addresses, offset, nbytes), device=self.torch_device)
@@ -245,7 +244,8 @@ class CudaDevice(Device):
         poison = self._poison.nbytes if self._poison else 0
         free, total = torch.cuda.mem_get_info(self.torch_device)
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        pools = cuda_pool.counted(self.torch_device)  # torch counts what lies in our ranges by way of its pools as its own
+        # Torch counts what lies in our ranges by way of its pools as its own.
+        pools = cuda_pool.counted(self.torch_device, stats["allocation"]["all"]["freed"] if stats else 0)
         return DeviceMemory(
             total_bytes=total,
             free_bytes=free,

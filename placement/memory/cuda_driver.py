@@ -25,10 +25,12 @@ class Driver:
     `with driver:` makes that context current on the calling thread, whatever thread it is. Reentrant.
 
     Raises:
-        PlacementError: cuda-bindings is missing, or the device has no virtual memory management.
+        PlacementError: there is no such device, cuda-bindings is missing, or the device has no virtual memory management.
     """
 
     def __init__(self, index: int) -> None:
+        if not 0 <= index < torch.cuda.device_count():
+            raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as exc:

@@ -15,10 +15,12 @@ segments, and we hand out the range. Two facts shape this module:
 from __future__ import annotations
 
 import atexit
+import bisect
 import collections
 import ctypes
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,15 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.errors import RegistrationError
 from placement.memory.base import Addresses
 from placement.memory.cuda_lifetime import uninterrupted
-
-# How torch's allocator cuts its segments (c10/cuda/CUDACachingAllocator, stable since torch 1.x; `PoolRange` checks each address).
-_ROUND = 512
-_SMALL = 1 << 20
-"""Requests up to here share segments of `_SMALL_SEGMENT`; a rest longer than this is split off a larger block."""
-_SMALL_SEGMENT = 2 << 20
-_ARENA_STEP = 2 << 20
-_ARENA_LEAST = 10 << 20
-"""From here a request gets a segment of its own size, rounded to `_ARENA_STEP`."""
+from placement.memory.cuda_pool_plan import SMALL_SEGMENT, plan
 
 _next_address: collections.deque[int] = collections.deque()
 # Declared without the arguments that it does not read: the caller's registers are the caller's to clean on every ABI with CUDA.
@@ -52,51 +46,6 @@ _ranges: list[PoolRange] = []
 
 def _function_address(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One block: bytes from the start of the range."""
-
-    offset: int
-    nbytes: int
-    """What is asked of torch."""
-    index: int | None
-    """Of the storage it is for; None for a plug."""
-    opens: int = 0
-    """Length of the segment that torch asks for with this block; 0: it lies in the one before."""
-
-
-def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
-    """Where torch will put storages of these sizes: the places in the order of asking, and the used length in bytes."""
-    rounded = [max(_ROUND, -(-size // _ROUND) * _ROUND) if size else 0 for size in sizes]
-    large = [i for i, size in enumerate(rounded) if size > _SMALL]
-    small = sorted((i for i, size in enumerate(rounded) if 0 < size <= _SMALL), key=lambda i: -rounded[i])
-    places: list[Place] = []
-    cursor = 0
-    if large:
-        used = sum(rounded[i] for i in large)
-        arena = max(_ARENA_LEAST, -(-used // _ARENA_STEP) * _ARENA_STEP)
-        for i in large:
-            places.append(Place(cursor, sizes[i], i, opens=0 if places else arena))
-            cursor += rounded[i]
-        if arena - cursor > _SMALL:
-            places.append(Place(cursor, arena - cursor, None))
-        cursor = arena
-    end = cursor
-    for i in small:
-        opens = 0
-        if cursor + rounded[i] > end:
-            places += _plugs(cursor, end)
-            cursor, end, opens = end, end + _SMALL_SEGMENT, _SMALL_SEGMENT
-        places.append(Place(cursor, sizes[i], i, opens))
-        cursor += rounded[i]
-    places += _plugs(cursor, end)
-    return places, end
-
-
-def _plugs(start: int, end: int) -> list[Place]:
-    return [Place(at, min(_SMALL, end - at), None) for at in range(start, end, _SMALL)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +89,12 @@ class PoolRange:
 
     def _fill(self) -> None:
         for place in self.places:
-            if place.opens > _SMALL_SEGMENT:  # one segment for all large ones: ask for it whole, give it back, and share it out
+            if place.opens > SMALL_SEGMENT:  # one segment for all large ones: ask for it whole, give it back, and share it out
                 whole = torch.UntypedStorage(0, device=self._device)
                 self._allocate(whole, place.opens, self.addresses.base + place.offset)
                 whole.resize_(0)
             storage = torch.UntypedStorage(0, device=self._device)
-            opens = place.opens == _SMALL_SEGMENT
+            opens = place.opens == SMALL_SEGMENT
             self._allocate(storage, place.nbytes, self.addresses.base + place.offset if opens else None)
             if storage.data_ptr() != self.addresses.base + place.offset:
                 raise RegistrationError(
@@ -224,7 +173,8 @@ class PoolRange:
 
     def counted(self) -> Counted:
         held = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
-        living = sum(nbytes for cdata, (_, nbytes) in self._storages.items() if not torch.UntypedStorage._expired(cdata))
+        dead = map(torch.UntypedStorage._expired, self._storages)
+        living = sum(nbytes for (_, nbytes), gone in zip(self._storages.values(), dead, strict=True) if not gone)
         return Counted(self.nbytes, held + living)
 
 
@@ -241,10 +191,35 @@ def leave(storage: torch.UntypedStorage) -> None:
         pool_range.leave(storage)
 
 
-def counted(device: torch.device) -> Counted:
-    """What torch's statistics of a device contain on account of all ranges."""
-    parts = [r.counted() for r in _ranges if r._device == device]
-    return Counted(sum(p.reserved_bytes for p in parts), sum(p.allocated_bytes for p in parts))
+_last_count: dict[tuple[torch.device, int, int], Counted] = {}
+
+
+def counted(device: torch.device, freed: int) -> Counted:
+    """What torch's statistics of a device contain on account of all ranges. `freed`: how many blocks torch has freed there so far;
+    while it stands still no storage has died, and the last answer holds."""
+    key = (device, freed, len(_ranges))
+    if key not in _last_count:
+        parts = [r.counted() for r in _ranges if r._device == device]
+        _last_count.clear()
+        _last_count[key] = Counted(sum(p.reserved_bytes for p in parts), sum(p.allocated_bytes for p in parts))
+    return _last_count[key]
+
+
+def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
+    """Raise RegistrationError for (name, storage) in a memory pool of somebody's own: a captured graph would go on using the old
+    memory, and what registered the pool (NCCL, RDMA) would know the wrong one."""
+    segments = sorted(
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+    for name, storage in storages:
+        place = bisect.bisect_right(segments, (storage.data_ptr(), sys.maxsize)) - 1
+        if place >= 0 and storage.data_ptr() < segments[place][1]:
+            raise RegistrationError(
+                f"{name!r} lies in a private memory pool (a captured CUDA graph's, or a MemPool): register before capturing, "
+                "and build the object outside the pool"
+            )
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Finder = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -20,6 +21,25 @@ class Handed:
 
     def __init__(self) -> None:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._storages: dict[int, StorageWeakRef] = {}
+        """The storage that shows a place, by address, while anybody holds it."""
+
+    def over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A tensor of the same type, shape and strides over other bytes.
+
+        Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
+
+        Args:
+            address: where the storage begins that `make` gives as a tensor; storages at one address are of one size.
+        """
+        with torch.no_grad():
+            known = self._storages.get(address)
+            storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+            if storage is None:
+                storage = make().untyped_storage()
+                self._storages[address] = StorageWeakRef(storage)
+            empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+            return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Remember a tensor that is about to be handed out; it must be nobody else's object."""
@@ -41,3 +61,4 @@ class Handed:
                 with torch.no_grad():
                     tensor.data = there
         self._tensors = [ref for ref in self._tensors if ref() is not None]
+        self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}

@@ -15,11 +15,11 @@ import torch
 from placement.adapters.base import Adapter, Owned
 from placement.errors import RegistrationError
 from placement.memory import adopt
-from placement.memory.base import Copy, Device, HostSlab
+from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES
 from placement.memory.fingerprint import fingerprints
 from placement.memory.handed import Handed
-from placement.memory.range import Range
+from placement.memory.range import Range, used_bytes
 from placement.memory.stock import Stock
 
 
@@ -38,14 +38,7 @@ class Moved:
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     """A uint8 tensor over a whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
-
-
-def _same_over(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same type, shape and strides over other bytes."""
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=tensor.dtype, device=data.device)
-        return empty.set_(data.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class Holding:
@@ -60,7 +53,12 @@ class Holding:
         self.on_device = False
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
         self.handed = Handed()
+        self._is_settled = True
+        """Whether everything is in line with the decision. False from before the first change of a move to the end of `settle`."""
+        self._is_copying = False
+        """Whether copies to the device may be under way that no decision has taken over yet."""
         self._reserved: HostSlab | None = None
+        self._reserved_addresses: Addresses | None = None
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
 
@@ -135,8 +133,8 @@ class Holding:
         """Reserve range and slab for new storages and save their bytes. They stay where they are until `move_in`."""
         if not claims:
             return None
-        adoption = adopt.prepare(self.device, claims)
-        fresh = Range(self.device, adoption, self._slab(adoption.nbytes), tuple(claims), loose)
+        adoption = adopt.prepare(self.device, claims, self._addresses)
+        fresh = Range(self.device, adoption, self._slab(used_bytes(adoption.nbytes)), tuple(claims), loose)
         copies = []
         for claim, offset in zip(claims, adoption.offsets, strict=True):
             if claim.storage.device == self.device.torch_device:
@@ -148,13 +146,21 @@ class Holding:
         return fresh
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Set host memory aside for storages that are not born yet, so that their first offload cannot lack it.
+        """Set host memory and addresses aside for storages that are not born yet, so that their first offload cannot lack them.
 
         Raises:
-            HostMemoryError: there is not enough.
+            HostMemoryError, DeviceMemoryError: there is not enough.
         """
         if sizes:
-            self._reserved = self.device.host(adopt.expected_bytes(self.device, sizes))
+            nbytes = used_bytes(adopt.expected_bytes(self.device, sizes))
+            self._reserved_addresses = self.device.reserve(nbytes)
+            self._reserved = self.device.host(nbytes)
+
+    def _addresses(self, nbytes: int) -> Addresses:
+        if self._reserved_addresses is not None and self._reserved_addresses.nbytes >= nbytes:
+            addresses, self._reserved_addresses = self._reserved_addresses, None
+            return addresses
+        return self.device.reserve(nbytes)
 
     def _slab(self, nbytes: int) -> HostSlab:
         if self._reserved is not None and self._reserved.nbytes >= nbytes:
@@ -198,12 +204,15 @@ class Holding:
 
     def drop_dead(self, stock: Stock) -> None:
         """Return ranges that no tensor uses any more (dropped gradients, replaced optimizer state)."""
-        dead = [r for r in self.ranges if not r.is_alive]
-        if dead:
-            self.ranges = tuple(r for r in self.ranges if r.is_alive)
-            for r in dead:
-                self._vacate(r, stock)
-                RANGES.remove(r.adoption.addresses.base)
+        self._drop([r for r in self.ranges if not r.is_alive], stock)
+
+    def _drop(self, gone: Sequence[Range], stock: Stock) -> None:
+        """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
+        for r in gone:
+            self._vacate(r, stock)
+            RANGES.remove(r.adoption.addresses.base)
+        if gone:
+            self.ranges = tuple(r for r in self.ranges if r not in gone)
 
     # --- moving
 
@@ -215,13 +224,15 @@ class Holding:
         """
         if self.on_device:
             return Moved()
-        self.drop_dead(stock)
-        self._take_in_from_elsewhere()
+        self._is_settled = False
         copied = 0
         try:
+            self.drop_dead(stock)
+            self._take_in_from_elsewhere()
             for r in self.ranges:
                 r.chunks = stock.take(r.chunk_sizes)
                 self.device.map(r.adoption.addresses, r.chunks)
+            self._is_copying = True
             for r in self.ranges:
                 self.device.copy(r.copies(), "to_device")
                 copied += r.nbytes
@@ -233,7 +244,7 @@ class Holding:
         except BaseException:
             self.settle(stock)
             raise
-        self.handed.point_to(self.over_device)
+        self.settle(stock)
         self.look()
         return Moved(copied_bytes=copied)
 
@@ -246,8 +257,9 @@ class Holding:
         if not self.on_device:
             return Moved()
         self.device.sync()
-        self.drop_dead(stock)
+        self._is_settled = False
         try:
+            self.drop_dead(stock)
             moved, is_first = self._leave()
         except BaseException:
             self.settle(stock)
@@ -303,17 +315,24 @@ class Holding:
 
     def settle(self, stock: Stock) -> None:
         """Bring everything in line with the decision. Idempotent; the second half of every move and the whole of recovery."""
-        if self.on_device:
-            self.ranges = tuple(r for r in self.ranges if r.claims is None)
-            self.handed.point_to(self.over_device)
+        if self._is_settled:
             return
-        if any(r.chunks for r in self.ranges):
-            self.device.sync()
-        for r in self.ranges:
-            self._vacate(r, stock)
-            r.move_in()
-        self.handed.point_to(self.over_host)
-        self.loose_bytes = 0
+        if self.on_device:
+            for r in self.ranges:
+                if r.claims is not None:  # saved for an offload that did not come; what was set aside for it is kept for the next
+                    self._reserved = r.slab
+            self._drop([r for r in self.ranges if r.claims is not None or not r.is_alive], stock)
+            self.handed.point_to(self.over_device)
+        else:
+            if self._is_copying:
+                self.device.sync()
+            for r in self.ranges:
+                self._vacate(r, stock)
+                r.move_in()
+            self.handed.point_to(self.over_host)
+            self.loose_bytes = 0
+        self._is_copying = False
+        self._is_settled = True
 
     def _vacate(self, r: Range, stock: Stock) -> None:
         if r.chunks:
@@ -322,7 +341,7 @@ class Holding:
             r.chunks = ()
 
     def _fingerprint(self, r: Range) -> torch.Tensor:
-        return fingerprints(self.device.view(r.adoption.addresses, 0, r.device_bytes), r.chunk_sizes)
+        return fingerprints(self.device.view(r.adoption.addresses, 0, r.nbytes), r.used_sizes)
 
     # --- reading and leaving
 
@@ -343,13 +362,17 @@ class Holding:
         place = self._place(tensor)
         if place is None:
             return None
-        return _same_over(tensor, place[0].slab.view(place[1], tensor.untyped_storage().nbytes()))
+        slab, offset = place[0].slab, place[1]
+        return self.handed.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
 
     def over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
         place = self._place(tensor)
         if place is None:
             return None
-        return _same_over(tensor, self.device.view(place[0].adoption.addresses, place[1], tensor.untyped_storage().nbytes()))
+        addresses, offset = place[0].adoption.addresses, place[1]
+        return self.handed.over(
+            tensor, addresses.base + offset, lambda: self.device.view(addresses, offset, tensor.untyped_storage().nbytes())
+        )
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""

@@ -14,7 +14,12 @@ from placement.memory.base import Chunk, Copy, Device, HostSlab
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """References to a storage from tensors, Python and C++ together (`torch._C._storage_Use_Count`; 2 for a tensor alone)."""
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def used_bytes(nbytes: int) -> int:
+    """What a range of `nbytes` uses: whole words, which is what fingerprints are made of."""
+    return -(-nbytes // 8) * 8
 
 
 @dataclass(slots=True)
@@ -32,7 +37,7 @@ class Placed:
         """The storage while a tensor uses it."""
         if self.ref.expired():
             return None
-        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)  # type: ignore[no-any-return]
+        return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
     def uses(self) -> int:
         """References to it now; 0 when it is dead."""
@@ -53,12 +58,16 @@ class Range:
 
     def __init__(self, device: Device, adoption: Adoption, slab: HostSlab, claims: tuple[Claim, ...], loose: bool) -> None:
         self.adoption = adoption
+        self.nbytes = used_bytes(adoption.nbytes)
+        """Used length. What lies behind it in the last chunk is nobody's: neither copied nor fingerprinted."""
         self.slab = slab
         whole, rest = divmod(adoption.nbytes, device.chunk_bytes)
         tail = -(-rest // device.granularity) * device.granularity
         self.chunk_sizes: tuple[int, ...] = (device.chunk_bytes,) * whole + ((tail,) if tail else ())
         """Full chunks and a tail at the granularity: what is behind the range while it is loaded."""
         self.device_bytes = sum(self.chunk_sizes)
+        self.used_sizes = (*self.chunk_sizes[:-1], self.nbytes - sum(self.chunk_sizes[:-1]))
+        """Of each chunk, the bytes that are used."""
         self.loose = loose
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
@@ -81,11 +90,6 @@ class Range:
         self.adoption.forget_claims()
 
     @property
-    def nbytes(self) -> int:
-        """Used length."""
-        return self.adoption.nbytes
-
-    @property
     def is_alive(self) -> bool:
         """Whether any tensor still lies in it, or is about to."""
         return self.claims is not None or any(not placed.ref.expired() for placed in self.placed)
@@ -98,15 +102,14 @@ class Range:
         """The runs of chunks to copy (all, or the wanted ones), neighbours joined and cut to the used length."""
         runs: list[Copy] = []
         start = 0
-        for index, size in enumerate(self.chunk_sizes):
+        for index, nbytes in enumerate(self.used_sizes):
             if wanted is None or wanted[index]:
-                nbytes = min(size, self.nbytes - start)
                 if runs and runs[-1].device_address + runs[-1].nbytes == self.adoption.addresses.base + start:
                     last = runs.pop()
                     runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
                 else:
                     runs.append(Copy(self.adoption.addresses.base + start, self.slab.address + start, nbytes))
-            start += size
+            start += nbytes
         return runs
 
     def outside(self) -> list[Placed]:

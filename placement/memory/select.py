@@ -21,7 +21,7 @@ def select_device(name: str) -> Device:
     """
     match = _CUDA.fullmatch(name)
     if name != "auto" and match is None:
-        raise ValueError(f'device {name!r} is not known; write "auto", "cuda:0", or pass a Device such as placement.testing.SimulatedDevice')
+        raise ValueError(f'device {name!r} is not known; write "auto", "cuda:0", or pass a Device: placement.testing.SimulatedDevice')
     if not torch.cuda.is_available():
         raise PlacementError(
             f"device {name!r}: torch sees no CUDA device in this process. On a machine without one, pass "

@@ -54,12 +54,10 @@ class Stock:
                 raise
         # Chunks of other sizes stand in the way. Whoever goes back after this gets memory of its own size in exchange for ours.
         while self._chunks and self._device.memory().free_bytes < size:
-            self._device.release(self._chunks[-1])
-            self._chunks.pop()
+            self._device.release(self._chunks.pop())
         return self._device.create(size)
 
     def release(self) -> None:
         """Return everything to the driver: the border is decided."""
         while self._chunks:
-            self._device.release(self._chunks[-1])
-            self._chunks.pop()
+            self._device.release(self._chunks.pop())  # out of the stock first: a released chunk must never be handed out again

@@ -340,6 +340,58 @@ def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice
     assert bool(tensors["b"].isnan().all())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt while a generator or weak reference dies
+@pytest.mark.parametrize("nbytes", [4000, 50_000_000])
+def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(device: CudaDevice, nbytes: int) -> None:
+    at = 0
+    reached = True
+    before = device.memory().torch_allocated_bytes
+    while reached:
+        tensor = torch.ones(nbytes // 4, device="cuda")
+        view = tensor[1:]
+        adoption = adopt.prepare(device, claims_of({"t": tensor, "v": view}))
+        device.sync()
+        reached = interrupted(lambda a=adoption: a.move_in(0), at)
+        adoption.move_in(0)
+        assert adoption.is_in(0)
+        assert tensor.untyped_storage().nbytes() == nbytes
+        assert view.data_ptr() == adoption.addresses.base + adoption.offsets[0] + 4
+        assert bool(tensor.isnan().all())
+        assert float(torch.ones(10, device="cuda").sum()) == 10.0  # torch's own memory is not ours
+        at += 1
+        del tensor, view, adoption
+        gc.collect()
+    assert at > 30
+    assert device.memory().torch_allocated_bytes == before
+
+
+def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
+    static = torch.ones(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = static * 2
+    with pytest.raises(RegistrationError, match="'made' lies in a private memory pool"):
+        adopt.prepare(device, claims_of({"static": static, "made": made}))
+    graph.replay()
+    assert float(made.sum()) == 2000.0
+
+
+def test_a_graph_captured_after_adoption_replays_after_cycles(device: CudaDevice) -> None:
+    weight = torch.randn(3 * MIB, device="cuda")
+    expected = weight.cpu() * 2
+    placed = Placed(device, claims_of({"weight": weight}))
+    placed.load()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = weight * 2
+    for _ in range(2):
+        placed.offload()
+        placed.load()
+        graph.replay()
+        assert torch.equal(made.cpu(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt while a generator or weak reference dies
 def test_an_interrupt_at_any_step_of_map_and_unmap_is_repaired_by_the_next_call(device: CudaDevice) -> None:
     tensors = {"a": torch.randn(9 * MIB + 5, device="cuda")}
     expected = tensors["a"].cpu()
@@ -378,6 +430,7 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
                 raise KeyboardInterrupt
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, opcodes are traced only if a frame asks for it beforehand
     sys.settrace(trace)
     try:
         call()

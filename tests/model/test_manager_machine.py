@@ -176,10 +176,12 @@ class ManagerMachine(World):
     def switch(self, name: str, only: frozenset[int] | None) -> None:
         level, names = self.levels[-1], self.names(only)
         switch = self.manager.switch if level.phase is None else level.phase.switch
+        kept = {name for name in level.kept if self.on_device(name)}
         if self.border(lambda: switch(name, only=names)):
             self.levels.pop()
-            self.carried = set()
+            self.carried |= kept
             plan = self.limited(name, names, self.enclosing())
+            self.carried = set()
             self.levels.append(type(level)(name, names, plan, level.phase))
             self.base = plan
         else:

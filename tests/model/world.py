@@ -64,7 +64,7 @@ class World(RuleBasedStateMachine):
     # --- what must be so
 
     def enclosing(self) -> Plan:
-        """The plan around a new phase."""
+        """Where everything belongs outside a new phase."""
         plan = self.levels[-1].plan if self.levels else self.policy.last["idle"]
         for name in self.carried:
             plan = plan.also(name, State.GPU_RESIDENT)
@@ -146,17 +146,15 @@ class World(RuleBasedStateMachine):
         """A handle was registered: every open phase has a target for it."""
         name = shadow.handle.name
         self.shadows[name] = shadow
-        below: Plan = self.policy.last["idle"] if self._idle_was_asked() else Plan({name: State.CPU_OFFLOADED})
+        joining = {name} if shadow.optimizer_of is None else {name, shadow.optimizer_of.handle.name}  # an optimizer makes its owner a trained module
+        below = self.policy.last["idle"]
         for level in self.levels:
-            asked, chosen = self.policy.last[level.name], self.meant(level.only)
-            source = asked if chosen is None or name in chosen else below
-            streamed = level.plan.streamed | (source.streamed & {name})
-            level.plan = Plan({**level.plan.targets, name: source.targets[name]}, streamed)
+            chosen = self.meant(level.only)
+            streamed = level.plan.streamed | (below.streamed & {name})
+            around = Plan({**level.plan.targets, name: below.targets[name]}, streamed)
+            level.plan = self.policy.last[level.name].limited_to(joining if chosen is None else joining & chosen, around)
             below = level.plan
         self.base = self.enclosing()
-
-    def _idle_was_asked(self) -> bool:
-        return "idle" in self.policy.last and all(name in self.policy.last["idle"].targets for name in self.shadows)
 
     # --- after every rule
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from placement.errors import RegistrationError
-from placement.memory import adopt, cuda_pool
+from placement.errors import PlacementError, RegistrationError
+from placement.memory import adopt
 from placement.memory.adopt import Claim
 from placement.memory.base import Chunk, Copy
+from placement.memory.cuda import CudaDevice
+from placement.memory.cuda_pool_plan import plan
 from placement.memory.simulated import SimulatedDevice
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
@@ -207,6 +209,7 @@ def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
             return trace
 
         previous = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, opcodes are traced only if a frame asks for it beforehand
         sys.settrace(trace)
         try:
             call()
@@ -217,6 +220,7 @@ def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
         yield reached
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt while a generator or weak reference dies
 def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(device: SimulatedDevice, way: str) -> None:
     points = 0
     base = torch.arange(400.0)
@@ -304,7 +308,7 @@ def test_small_storages_are_packed_and_aligned(device: SimulatedDevice) -> None:
 
 @pytest.mark.parametrize("sizes", [[], [1], [1 << 20] * 3, [(1 << 20) + 1], [5, 30 << 20, 2 << 20, 700_000, 0, 600_000, 500_000, 1]])
 def test_the_plan_for_torchs_allocator_covers_every_segment_without_overlap(sizes: list[int]) -> None:
-    places, used = cuda_pool.plan(sizes)
+    places, used = plan(sizes)
     spans = sorted((p.offset, p.offset + p.nbytes) for p in places)
     assert all(end <= start < end + 512 or start - end <= 1 << 20 for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
@@ -312,3 +316,9 @@ def test_the_plan_for_torchs_allocator_covers_every_segment_without_overlap(size
     assert sum(p.opens for p in places) == used
     assert used % (2 << 20) == 0
     assert not spans or spans[-1][1] <= used
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
+def test_a_cuda_device_without_cuda_is_a_clear_error() -> None:
+    with pytest.raises(PlacementError, match="no device cuda:0"):
+        CudaDevice(0)

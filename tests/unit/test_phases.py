@@ -166,7 +166,7 @@ def test_a_switch_that_the_device_fails_leaves_the_phase_as_it_was(operation: st
         before = worker.states()
         device.fail(operation)
         with pytest.raises((DeviceMemoryError, RuntimeError), match="injected"):
-            phase.switch("values")
+            phase.switch("log_prob")
         assert device.fired == 1
         assert worker.states() == before
         assert_same(worker.net.state_dict(), values)

@@ -67,9 +67,9 @@ class Worker:
 
 
 def everything(manager: Manager) -> dict[str, Any]:
-    """A snapshot without what counts up by itself: times, decisions and failures."""
+    """A snapshot without what counts up by itself (times, decisions, failures) and the budget that is learnt."""
     seen = manager.snapshot().model_dump(
-        exclude={"taken_timestamp_seconds", "phase_seconds", "phase_stall_seconds", "durations", "policy_decisions"}
+        exclude={"taken_timestamp_seconds", "phase_seconds", "phase_stall_seconds", "durations", "policy_decisions", "budget_bytes"}
     )
     for handle in seen["handles"]:
         for name in ("state_seconds", "failures", "last_transition_timestamp_seconds"):

@@ -1,0 +1,306 @@
+"""One interface over everything that moves a module or an optimizer's state: placement and its peers.
+
+A mover builds its object on the device. `first_offload` is what a user pays once, `offload` and `load` what every cycle costs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import placement
+from bench import _peers
+from bench._models import module_tensors, nbytes_of
+from bench._rig import Rig
+from placement.states import IDLE
+
+Make = Callable[[], Any]
+Tensors = Callable[[Any], list[torch.Tensor]]
+
+
+class Mover:
+    """The object, where it is, and how many bytes have crossed the link for it.
+
+    Attributes:
+        object: the module or optimizer, None before `build`.
+        moved_to_host, moved_to_device: bytes so far. A peer copies everything every time; placement says what it copied.
+    """
+
+    name: str
+
+    def __init__(self, rig: Rig, make: Make, tensors: Tensors = module_tensors) -> None:
+        self.rig = rig
+        self.object: Any = None
+        self.moved_to_host = 0
+        self.moved_to_device = 0
+        self._make = make
+        self._tensors = tensors
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self._tensors(self.object)
+
+    def build(self) -> None:
+        """Make the object on the device."""
+        self.object = self._make()
+
+    def first_offload(self) -> None:
+        self.offload()
+
+    def offload(self) -> None:
+        """As a user calls it, up to the moment where the host goes on."""
+        self._offload()
+        self.moved_to_host += nbytes_of(self.tensors)
+
+    def load(self) -> None:
+        self._load()
+        self.moved_to_device += nbytes_of(self.tensors)
+
+    def _offload(self) -> None:
+        raise NotImplementedError
+
+    def _load(self) -> None:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Called once after the first offload, not timed."""
+
+    def close(self) -> None:
+        """Drop the object and everything held for it."""
+        self._drop()
+
+    def _drop(self) -> None:
+        self.object = None
+        del self._make  # it may hold what the object was made over
+
+
+class Placement(Mover):
+    """placement: `register`, then phases. For an optimizer the module that it steps stays on the device all the time.
+
+    Args:
+        owner: the module whose parameters the optimizer steps; None where the object is a module.
+    """
+
+    name = "placement"
+
+    def __init__(
+        self, rig: Rig, make: Make, tensors: Tensors = module_tensors, *, owner: torch.nn.Module | None = None, readonly: bool = False
+    ) -> None:
+        super().__init__(rig, make, tensors)
+        self.manager = placement.Manager(device=rig.placement_device(), policy=placement.policies.Colocated("optimizer_step"))
+        self._readonly = readonly
+        self._owner = owner
+        if owner is not None:
+            self.manager.register("actor", owner, role="actor")
+
+    def first_offload(self) -> None:
+        """Registering: reserve host memory, copy out, give the device memory back."""
+        role = None if self._owner is not None else "critic"
+        self.handle = self.manager.register("object", self.object, role=role, readonly=self._readonly)
+
+    def settle(self) -> None:
+        if self._owner is not None:
+            self.manager.enter("train")
+
+    def offload(self) -> None:
+        if self._owner is not None:
+            self.manager.switch("train")
+        else:
+            self.manager.leave()
+        self._count()
+
+    def load(self) -> None:
+        if self._owner is not None:
+            self.manager.switch("optimizer_step")
+        else:
+            self.manager.enter("values")
+        self._count()
+
+    def _count(self) -> None:
+        counters = self.handle.counters
+        self.moved_to_host, self.moved_to_device = counters.offloaded_bytes, counters.loaded_bytes
+
+    def close(self) -> None:
+        if self.manager.phase_name != IDLE:
+            self.manager.leave()
+        self._drop()
+        self._owner = None
+        gc.collect()  # what nobody holds any more needs no ordinary memory on close()
+        self.manager.close()
+
+
+class ModuleTo(Mover):
+    """`module.to`, blocking, then `empty_cache()`: what most code does."""
+
+    name = "module.to"
+    non_blocking = False
+
+    def _offload(self) -> None:
+        self.object.to("cpu", non_blocking=self.non_blocking)
+        self.rig.empty_cache()
+
+    def _load(self) -> None:
+        self.object.to(self.rig.torch_device, non_blocking=self.non_blocking)
+
+
+class ModuleToNonBlocking(ModuleTo):
+    """`module.to(non_blocking=True)`: torch gives the host copy page-locked memory from its cache."""
+
+    name = "module.to(non_blocking)"
+    non_blocking = True
+
+
+class VerlModel(Mover):
+    """verl's helpers as its FSDP engine calls them."""
+
+    name = "verl"
+
+    def build(self) -> None:
+        self._verl = _peers.verl()
+        super().build()
+
+    def _offload(self) -> None:
+        self._verl.offload_fsdp_model_to_cpu(self.object)
+
+    def _load(self) -> None:
+        self._verl.load_fsdp_model_to_gpu(self.object)
+
+
+class VerlOptimizer(VerlModel):
+    """verl's helpers for optimizer state; its engine empties the cache once a context ends."""
+
+    def _offload(self) -> None:
+        self._verl.offload_fsdp_optimizer(self.object)
+        self.rig.empty_cache()
+
+    def _load(self) -> None:
+        self._verl.load_fsdp_optimizer(self.object, self.rig.torch_device)
+
+
+class AccelerateHook(Mover):
+    """accelerate's `cpu_offload_with_hook`: loaded before the forward, offloaded by the hook as the next model's forward does it."""
+
+    name = "accelerate"
+
+    def build(self) -> None:
+        accelerate = _peers.accelerate()
+        super().build()
+        self.object, self._hook = accelerate.cpu_offload_with_hook(self.object, self.rig.torch_device)
+
+    def _offload(self) -> None:
+        self._hook.offload()
+        self.rig.empty_cache()
+
+    def _load(self) -> None:
+        self._hook.hook.pre_forward(self.object)
+
+    def close(self) -> None:
+        if self.object is not None:
+            self._hook.remove()
+        super().close()
+
+
+class MemorySaver(Mover):
+    """torch_memory_saver: memory behind the same addresses comes and goes, with a copy on the host."""
+
+    name = "torch_memory_saver"
+    retain = False
+
+    def build(self) -> None:
+        self._saver = _peers.torch_memory_saver()
+        self._saver.retain_cpu_backup = self.retain
+        self._is_paused = False
+        with self._saver.region(tag=self.name, enable_cpu_backup=True):
+            super().build()
+
+    def _offload(self) -> None:
+        self._saver.pause(self.name)
+        self._is_paused = True
+
+    def _load(self) -> None:
+        self._saver.resume(self.name)
+        self._is_paused = False
+
+    def close(self) -> None:
+        if self.object is not None and self._is_paused:
+            self._saver.resume(self.name)
+        super().close()
+        gc.collect()
+        if getattr(self, "_saver", None) is not None:
+            self._saver._impl._mem_pools.clear()
+
+
+class MemorySaverRetained(MemorySaver):
+    name = "torch_memory_saver(retain)"
+    retain = True
+
+
+class HandWritten(Mover):
+    """The best loop that one writes by hand: page-locked copies made once, one non-blocking copy a tensor, storages resized to nothing."""
+
+    name = "hand-written"
+
+    def first_offload(self) -> None:
+        tensors = self.tensors
+        flat = self.rig.pin(sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors))
+        self._copies = []
+        offset = 0
+        for tensor in tensors:
+            self._copies.append(flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            offset += -(-tensor.nbytes // 64) * 64
+        self.offload()
+
+    @torch.no_grad()
+    def _offload(self) -> None:
+        self._devices = [tensor.device for tensor in self.tensors]
+        for tensor, copy in zip(self.tensors, self._copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self.rig.sync()
+        for tensor, copy in zip(self.tensors, self._copies, strict=True):
+            tensor.data = copy
+        self.rig.empty_cache()
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        for tensor, copy in zip(self.tensors, self._copies, strict=True):
+            fresh = torch.empty_like(copy, device=self.rig.torch_device)
+            fresh.copy_(copy, non_blocking=True)
+            tensor.data = fresh
+
+    def close(self) -> None:
+        super().close()
+        self._copies = []
+
+
+class DeepSpeedStates(Mover):
+    """DeepSpeed's `offload_adam_states` and `reload_adam_states`, page-locked and non-blocking, as OpenRLHF calls them."""
+
+    name = "deepspeed"
+
+    def build(self) -> None:
+        self._states = _peers.deepspeed()
+        super().build()
+
+    def _offload(self) -> None:
+        self._states.offload_adam_states(self.object, "cpu", pin_memory=self.rig.is_cuda, non_blocking=True)
+        self.rig.empty_cache()
+        self.rig.sync()
+
+    def _load(self) -> None:
+        self._states.reload_adam_states(self.object, self.rig.torch_device, non_blocking=True)
+
+
+MODULE_PEERS: Sequence[type[Mover]] = (
+    HandWritten,
+    VerlModel,
+    ModuleToNonBlocking,
+    ModuleTo,
+    AccelerateHook,
+    MemorySaverRetained,
+    MemorySaver,
+)
+"""In the order in which they run: what can end the process comes last."""
+OPTIMIZER_PEERS: Sequence[type[Mover]] = (HandWritten, VerlOptimizer, DeepSpeedStates)

@@ -1,0 +1,118 @@
+"""What every benchmark stands on: the device, the size of the job, clocks, and memory as the driver sees it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench._results import Results
+from placement.memory.base import Device
+from placement.testing import SimulatedDevice
+
+SIZES = ("tiny", "quick", "full")
+
+
+@dataclass
+class Rig:
+    """One run on one device.
+
+    Attributes:
+        device: "cuda:0", or "simulated": there placement works in host memory and peers copy from CPU to CPU, which shows that
+            a benchmark runs and says nothing about speed.
+        size: "full" as in the README; "quick" about a third of the bytes; "tiny" for a test.
+    """
+
+    device: str
+    size: str
+    _simulated: SimulatedDevice | None = field(default=None, repr=False)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device if self.is_cuda else "cpu")
+
+    def pick(self, tiny: int, quick: int, full: int) -> int:
+        """A number for this size."""
+        return {"tiny": tiny, "quick": quick, "full": full}[self.size]
+
+    def placement_device(self) -> str | Device:
+        """What to give to `placement.Manager(device=...)`."""
+        if self.is_cuda:
+            return self.device
+        self._simulated = SimulatedDevice(capacity_bytes=1 << 30, chunk_bytes=1 << 16)
+        return self._simulated
+
+    def sync(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """Free device memory as the driver sees it; 0 where there is no device at all."""
+        if self.is_cuda:
+            return torch.cuda.mem_get_info(self.torch_device)[0]
+        return self._simulated.memory().free_bytes if self._simulated is not None else 0
+
+    def empty_cache(self) -> None:
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host bytes from torch's allocator; ordinary ones without a GPU."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def clean(self) -> None:
+        """Between systems: nothing of the last one stays on the device or page-locked."""
+        gc.collect()
+        self.sync()
+        self.empty_cache()
+        if self.is_cuda:
+            torch._C._host_emptyCache()
+        self._simulated = None
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall time of `work` from an idle device to an idle device."""
+        self.sync()
+        began = time.perf_counter()
+        work()
+        self.sync()
+        return time.perf_counter() - began
+
+
+def available_host_bytes() -> int:
+    """What the machine could still give."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    return int(meminfo["MemAvailable"].split()[0]) << 10
+
+
+def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "simulated", help='"cuda:0" or "simulated"')
+    parser.add_argument("--size", choices=SIZES, default=None, help="full on a GPU, else tiny")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the result files")
+    parsed = parser.parse_args(arguments)
+    if parsed.size is None:
+        parsed.size = "full" if parsed.device.startswith("cuda") else "tiny"
+    return parsed
+
+
+def run(name: str, description: str | None, measure: Callable[[Rig, Results], None], arguments: Sequence[str] | None = None) -> Results:
+    """The body of every benchmark's `main`."""
+    parsed = parse(description, arguments)
+    rig = Rig(parsed.device, parsed.size)
+    if rig.is_cuda:
+        torch.cuda.set_device(rig.torch_device)
+    results = Results(name, rig.device, rig.size, parsed.out)
+    measure(rig, results)
+    rig.clean()
+    results.write()
+    return results

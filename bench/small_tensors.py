@@ -1,0 +1,31 @@
+"""Does the rate hold for many small tensors: 20,000 of 4 KiB, and 20,000 of 64 KiB?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from bench import _rig, link
+from bench._cycle import compare
+from bench._models import Weights
+from bench._movers import HandWritten, MemorySaverRetained, ModuleTo, Mover, Placement, VerlModel
+from bench._results import Results
+from bench._rig import Rig
+
+_SYSTEMS: Sequence[type[Mover]] = (Placement, HandWritten, VerlModel, ModuleTo, MemorySaverRetained)
+
+
+def measure(rig: Rig, results: Results) -> None:
+    raw = link.measure(rig, results)
+    count = rig.pick(20, 20_000, 20_000)
+    for kib in (4, 64):
+        make = partial(Weights, rig, [(kib * 512,)] * count)
+        compare(rig, results, f"{count:,} tensors of {kib} KiB", raw, {system.name: partial(system, rig, make) for system in _SYSTEMS})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    _rig.run("small_tensors", __doc__, measure, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Gradients and graphs over an offload."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from placement import IntegrityError
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, batch, learn, net
+
+
+def backward(model: torch.nn.Module, seed: int = 0) -> None:
+    model(batch(seed)).square().mean().backward()
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def twin_of(worker: Worker) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    twin = net()
+    twin.load_state_dict(worker.values)
+    return twin, torch.optim.AdamW(twin.parameters(), lr=1e-2)
+
+
+def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
+    worker = Worker()
+    twin, adam = twin_of(worker)
+    for seed in range(2):
+        worker_phases = [worker.manager.phase("train"), worker.manager.phase("train")]
+        with worker_phases[0]:
+            worker.adam.zero_grad()
+            backward(worker.net, 2 * seed)
+            wanted = gradients(worker.net)
+        assert all(p.grad is not None and p.grad.isnan().all() for p in worker.net.parameters())
+        assert_nothing_resident(worker.manager)
+        with worker_phases[1]:
+            assert_same(gradients(worker.net), wanted)
+            backward(worker.net, 2 * seed + 1)
+            worker.adam.step()
+        adam.zero_grad()
+        backward(twin, 2 * seed)
+        backward(twin, 2 * seed + 1)
+        adam.step()
+    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
+    assert worker.manager.audit().ok
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by", ["optimizer", "module", "each"])
+def test_zero_grad_in_between_drops_them_and_never_revives_old_ones(set_to_none: bool, by: str) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    if by == "each":
+        for p in worker.net.parameters():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+    else:
+        (worker.adam if by == "optimizer" else worker.net).zero_grad(set_to_none=set_to_none)
+    with worker.manager.phase("log_prob"):  # no complaint about a wrong write
+        assert all(p.grad is None or not p.grad.any() for p in worker.net.parameters())
+    assert worker.manager.snapshot().wrong_writes == 0
+    twin, adam = twin_of(worker)
+    with worker.manager.phase("train"):
+        assert all(p.grad is None or not p.grad.any() for p in worker.net.parameters())
+        backward(worker.net, 1)
+        worker.adam.step()
+    adam.zero_grad()
+    backward(twin, 1)
+    adam.step()
+    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
+    worker.adam.zero_grad()
+    with worker.manager.phase("log_prob"):
+        pass
+    assert worker.manager.audit().ok
+    assert worker.manager.snapshot().wrong_writes == 0
+
+
+def test_zeroed_gradients_of_a_foreach_optimizer() -> None:
+    worker = Worker()
+    sgd = torch.optim.SGD(worker.net.parameters(), lr=0.1, foreach=True)
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    sgd.zero_grad(set_to_none=False)
+    with worker.manager.phase("train"):
+        assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
+    assert worker.manager.snapshot().wrong_writes == 0
+
+
+def test_gradients_zeroed_in_place_stay_zero_over_more_phases_and_inside_others() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        backward(worker.critic_net)
+        kept = gradients(worker.critic_net)
+    with worker.manager.phase("log_prob", only=["ref"]) as phase:
+        worker.adam.zero_grad(set_to_none=False)
+        phase.switch("reward")
+        with worker.manager.phase("eval", only=["ref"]):
+            pass
+    with worker.manager.phase("train"):
+        assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
+        assert_same(gradients(worker.critic_net), kept)  # another model's gradients lie behind the same poison
+    assert worker.manager.snapshot().wrong_writes == 0
+
+
+def test_one_gradient_zeroed_and_the_others_kept() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        wanted = gradients(worker.net)
+    grad = worker.net[2].weight.grad
+    assert grad is not None
+    grad.zero_()
+    del grad
+    wanted[2] = torch.zeros_like(worker.net[2].weight)
+    with worker.manager.phase("train"):
+        assert_same(gradients(worker.net), wanted)
+
+
+def test_an_audit_takes_zeroed_gradients_for_what_they_are() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    worker.adam.zero_grad(set_to_none=False)
+    assert worker.manager.audit().ok
+    assert worker.manager.audit().ok
+    with worker.manager.phase("train"):
+        assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
+
+
+def test_a_wrong_write_beside_zeroed_gradients_is_still_found() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    worker.adam.zero_grad(set_to_none=False)
+    worker.ref_net[0].weight.data.fill_(2.0)
+    with pytest.raises(IntegrityError, match="something wrote"):
+        worker.manager.phase("train").__enter__()
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
+
+
+def test_accumulating_into_an_offloaded_gradient_is_a_wrong_write_and_keeps_the_value() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        wanted = gradients(worker.net)
+    with torch.no_grad():
+        for p in worker.net.parameters():
+            assert p.grad is not None
+            p.grad.fill_(1.0)
+    with pytest.raises(IntegrityError, match="something wrote"):
+        worker.manager.phase("train").__enter__()
+    with worker.manager.phase("train"):
+        assert_same(gradients(worker.net), wanted)
+
+
+def test_a_graph_that_was_retained_runs_backward_in_a_later_phase() -> None:
+    worker = Worker()
+    twin, _ = twin_of(worker)
+    with worker.manager.phase("train"):
+        loss = worker.net(batch()).square().mean()
+        loss.backward(retain_graph=True)
+    assert any(f.what == "stray_reference" for f in worker.manager.audit().findings)  # information: the graph holds weights
+    with worker.manager.phase("train"):
+        loss.backward()
+        found = gradients(worker.net)
+    del loss
+    other = twin(batch()).square().mean()
+    other.backward(retain_graph=True)
+    other.backward()
+    assert_same(found, gradients(twin))
+    with worker.manager.phase("train"):
+        pass
+    assert worker.manager.audit().ok
+
+
+def test_gradients_held_by_the_user_follow() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        mine = worker.net[0].weight.grad
+        assert mine is not None
+        wanted = mine.clone()
+    with worker.manager.phase("train"):
+        assert worker.net[0].weight.grad is mine
+        assert_same(mine, wanted)
+
+
+def test_hooks_of_gradients_and_accumulators_survive() -> None:
+    worker = Worker()
+    seen: list[str] = []
+    worker.net[0].weight.register_hook(lambda grad: seen.append("tensor"))
+    worker.net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    for _ in range(2):
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+    assert seen == ["tensor", "accumulated"] * 2
+
+
+def test_host_memory_of_gradients_is_given_back() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    worker.adam.zero_grad()
+    sizes = []
+    for seed in range(4):
+        with worker.manager.phase("train"):
+            backward(worker.net, seed)
+        sizes.append(worker.actor.host_bytes)
+        worker.adam.zero_grad()
+    assert sizes == [sizes[0]] * 4
+    with worker.manager.phase("log_prob"):
+        pass
+    assert worker.actor.host_bytes < sizes[0]
+
+
+def test_state_dicts_of_the_model_do_not_see_gradients() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    assert copy.deepcopy(worker.actor.state_dict()).keys() == worker.values.keys()

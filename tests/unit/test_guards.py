@@ -1,0 +1,291 @@
+"""Guards: what is offloaded cannot be used, and the guards cost nothing where torch compiles."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from placement import IntegrityError, NotResidentError, PhaseError
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import OFF, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: torch.nn.Module, counter: Any) -> Any:
+    return torch.compile(model, backend=counter)
+
+
+# --- what raises
+
+
+def test_a_forward_of_an_offloaded_module_names_handle_state_phase_and_advice() -> None:
+    worker = Worker()
+    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called.*manager\.phase"):
+        worker.net(batch())
+    with worker.manager.phase("values"), pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED in phase 'values'"):
+        worker.net(batch())
+    with worker.manager.phase("log_prob"):
+        assert worker.net(batch()).isfinite().all()
+        assert worker.ref_net(batch()).isfinite().all()
+
+
+def test_a_step_is_for_training_only() -> None:
+    worker = Worker()
+    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*'train'"):
+        worker.adam.step()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    with worker.manager.phase("weight_sync"), pytest.raises(NotResidentError, match=r"'actor\.optimizer' is CPU_OFFLOADED"):
+        worker.adam.step()
+    values = copy.deepcopy(worker.actor.state_dict())
+    with pytest.raises(NotResidentError):
+        worker.sgd.step()
+    assert_same(dict(worker.actor.state_dict()), dict(values))
+
+
+@pytest.mark.parametrize(("phase", "state"), [("log_prob", "GPU_RESIDENT"), ("weight_sync", "SYNCING")])
+def test_a_step_with_everything_resident_but_not_in_training(phase: str, state: str) -> None:
+    worker = Worker(policy="resident")
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        worker.net(batch()).sum().backward()
+    with worker.manager.phase(phase):
+        values = copy.deepcopy(worker.net.state_dict())
+        with pytest.raises(PhaseError, match=rf"step\(\) of 'actor\.optimizer' in phase '{phase}' would change.*(GPU_RESIDENT|{state})"):
+            worker.adam.step()
+        assert_same(dict(worker.net.state_dict()), dict(values))
+
+
+def test_a_step_whose_owner_is_not_training_names_the_owner() -> None:
+    worker = Worker(policy="resident")
+    with worker.manager.phase("log_prob"), worker.manager.phase("train", only=["actor.optimizer"]):
+        with pytest.raises(PhaseError, match=r"would change 'actor', which is GPU_RESIDENT"):
+            worker.adam.step()
+
+
+def test_loading_a_state_dict_belongs_into_restore() -> None:
+    worker = Worker()
+    with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* given a state dict.*phase\('restore'\)"):
+        worker.net.load_state_dict(worker.values)
+    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' .*phase\('restore'\)"):
+        worker.adam.load_state_dict(worker.adam.state_dict())
+    zeros = {name: torch.zeros_like(value) for name, value in worker.values.items()}
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict(zeros)
+    assert_same(dict(worker.actor.state_dict()), zeros)
+    assert_nothing_resident(worker.manager)
+
+
+def test_guards_speak_of_the_phase_of_this_moment() -> None:
+    worker = Worker()
+    worker.manager.enter("values")
+    worker.manager.switch("reward")
+    with pytest.raises(NotResidentError, match="phase 'reward'"):
+        worker.net(batch())
+    worker.manager.leave()
+
+
+# --- what slips past
+
+
+def test_what_slips_past_a_guard_reads_nan_and_breaks_nothing() -> None:
+    worker = Worker()
+    assert worker.net[0](batch()).isnan().all()
+    assert worker.net[0].weight.sum().isnan()
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_a_write_that_slips_past_is_found_healed_and_counted() -> None:
+    worker = Worker()
+    with worker.manager.phase("values"):
+        torch.nn.init.zeros_(worker.net[0].weight)  # the reference reads this too: all offloaded memory is one chunk of poison
+        assert not worker.ref_net[0].weight.isnan().all()
+        with pytest.raises(IntegrityError, match="something wrote into the memory of an offloaded handle"):
+            worker.manager.phase("log_prob").__enter__()
+        assert worker.net[0].weight.isnan().all()
+        assert worker.manager.phase_name == "values"
+        assert worker.manager.snapshot().wrong_writes == 1
+        with worker.manager.phase("log_prob"):
+            assert_same(dict(worker.net.state_dict()), dict(worker.values))
+        assert worker.manager.snapshot().wrong_writes == 1
+
+
+def test_a_write_is_found_at_an_exit_too_and_the_exit_is_complete() -> None:
+    worker = Worker()
+    with pytest.raises(IntegrityError, match="something wrote"):  # noqa: SIM117
+        with worker.manager.phase("values"):
+            torch.nn.init.zeros_(worker.net[0].weight)
+    assert_nothing_resident(worker.manager)
+    assert worker.manager.snapshot().wrong_writes == 1
+
+
+def test_the_audit_reports_a_write() -> None:
+    worker = Worker()
+    torch.nn.init.ones_(worker.net[0].weight)
+    audit = worker.manager.audit()
+    assert [finding.what for finding in audit.findings] == ["wrong_write"]
+    assert worker.manager.audit().ok
+
+
+# --- copies and pickles
+
+
+def copies(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    yield copy.deepcopy(model)
+    yield pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
+
+
+def test_copies_and_pickles_of_a_resident_module_are_equal_usable_and_unregistered() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        made = list(copies(worker.net))
+        expected = worker.net(batch())
+    for each in made:
+        assert_same(dict(each.state_dict()), dict(worker.values))
+        assert not any(in_a_range(p) for p in each.parameters())
+        assert_same(each(batch()), expected)
+        each.load_state_dict({name: torch.zeros_like(value) for name, value in worker.values.items()})
+        learn(each, torch.optim.SGD(each.parameters(), lr=0.1))
+        again = list(copies(each))
+        assert_same(dict(again[0].state_dict()), dict(each.state_dict()))
+    with pytest.raises(NotResidentError):
+        worker.net(batch())
+    other = make_manager().register("copy", made[0], role="teacher")
+    assert other.state is OFF
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+
+
+def test_copies_and_pickles_of_an_offloaded_module_raise() -> None:
+    worker = Worker()
+    for attempt in (lambda: copy.deepcopy(worker.net), lambda: pickle.dumps(worker.net), lambda: torch.save(worker.net, io.BytesIO())):
+        with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* copied or pickled.*handle\.state_dict\(\)"):
+            attempt()
+
+
+def test_a_copy_outlives_the_manager_and_the_original() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        twin = copy.deepcopy(worker.net)
+    values = worker.values
+    del worker
+    gc.collect()
+    assert_same(dict(twin.state_dict()), dict(values))
+    twin(batch())
+
+
+def test_the_file_of_a_saved_resident_module_is_of_the_right_size() -> None:
+    worker = Worker()
+    file = io.BytesIO()
+    with worker.manager.phase("log_prob"):
+        torch.save(worker.net, file)
+    assert file.tell() < 1.1 * sum(value.nbytes for value in worker.values.values()) + 20_000
+
+
+# --- torch.compile
+
+
+def test_guards_of_a_compiled_wrapper_cost_no_graph_and_no_recompilation(dynamo: None) -> None:
+    plain = CompileCounter()
+    compiled(net(), plain)(batch())
+    counter, manager, model = CompileCounter(), make_manager(), net()
+    wrapper = compiled(model, counter)
+    values = copy.deepcopy(model.state_dict())
+    handle = manager.register("actor", wrapper, role="actor")
+    with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
+        wrapper(batch())
+    assert counter.frame_count == 0  # refused before anything was compiled
+    for _ in range(3):
+        with manager.phase("log_prob"), torch.no_grad():
+            found = wrapper(batch())
+        with pytest.raises(NotResidentError):
+            wrapper(batch())
+        with pytest.raises(NotResidentError):
+            model(batch())
+    assert counter.frame_count == plain.frame_count == 1
+    assert counter.op_count == plain.op_count
+    assert handle.weights_info()[0].name == "0.weight"
+    twin = net()
+    twin.load_state_dict(values)
+    assert_same(found, twin(batch()).detach())
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in handle.state_dict().items()}, dict(values))
+
+
+def test_guards_do_not_break_a_full_graph(dynamo: None) -> None:
+    manager, model = make_manager(), net()
+    wrapper = torch.compile(model, backend="eager", fullgraph=True)
+    manager.register("actor", wrapper, role="actor")
+    with manager.phase("log_prob"):
+        wrapper(batch())
+    explanation = torch._dynamo.explain(model)
+    with manager.phase("log_prob"):
+        explained = explanation(batch())
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    with pytest.raises(NotResidentError):
+        wrapper(batch())
+
+
+def test_training_through_a_compiled_wrapper_compiles_once(dynamo: None) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), net()
+    wrapper = compiled(model, counter)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager.register("actor", wrapper, role="actor")
+    manager.register("adam", adam)
+    for seed in range(4):
+        with manager.phase("train"):
+            learn(wrapper, adam, seed)
+    assert counter.frame_count == 1
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_module_compiled_in_place_is_guarded(dynamo: None, when: str) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), net()
+    if when == "before":
+        model.compile(backend=counter)
+        manager.register("actor", model, role="actor")
+        with pytest.raises(NotResidentError):
+            model(batch())
+    else:
+        manager.register("actor", model, role="actor")
+        model.compile(backend=counter)
+    for _ in range(3):
+        with manager.phase("log_prob"), torch.no_grad():
+            assert model(batch()).isfinite().all()
+        if when == "before":
+            with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
+                model(batch())
+        else:
+            assert model(batch()).isnan().all()  # compiled behind our back: poison, and nothing breaks
+    assert counter.frame_count <= 2  # with and without grad
+    with manager.phase("log_prob"):
+        copy.deepcopy(model)(batch())
+    manager.unregister("actor")
+    assert model(batch()).isfinite().all()
+
+
+def test_compiled_wrapper_and_inner_module_are_one_object() -> None:
+    manager, model = make_manager(), net()
+    wrapper = torch.compile(model, backend="eager")
+    manager.register("actor", wrapper, role="actor")
+    manager.unregister("actor")
+    for hooks in (wrapper._forward_pre_hooks, model._forward_pre_hooks, model._state_dict_hooks):
+        assert not hooks

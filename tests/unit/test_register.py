@@ -1,0 +1,447 @@
+"""Registration: what is taken in, what leaves again, and when."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+import placement
+from placement import DeviceMemoryError, IntegrityError, NotResidentError, PhaseError, PlacementError, State
+from placement.policies import Colocated
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+# --- taking in
+
+
+def test_registering_keeps_every_object_and_every_value_and_puts_nothing_on_the_device() -> None:
+    model = net()
+    before, values = parameters_of(model), copy.deepcopy(model.state_dict())
+    manager = make_manager()
+    handle = manager.register("actor", model, role="actor")
+    assert (handle.state, handle.resident_bytes, handle.kind, handle.role) == (OFF, 0, "module", "actor")
+    assert handle.object is model
+    assert manager.device.memory().chunk_bytes == 0
+    assert all(found is before[name] for name, found in parameters_of(model).items())
+    assert all(in_a_range(p) for p in model.parameters())
+    assert_same(handle.state_dict(), values)
+    assert handle.host_bytes >= sum(p.nbytes for p in model.parameters())
+
+
+def test_an_optimizer_gets_owner_role_and_host_memory_before_its_state_is_born() -> None:
+    worker = Worker()
+    assert worker.optimizer.owners == (worker.actor,)
+    assert worker.optimizer.role == "actor"
+    assert worker.optimizer.host_bytes >= 2 * sum(p.nbytes for p in worker.net.parameters())
+    assert not worker.adam.state
+
+
+def test_an_optimizer_over_two_modules_has_two_owners() -> None:
+    manager, one, other = make_manager(), net(), net()
+    handles = manager.register("one", one, role="actor"), manager.register("other", other, role="critic")
+    adam = manager.register("adam", torch.optim.AdamW([*one.parameters(), *other.parameters()]))
+    assert adam.owners == handles
+    with manager.phase("train", only=["other"]):
+        assert adam.state is TRAIN
+        assert handles[0].state is OFF
+
+
+@pytest.mark.parametrize("policy", ["colocated", "resident"])
+def test_registering_inside_a_phase_goes_where_the_phase_wants_it(policy: str) -> None:
+    manager, model = make_manager(policy=policy), net()
+    with manager.phase("log_prob"):
+        assert manager.register("actor", model, role="actor").state is GPU
+        assert model(batch()).isfinite().all()
+        ref_model = net()
+        assert manager.register("ref", ref_model, role="ref", readonly=True).state is GPU
+    with manager.phase("train"):
+        adam = torch.optim.AdamW(model.parameters())
+        handle = manager.register("adam", adam)
+        # Only now does the policy know that the actor is trained.
+        assert (manager.handles["actor"].state, handle.state) == (TRAIN, TRAIN)
+        learn(model, adam)
+    assert manager.audit().ok
+    if policy == "colocated":
+        assert_nothing_resident(manager)
+
+
+def test_registering_inside_nested_phases_joins_each_of_them() -> None:
+    manager, model, critic = make_manager(), net(), net()
+    with manager.phase("log_prob"):
+        with manager.phase("values"):
+            actor = manager.register("actor", model, role="actor")
+            handle = manager.register("critic", critic, role="critic")
+            assert (actor.state, handle.state) == (OFF, GPU)
+        assert (actor.state, handle.state) == (GPU, OFF)
+    assert_nothing_resident(manager)
+
+
+def test_registering_inside_a_phase_with_only_stays_as_in_the_enclosing_plan() -> None:
+    manager, model, ref_model = make_manager(), net(), net()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob", only=["actor"]):
+        assert manager.register("ref", ref_model, role="ref").state is OFF
+    with manager.phase("log_prob"), manager.phase("values", only=["actor"]):
+        late = net()
+        assert manager.register("late", late, role="ref").state is GPU  # as in the enclosing phase
+
+
+def test_registering_inside_a_streamed_sync_streams() -> None:
+    manager, model = make_manager(policy=Colocated(stream_sync=True)), net()
+    values = copy.deepcopy(model.state_dict())
+    with manager.phase("weight_sync"):
+        actor = manager.register("actor", model, role="actor")
+        assert actor.state is State.SYNCING
+        assert actor.resident_bytes == 0
+        assert_same(dict(pair for bucket in actor.weights() for pair in bucket), dict(values))
+    assert actor.counters.loaded_bytes == 0
+
+
+def test_what_does_not_fit_into_the_open_phase_is_not_registered() -> None:
+    model = net()
+    small = sum(p.nbytes for p in model.parameters())
+    manager = make_manager(budget_bytes=2 * small)
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        wide = net(256)
+        before, values = parameters_of(wide), copy.deepcopy(wide.state_dict())
+        with pytest.raises(DeviceMemoryError, match="ref"):
+            manager.register("ref", wide, role="ref")
+        assert list(manager.handles) == ["actor"]
+        assert_same(wide.state_dict(), values)
+        assert all(found is before[name] and not in_a_range(found) for name, found in parameters_of(wide).items())
+        assert model(batch()).isfinite().all()
+        wide(batch(width=256))  # no guard is left on it
+    assert_nothing_resident(manager)
+    manager.register("ref", wide, role="teacher")
+
+
+@pytest.mark.parametrize("operation", ["host", "reserve", "copy", "sync"])
+def test_a_fault_at_registration_leaves_the_object_as_it_was(operation: str) -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    manager, model = make_manager(device=device), net()
+    before, values = parameters_of(model), copy.deepcopy(model.state_dict())
+    device.fail(operation)
+    with pytest.raises(Exception, match="injected fault"):
+        manager.register("actor", model, role="actor")
+    assert device.fired == 1
+    assert not manager.handles
+    assert_same(model.state_dict(), values)
+    assert all(found is before[name] and not in_a_range(found) for name, found in parameters_of(model).items())
+    actor = manager.register("actor", model, role="actor")
+    assert_same(actor.state_dict(), values)
+
+
+def test_a_second_manager_cannot_take_what_the_first_one_has() -> None:
+    worker, second = Worker(), make_manager()
+    with pytest.raises(placement.RegistrationError, match="belongs to 'actor' already"):
+        second.register("mine", worker.net, role="actor")
+    with pytest.raises(placement.RegistrationError, match="no registered module"):
+        second.register("optimizer", worker.adam)
+    assert not second.handles
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    worker.manager.close()
+    assert_same(second.register("mine", worker.net, role="actor").state_dict(), worker.net.state_dict())
+
+
+def test_a_range_of_a_dead_manager_does_not_hide_a_living_one() -> None:
+    for width in (8, 32, 64, 16, 48, 24):
+        for _ in range(3):
+            manager, model = make_manager(), net(width)
+            manager.register("actor", model, role="actor")
+            manager.register("actor.optimizer", torch.optim.AdamW(model.parameters()))
+            del manager, model
+            gc.collect()
+
+
+# --- leaving
+
+
+@pytest.mark.parametrize("where", ["offloaded", "resident"])
+def test_unregistering_gives_the_same_tensors_ordinary_memory(where: str) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        values = copy.deepcopy(worker.actor.state_dict())
+        moments = copy.deepcopy(worker.optimizer.state_dict())
+        if where == "resident":
+            worker.manager.unregister("actor.optimizer")
+            worker.manager.unregister(worker.actor)
+    if where == "offloaded":
+        worker.manager.unregister(worker.optimizer)
+        worker.manager.unregister("actor")
+    before = parameters_of(worker.net)
+    assert list(worker.manager.handles) == ["ref", "critic", "critic.optimizer"]
+    assert_same(dict(worker.net.state_dict()), dict(values))
+    assert_same(worker.adam.state_dict(), moments)
+    state = [tensor for entry in worker.adam.state.values() for tensor in entry.values()]
+    assert not any(in_a_range(tensor) for tensor in [*worker.net.parameters(), *state])
+    assert all(found is before[name] for name, found in parameters_of(worker.net).items())
+    learn(worker.net, worker.adam)  # usable, no guard left
+    assert_nothing_resident(worker.manager)
+    again = worker.manager.register("actor", worker.net, role="actor")
+    assert_same(again.state_dict(), worker.net.state_dict())
+
+
+def test_closing_unregisters_everything_and_gives_the_memory_back() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        values = copy.deepcopy(worker.actor.state_dict())
+    device, addresses = worker.manager.device, [p.data_ptr() for p in worker.net.parameters()]
+    worker.manager.close()
+    assert not worker.manager.handles
+    assert device.memory().chunk_bytes == 0
+    assert_same(dict(worker.net.state_dict()), dict(values))
+    assert not set(addresses) & {p.data_ptr() for p in worker.net.parameters()}
+    for model, optimizer in ((worker.net, worker.adam), (worker.critic_net, worker.sgd)):
+        assert not any(in_a_range(p) for p in model.parameters())
+        learn(model, optimizer)
+    assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
+
+
+def test_a_manager_that_is_dropped_leaves_as_if_it_were_closed() -> None:
+    worker = Worker()
+    values = worker.values
+    model, adam, handle = worker.net, worker.adam, worker.actor
+    del worker
+    gc.collect()
+    assert_same(dict(model.state_dict()), dict(values))
+    assert not any(in_a_range(p) for p in model.parameters())
+    learn(model, adam)
+    assert handle.state is OFF
+    assert handle.resident_bytes == 0
+
+
+def test_a_manager_that_is_dropped_between_enter_and_leave_leaves_too() -> None:
+    worker = Worker()
+    model, values = worker.net, worker.values
+    worker.manager.enter("train")
+    worker.manager.enter("log_prob")
+    del worker
+    gc.collect()
+    assert_same(dict(model.state_dict()), dict(values))
+    assert not any(in_a_range(p) for p in model.parameters())
+
+
+def test_a_manager_lives_as_long_as_a_phase_of_it_is_open() -> None:
+    model = net()
+
+    def begin() -> placement.Phase:
+        manager = make_manager()
+        manager.register("actor", model, role="actor")
+        return manager.phase("log_prob")
+
+    with begin():
+        gc.collect()
+        assert in_a_range(model[0].weight)
+        assert model(batch()).isfinite().all()
+    gc.collect()
+    assert not in_a_range(model[0].weight)
+    assert model(batch()).isfinite().all()
+
+
+def test_a_module_whose_optimizer_is_registered_leaves_after_it() -> None:
+    worker = Worker()
+    with pytest.raises(PhaseError, match=r"stepped by actor\.optimizer"):
+        worker.manager.unregister("actor")
+    with pytest.raises(PhaseError, match="did you mean 'actor'"):
+        worker.manager.unregister("actr")
+    assert "actor" in worker.manager.handles
+
+
+def test_unregistering_inside_a_phase_takes_the_handle_out_of_every_open_plan() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        with worker.manager.phase("values"):
+            worker.manager.unregister("ref")
+        assert worker.on_device() == {"actor"}
+        phase.switch("train")
+        learn(worker.net, worker.adam)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_collected_module_unregisters_itself_and_returns_its_memory() -> None:
+    manager = make_manager()
+    model = net()
+    manager.register("ref", model, role="ref", readonly=True)
+    gone = weakref.ref(model)
+    with manager.phase("log_prob"):
+        assert manager.device.memory().chunk_bytes > 0
+        del model
+        gc.collect()
+        assert gone() is None  # a handle keeps nothing alive
+        assert not manager.handles
+        manager.check_integrity()
+        assert manager.device.memory().chunk_bytes == 0
+    assert_nothing_resident(manager)
+    manager.register("ref", net(), role="ref")
+
+
+def test_a_collected_module_whose_optimizer_lives_on_leaves_the_optimizer_usable() -> None:
+    manager, model = make_manager(), net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    actor = manager.register("actor", model, role="actor")
+    optimizer = manager.register("sgd", sgd)
+    with manager.phase("train"):
+        learn(model, sgd)
+    values = [p.clone() for p in actor.state_dict().values()]
+    del model
+    gc.collect()
+    assert list(manager.handles) == ["sgd"]
+    assert actor.object is None
+    with pytest.raises(PlacementError, match="is gone"):
+        actor.state_dict()
+    with manager.phase("train"):
+        parameters = sgd.param_groups[0]["params"]
+        assert_same([p.detach() for p in parameters], values)
+        assert not any(in_a_range(p) for p in parameters)
+        assert optimizer.owners == ()
+        if optimizer.state is TRAIN:
+            sgd.step()
+    assert manager.audit().ok
+    manager.unregister("sgd")
+
+
+def test_a_collected_optimizer_gives_its_state_back() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    held = worker.optimizer.host_bytes
+    assert held > 0
+    del worker.adam
+    gc.collect()
+    assert "actor.optimizer" not in worker.manager.handles
+    with worker.manager.phase("log_prob"):
+        assert worker.net(batch()).isfinite().all()
+    worker.manager.unregister("actor")
+
+
+def test_an_object_that_died_and_one_of_the_same_identity() -> None:
+    manager = make_manager()
+    for _ in range(20):  # CPython reuses addresses, hence ids
+        manager.register("ref", net(8), role="ref")
+        gc.collect()
+    assert len(manager.handles) <= 1
+
+
+def test_the_hooks_of_an_unregistered_module_are_gone() -> None:
+    model, manager = net(), make_manager()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    empty = net()
+    manager.register("actor", model)
+    manager.register("sgd", sgd)
+    manager.close()
+    for name in ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_forward_hooks"):
+        assert len(getattr(model, name)) == len(getattr(empty, name)) == 0
+    assert not sgd._optimizer_step_pre_hooks
+    assert not sgd._optimizer_load_state_dict_pre_hooks
+    assert not sgd._optimizer_state_dict_post_hooks
+
+
+# --- budgets
+
+
+def test_a_budget_below_what_a_phase_needs() -> None:
+    worker = Worker(budget_bytes=40_000)
+    before = worker.states()
+    with pytest.raises(DeviceMemoryError) as caught:
+        worker.manager.phase("log_prob").__enter__()
+    message = str(caught.value)
+    assert "phase 'log_prob' needs" in message
+    assert "only=[...]" in message
+    assert f"{worker.actor.num_bytes:,}" in message
+    for name in worker.manager.handles:
+        assert name in message
+    assert worker.states() == before
+    with worker.manager.phase("log_prob", only=["actor"]):
+        pass
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_device_smaller_than_declared_by_the_budget() -> None:
+    worker = Worker(device=SimulatedDevice(36 << 10), budget_bytes=1 << 30)
+    with worker.manager.phase("log_prob", only=["actor"]):
+        before = worker.states()
+        with pytest.raises(DeviceMemoryError, match="simulated"):
+            worker.manager.phase("train").__enter__()
+        assert worker.states() == before
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+# --- modes and shapes
+
+
+def test_registering_under_inference_mode_makes_no_inference_tensors() -> None:
+    manager, model = make_manager(), net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        manager.register("actor", model, role="actor")
+        manager.register("sgd", sgd)
+        frozen = net()
+        with pytest.raises(placement.RegistrationError, match="inference"):
+            manager.register("frozen", frozen)
+    assert not any(p.is_inference() for p in model.parameters())
+    with manager.phase("train"):
+        learn(model, sgd)
+
+
+def test_a_module_without_tensors() -> None:
+    manager = make_manager()
+    nothing = torch.nn.ReLU()
+    handle = manager.register("nothing", nothing, role="actor")
+    with manager.phase("log_prob"):
+        assert handle.state is GPU
+        assert handle.resident_bytes == 0
+    assert_nothing_resident(manager)
+
+
+def test_a_write_from_outside_while_offloaded_is_not_taken_for_a_value() -> None:
+    worker = Worker()
+    with torch.no_grad():
+        worker.net[0].weight.fill_(3.0)
+    with pytest.raises(IntegrityError, match="offloaded"):
+        worker.manager.phase("train").__enter__()
+    assert worker.manager.snapshot().wrong_writes == 1
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_a_class_without_weak_references_is_refused_before_anything_moves() -> None:
+    class Slotted:
+        __slots__ = ("optimizer",)
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            self.optimizer.step()
+
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    wrapped = Slotted(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        manager.register("sgd", wrapped)
+    except placement.RegistrationError:
+        assert list(manager.handles) == ["actor"]
+    manager.check_integrity()
+
+
+def test_the_handles_are_read_only_for_users() -> None:
+    worker = Worker()
+    with pytest.raises(TypeError):
+        worker.manager.handles["x"] = worker.actor  # type: ignore[index]
+    with pytest.raises(NotResidentError):
+        worker.net(batch())

@@ -1,0 +1,264 @@
+"""State dicts: readable in every state, equal to the values on the device, and right for as long as somebody holds them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
+
+
+def saved_size(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    assert_same(torch.load(file), value)
+    return len(file.getvalue())
+
+
+@pytest.mark.parametrize(("phase", "state"), [(None, OFF), ("log_prob", GPU), ("weight_sync", SYNC), ("train", TRAIN)])
+def test_a_state_dict_equals_the_values_in_every_state(phase: str | None, state: Any) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        values = {name: p.detach().clone() for name, p in worker.net.named_parameters()}
+        moments = copy.deepcopy(worker.adam.state_dict())
+    if phase is None:
+        assert_same(dict(worker.net.state_dict()), values)
+        assert_same(dict(worker.actor.state_dict()), values)
+        assert_same(worker.optimizer.state_dict(), moments)
+        return
+    with worker.manager.phase(phase):
+        assert worker.actor.state is state
+        assert_same(dict(worker.actor.state_dict()), values)
+        assert_same(worker.adam.state_dict(), moments)
+
+
+def test_a_state_dict_of_a_streamed_sync() -> None:
+    from placement.policies import Colocated
+
+    worker = Worker(policy=Colocated(stream_sync=True))
+    with worker.manager.phase("weight_sync"):
+        assert (worker.actor.state, worker.actor.resident_bytes) == (SYNC, 0)
+        assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+
+
+@pytest.mark.parametrize("taken", [None, "log_prob", "train"])
+def test_a_held_state_dict_follows_the_handle(taken: str | None) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    if taken is None:
+        held, moments = worker.net.state_dict(), worker.adam.state_dict()
+    else:
+        with worker.manager.phase(taken):
+            held, moments = worker.net.state_dict(), worker.adam.state_dict()
+    for seed in range(3):
+        assert_same(dict(held), dict(worker.actor.state_dict()))
+        assert_same(moments["state"], worker.optimizer.state_dict()["state"])
+        assert all(value.isfinite().all() for value in held.values())
+        with worker.manager.phase("train") as phase:
+            assert_same(dict(held), {name: p.detach() for name, p in worker.net.named_parameters()})
+            learn(worker.net, worker.adam, seed)
+            assert_same(dict(held), {name: p.detach() for name, p in worker.net.named_parameters()})
+            phase.switch("values")
+            assert_same(dict(held), dict(worker.actor.state_dict()))
+    assert worker.manager.audit().ok  # what we handed out is no stray reference
+
+
+def test_a_state_dict_of_state_that_was_just_born() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        held = worker.adam.state_dict()
+        wanted = copy.deepcopy(held)
+    assert_same(held["state"], wanted["state"])
+    assert worker.manager.audit().ok
+    with worker.manager.phase("train"):
+        assert_same(held["state"], wanted["state"])
+    assert_same(held["state"], wanted["state"])
+    assert saved_size(held) < 1.1 * 2 * sum(value.nbytes for value in worker.values.values()) + 20_000
+
+
+def test_a_held_state_dict_survives_the_handle_and_the_manager() -> None:
+    worker = Worker()
+    held = worker.actor.state_dict()
+    with worker.manager.phase("log_prob"):
+        other = worker.actor.state_dict()
+    worker.manager.close()
+    assert_same(dict(held), dict(worker.values))
+    assert_same(dict(other), dict(worker.values))
+    learn(worker.net, worker.adam)
+    assert_same(dict(held), dict(worker.values))  # from here on it is a copy
+
+
+class Tied(torch.nn.Module):
+    """Tied embeddings, two views of one flat buffer, an alias and a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(512, 64)
+        self.head = torch.nn.Linear(64, 512, bias=False)
+        self.head.weight = self.embed.weight
+        flat = torch.arange(1 << 16, dtype=torch.float32)
+        self.register_buffer("low", flat[: 1 << 15])
+        self.register_buffer("high", flat[1 << 15 :])
+        self.register_buffer("again", self.low)
+        self.register_buffer("cache", torch.ones(1000), persistent=False)
+        self.scale = torch.full((3,), 2.0)
+
+
+@pytest.mark.parametrize("phase", [None, "log_prob"])
+def test_a_saved_file_has_the_size_of_the_tensors_also_of_tied_ones(phase: str | None) -> None:
+    manager, model = make_manager(), Tied()
+    unmanaged = saved_size(model.state_dict())
+    values = copy.deepcopy(model.state_dict())
+    handle = manager.register("actor", model, role="actor")
+    if phase is None:
+        size = saved_size(handle.state_dict())
+        assert_same(dict(handle.state_dict()), dict(values))
+    else:
+        with manager.phase(phase):
+            size = saved_size(handle.state_dict())
+    assert size <= 1.1 * unmanaged + 4096
+    with manager.phase("log_prob"):
+        held = handle.state_dict()
+    assert saved_size(held) <= 1.1 * unmanaged + 4096  # also after it was pointed to the host copy
+
+
+def test_a_saved_file_of_a_plain_model_while_offloaded() -> None:
+    worker = Worker()
+    nbytes = sum(value.nbytes for value in worker.values.values())
+    assert saved_size(worker.actor.state_dict()) < 1.1 * nbytes + 8192
+    one = worker.actor.state_dict()["0.bias"]
+    assert saved_size(one) < 64 * 4 + 2048
+
+
+def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their_values() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        assert worker.net.state_dict(keep_vars=True)["0.weight"] is worker.net[0].weight
+    assert_same(dict(worker.net.state_dict(keep_vars=True)), dict(worker.values))
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        assert worker.net.state_dict(keep_vars=True)["0.weight"].requires_grad
+
+
+def test_a_prefix_and_a_module_around_it() -> None:
+    worker = Worker()
+    around = torch.nn.ModuleDict({"inner": worker.net, "other": torch.nn.Linear(2, 2)})
+    found = around.state_dict(prefix="x.")
+    assert_same({name: found[f"x.inner.{name}"] for name in worker.values}, dict(worker.values))
+    assert found["x.other.weight"].isfinite().all()
+
+
+def test_reading_state_creates_no_entry() -> None:
+    worker = Worker()
+    worker.adam.state_dict()
+    worker.optimizer.state_dict()
+    worker.manager.audit()
+    with worker.manager.phase("train"):
+        worker.manager.audit()
+    assert len(worker.adam.state) == 0
+
+
+def test_an_optimizer_round_trip_in_restore() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    checkpoint = copy.deepcopy({"model": worker.net.state_dict(), "optimizer": worker.adam.state_dict()})
+    with worker.manager.phase("train"):
+        after = [learn(worker.net, worker.adam, seed) for seed in range(3)]
+    wanted = copy.deepcopy(worker.optimizer.state_dict())
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict(checkpoint["model"])
+        worker.adam.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch takes the very tensors that it is given
+    assert_nothing_resident(worker.manager)
+    assert_same(worker.adam.state_dict(), checkpoint["optimizer"])
+    with worker.manager.phase("train"):
+        assert_same(worker.adam.state_dict(), checkpoint["optimizer"])
+        again = [learn(worker.net, worker.adam, seed) for seed in range(3)]
+    assert_same(again, after)
+    assert_same(worker.optimizer.state_dict(), wanted)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_restore_does_not_grow_the_host_memory() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    sizes = []
+    for _ in range(4):
+        kept = copy.deepcopy(worker.adam.state_dict())
+        with worker.manager.phase("restore"):
+            worker.adam.load_state_dict(kept)
+        sizes.append(worker.optimizer.host_bytes)
+    assert sizes[-1] == sizes[0]
+
+
+def test_a_checkpoint_phase_moves_nothing_and_reads_the_host_copy() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    wanted = copy.deepcopy(worker.actor.state_dict())
+    records = len(worker.manager.journal)
+    with worker.manager.phase("checkpoint"):
+        assert worker.on_device() == set()
+        assert_same(dict(worker.actor.state_dict()), dict(wanted))
+        assert worker.optimizer.state_dict()["state"]
+    assert len(worker.manager.journal) == records
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        with worker.manager.phase("checkpoint"):
+            assert_same(dict(worker.actor.state_dict()), {name: p.detach() for name, p in worker.net.named_parameters()})
+        learn(worker.net, worker.adam)
+
+
+def test_a_state_dict_taken_in_inference_mode_follows_too() -> None:
+    worker = Worker()
+    with torch.inference_mode():
+        held = worker.actor.state_dict()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    assert_same(dict(held), dict(worker.actor.state_dict()))
+
+
+def test_a_state_dict_that_somebody_wrote_into_changes_the_values_where_they_are_authoritative() -> None:
+    worker = Worker()
+    worker.actor.state_dict()["0.bias"].zero_()  # the host copy is the only one now
+    with worker.manager.phase("log_prob"):
+        assert not worker.net[0].bias.any()
+    assert not worker.actor.state_dict()["0.bias"].any()
+    with worker.manager.phase("train"):
+        worker.net.state_dict()["0.bias"].fill_(1.0)
+    assert worker.actor.state_dict()["0.bias"].eq(1.0).all()
+
+
+def test_a_manual_reference_is_named_as_stray() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        mine = worker.net[0].weight.detach()
+    assert mine.isnan().all()
+    findings = [(f.handle, f.what) for f in worker.manager.audit().findings]
+    assert findings == [("actor", "stray_reference")]
+    assert "0.weight" in worker.manager.audit().findings[0].detail
+    with worker.manager.phase("log_prob"):
+        assert mine.isfinite().all()
+        del mine
+    assert worker.manager.audit().ok
+
+
+def test_state_dicts_of_ordinary_optimizers_are_not_shared_containers() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        found = worker.adam.state_dict()
+        found["state"].clear()
+        assert worker.adam.state
+        assert worker.net(batch()).isfinite().all()
+    assert net() is not None
