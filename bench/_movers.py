@@ -100,6 +100,7 @@ class Placement(Mover):
         """Registering: reserve host memory, copy out, give the device memory back."""
         role = None if self._owner is not None else "critic"
         self.handle = self.manager.register("object", self.object, role=role, readonly=self._readonly)
+        self.rig.empty_cache()  # the storages' first homes stay in torch's cache otherwise
 
     def settle(self) -> None:
         if self._owner is not None:
@@ -189,6 +190,7 @@ class AccelerateHook(Mover):
         accelerate = _peers.accelerate()
         super().build()
         self.object, self._hook = accelerate.cpu_offload_with_hook(self.object, self.rig.torch_device)
+        self._load()  # attaching the hook offloads at once
 
     def _offload(self) -> None:
         self._hook.offload()
@@ -297,10 +299,10 @@ MODULE_PEERS: Sequence[type[Mover]] = (
     HandWritten,
     VerlModel,
     ModuleToNonBlocking,
+    MemorySaverRetained,
     ModuleTo,
     AccelerateHook,
-    MemorySaverRetained,
     MemorySaver,
 )
-"""In the order in which they run: what can end the process comes last."""
+"""In the order in which they run: the slow ones last."""
 OPTIMIZER_PEERS: Sequence[type[Mover]] = (HandWritten, VerlOptimizer, DeepSpeedStates)

@@ -67,7 +67,10 @@ def verl() -> Any:
         _bare(package)
     _unless_installed("verl.utils.model", {"check_exclude_modules": None, "check_target_modules": None})
     _unless_installed("peft.utils.save_and_load", {"get_peft_model_state_dict": None})
-    return importlib.import_module("verl.utils.fsdp_utils")
+    helpers: Any = importlib.import_module("verl.utils.fsdp_utils")
+    if not torch.cuda.is_available():
+        helpers.get_device_id = lambda: torch.device("cpu")  # its platform layer knows accelerators only
+    return helpers
 
 
 def accelerate() -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from bench._results import Results
+from bench._sampler import Peak, sampled
 from placement.memory.base import Device
 from placement.testing import SimulatedDevice
 
@@ -77,6 +79,16 @@ class Rig:
         if self.is_cuda:
             torch._C._host_emptyCache()
         self._simulated = None
+
+    @contextmanager
+    def sampled_peak(self) -> Iterator[Peak]:
+        """Watch the device's memory from outside; a `Peak` without samples where there is no GPU."""
+        if not self.is_cuda:
+            yield Peak()
+            return
+        uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid)
+        with sampled(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") as peak:
+            yield peak
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Wall time of `work` from an idle device to an idle device."""

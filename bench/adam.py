@@ -15,8 +15,7 @@ from bench._rig import Rig
 
 def _maker(rig: Rig, system: type[Mover]) -> Callable[[], Mover]:
     def make() -> Mover:
-        # The parameters stay out of the measurement; an eighth of them would do, but their shapes give the moments theirs.
-        owner = decoder(rig)
+        owner = decoder(rig)  # its shapes give the moments theirs; it is not part of what is measured
         build = partial(adam_over, rig, owner, shards=4)
         return Placement(rig, build, moments, owner=owner) if system is Placement else system(rig, build, moments)
 
@@ -25,7 +24,8 @@ def _maker(rig: Rig, system: type[Mover]) -> Callable[[], Mover]:
 
 def measure(rig: Rig, results: Results) -> None:
     raw = link.measure(rig, results)
-    compare(rig, results, "Adam state, fp32", raw, {system.name: _maker(rig, system) for system in (Placement, *OPTIMIZER_PEERS)})
+    systems: Sequence[type[Mover]] = (Placement, *OPTIMIZER_PEERS)
+    compare(rig, results, "Adam state, fp32", raw, {system.name: _maker(rig, system) for system in systems})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

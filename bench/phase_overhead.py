@@ -1,37 +1,33 @@
 """What does a phase cost that moves nothing, and does it stay linear in the number of handles?
 
-Every handle is at its target already: the policy is asked, the plan checked, the levels compared, the metrics counted. Runs on
-the simulated device, or on `cuda:0` where there is one (`--device cuda:0`).
+Every handle is at its target already: the policy is asked, the plan checked, the levels compared, the metrics counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
-from _results import Row, write
 
 import placement
-from placement.testing import SimulatedDevice
+from bench import _rig
+from bench._results import Results
+from bench._rig import Rig
 
 
-def worker(num_handles: int, device: str) -> placement.Manager:
-    chosen = SimulatedDevice(capacity_bytes=1 << 30, chunk_bytes=1 << 16) if device == "simulated" else device
-    manager = placement.Manager(device=chosen, budget_bytes=1 << 40)
-    for index in range(num_handles):
-        module = torch.nn.Linear(16, 16)
-        KEPT.append(module)
+def _worker(rig: Rig, num_handles: int) -> tuple[placement.Manager, list[torch.nn.Module]]:
+    """A manager, and the modules that must stay alive."""
+    manager = placement.Manager(device=rig.placement_device(), budget_bytes=1 << 40)
+    modules: list[torch.nn.Module] = [torch.nn.Linear(16, 16) for _ in range(num_handles)]
+    for index, module in enumerate(modules):
         manager.register(f"handle{index}", module, role="reward" if index else "actor")
-    return manager
+    return manager, modules
 
 
-KEPT: list[torch.nn.Module] = []
-
-
-def measure(manager: placement.Manager, repetitions: int) -> tuple[float, float]:
-    """Median microseconds of a nested phase and of a pair of switches, each border moving nothing."""
+def _borders(manager: placement.Manager, repetitions: int) -> tuple[float, float]:
+    """Median microseconds of a nested phase and of a switch, each border moving nothing."""
     nested, switched = [], []
     with manager.phase("eval") as phase:
         for _ in range(repetitions):
@@ -45,24 +41,23 @@ def measure(manager: placement.Manager, repetitions: int) -> tuple[float, float]
     return statistics.median(nested) * 1e6, statistics.median(switched) * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "simulated")
-    parser.add_argument("--handles", type=int, nargs="+", default=[6, 100, 1000])
-    arguments = parser.parse_args()
-    rows: list[Row] = []
-    for num_handles in arguments.handles:
-        began = time.perf_counter()
-        manager = worker(num_handles, arguments.device)
-        registered = (time.perf_counter() - began) / num_handles * 1e6
-        nested, switched = measure(manager, repetitions=max(20, 2000 // num_handles))
-        scenario = f"{num_handles} handles"
-        rows.append(Row(scenario, "placement", "register one", registered, "us"))
-        rows.append(Row(scenario, "placement", "enter and leave, nothing moves", nested, "us"))
-        rows.append(Row(scenario, "placement", "switch, nothing moves", switched, "us"))
-        manager.close()
-        KEPT.clear()
-    write("phase_overhead", arguments.device, rows)
+def measure(rig: Rig, results: Results) -> None:
+    for num_handles in (2, 6) if rig.size == "tiny" else (6, 100, 1_000):
+        scenario = f"{num_handles:,} handles"
+        with results.system(scenario, "placement"):
+            began = time.perf_counter()
+            manager, modules = _worker(rig, num_handles)
+            registered = (time.perf_counter() - began) / num_handles * 1e6
+            nested, switched = _borders(manager, repetitions=max(20, 2_000 // num_handles) if rig.size != "tiny" else 3)
+            results.add(scenario, "placement", "register one", registered, "us")
+            results.add(scenario, "placement", "enter and leave, nothing moves", nested, "us")
+            results.add(scenario, "placement", "switch, nothing moves", switched, "us")
+            modules.clear()
+            manager.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    _rig.run("phase_overhead", __doc__, measure, arguments)
 
 
 if __name__ == "__main__":

@@ -74,13 +74,13 @@ class Borders:
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
                 phase._open = opened
+                self._history.append(name)
+                self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
                 self.stack, phase._open = stack, None
                 self._journal.enter_phase(outer)
                 self._note(error, self._retreat(enclosing))
                 raise
-            self._history.append(name)
-            self._journal.stall_seconds[name] += time.monotonic() - began
 
     def switch(self, phase: Phase, name: str, only: tuple[str, ...] | None) -> None:
         with self.border():
@@ -98,13 +98,13 @@ class Borders:
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*below, following)
                 phase._open = following
+                self._history.append(name)
+                self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
                 self.stack, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name)
                 self._note(error, self._retreat(opened.plan))
                 raise
-            self._history.append(name)
-            self._journal.stall_seconds[name] += time.monotonic() - began
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
         with self.border():
@@ -155,22 +155,26 @@ class Borders:
             self.check_process()
             if self._busy:
                 raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a border")
-            self._busy = True
             try:
-                if self._device.is_capturing():
-                    raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
-                with torch.inference_mode(False), torch.no_grad():
-                    self._sweep_gone()
-                    self._sweep_abandoned()
-                    yield
+                try:
+                    self._busy = True
+                    if self._device.is_capturing():
+                        raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
+                    with torch.inference_mode(False), torch.no_grad():
+                        self._sweep_gone()
+                        self._sweep_abandoned()
+                        yield
+                finally:
+                    self._busy = False
             finally:
-                self._busy = False
+                self._busy = False  # again, because an interrupt can fall between the end of the body and the first one
 
     def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
         """Make the plan for a phase and carry it out, all or nothing."""
         handles = self._handles
         if self.poison_was_written():
             raise IntegrityError(_WRONG_WRITE)
+        self.measure()  # what others freed or took since the last border
         try:
             plan = self._plan_for(name, only, enclosing)
             for handle in list(handles.values()):
@@ -274,6 +278,22 @@ class Borders:
             each.plan = Plan({n: s for n, s in each.plan.targets.items() if n != handle.name}, each.plan.streamed - {handle.name})
         self.measure()
 
+    def close(self) -> None:
+        """Forget every handle, optimizers first, and give the device back. Idempotent, also after an interrupt.
+
+        Raises:
+            PhaseError: a phase is open.
+        """
+        if self.is_closed:
+            return
+        with self.border():
+            if self.stack:
+                raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
+            for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
+                self.forget(handle)
+            self._device.close()
+            self.is_closed = True
+
     def budget_bytes(self) -> int:
         """Device bytes that the handles may hold together now."""
         held = sum(handle.resident_bytes for handle in list(self._handles.values()))
@@ -323,6 +343,10 @@ class Borders:
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
     def poison_was_written(self) -> bool:
+        holdings = [handle.holding for handle in self._handles.values() if handle.holding is not None]
+        zeroed = [(holding, places) for holding in holdings if (places := holding.zeroed())]
+        for holding, places in zeroed:  # zero_grad() may be called anywhere: no wrong write
+            holding.take_zeroed(places)
         written = self._device.heal_poison()
         self._journal.wrong_writes += written
         return written
@@ -345,8 +369,9 @@ class Borders:
 
     def _sweep_abandoned(self) -> None:
         while self.stack and self.stack[-1].is_abandoned:
-            gone, self.stack = self.stack[-1], self.stack[:-1]
-            failures = self._retreat(self._plan_after(self.stack)[0])
+            gone, below = self.stack[-1], self.stack[:-1]
+            failures = self._retreat(self._plan_after(below)[0])
+            self.stack = below  # only now: what an interrupt stops is done again at the next border
             self._journal.enter_phase(self.phase_name)
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone.name, failure)
@@ -357,6 +382,8 @@ class Borders:
             if self._handles.get(handle.name) is handle:
                 self.forget(handle)
             self._gone.popleft()  # only now: what failed is done again at the next border
+        for handle in [h for h in self._handles.values() if h.holding is not None and h.holding.is_leaving]:
+            self.forget(handle)  # an interrupt had stopped it
 
     def check_process(self) -> None:
         if os.getpid() != self.pid:

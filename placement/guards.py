@@ -159,7 +159,7 @@ class StateDictGuard(_Guard):
 
 def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns what removes them."""
-    hooks: list[_Removable] = []
+    hooks: list[_Removable] = handle.guards  # entered one by one: an interrupt leaves none that `remove` does not know
     for target in objects:
         if isinstance(target, torch.nn.Module):
             hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))

@@ -166,6 +166,11 @@ class Handle:
 
         self.kind, self.adapter, self._object = adapter.kind, adapter, weakref.ref(target, gone)
 
+    def detach(self) -> None:
+        """Undo `attach`: the handle of a `Lazy` whose building failed has no object again, and none that could be collected."""
+        self._object = None
+        self.built_object = self.adapter = self.holding = None
+
     @property
     def is_gone(self) -> bool:
         """Whether the object was garbage-collected."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
     from placement.observe.server import MetricsServer
 
 
+def _leave_all(borders: Borders, entered: list[Phase]) -> None:
+    """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
+    if borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
+        return
+    while entered:
+        entered.pop().__exit__(None, None, None)
+    if not borders.stack:  # whoever still holds a phase leaves it without the manager
+        borders.close()
+
+
 class Manager:
     """Decides, for one device of one process, what sits on it.
 
@@ -34,7 +45,7 @@ class Manager:
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together; None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: further keywords of `Settings` (phases, strict, headroom, journal_length).
+        settings: further keywords of `Settings` (phases, strict, headroom, journal_length, pinned_limit_bytes).
 
     Raises:
         ValueError: a keyword is unknown or does not fit.
@@ -60,9 +71,13 @@ class Manager:
         self.settings = Settings.from_any(chosen)
         self.policy = resolve_policy(policy)
         self.device = select_device(self.settings.device) if isinstance(device, str) else device
+        if self.settings.pinned_limit_bytes is not None:
+            self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
         self._borders = Borders(self.device, self.policy, self.settings, self.journal)
         self._entered: list[Phase] = []
+        # Not __del__: a collection has unmapped the device's memory before it calls that. This one keeps the borders alive until it has run.
+        weakref.finalize(self, _leave_all, self._borders, self._entered).atexit = False
 
     @classmethod
     def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
@@ -110,11 +125,13 @@ class Manager:
         """
         registry = self._borders.registry
         with self._borders.border():
-            handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external)
+            before = registry.handles.copy()
             try:
+                handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external)
                 self._borders.join(handle)
             except BaseException:
-                registry.remove(handle)
+                for added in [each for known, each in registry.handles.items() if known not in before]:
+                    registry.remove(added)
                 raise
             return handle
 
@@ -133,24 +150,7 @@ class Manager:
         Raises:
             PhaseError: a phase is open.
         """
-        if self._borders.is_closed:
-            return
-        with self._borders.border():
-            if self._borders.stack:
-                raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
-            for handle in sorted(self.handles.values(), key=lambda h: h.kind != "optimizer"):
-                self._borders.forget(handle)
-            self._borders.is_closed = True
-            self.device.close()
-
-    def __del__(self) -> None:
-        """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
-        borders = getattr(self, "_borders", None)  # the constructor may have failed
-        if borders is None or borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
-            return
-        while self._entered:
-            self.leave()
-        self.close()
+        self._borders.close()
 
     # --- phases
 

@@ -30,7 +30,12 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:
-    """The node that a plan wants a handle at."""
+    """The node that a plan wants a handle at.
+
+    A `Lazy` is built when a phase begins; one that an exit would want on the device stays off it until then.
+    """
+    if not handle.is_built:
+        return State.CPU_OFFLOADED, False
     state = plan.targets[handle.name]
     return state, state is not State.CPU_OFFLOADED if handle.external else plan.on_device(handle.name)
 

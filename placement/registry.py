@@ -47,11 +47,15 @@ class Registry:
         handle = Handle(name, kind=kind, role=role, readonly=readonly, moves=self._reconciler.moves_of)
         handle.phase_now = self._phase_now
         handle.owners = () if owner is None else (self._owner(name, owner),)
-        if isinstance(target, Lazy):
-            handle.lazy = target
-        else:
-            self._bind(handle, target, external)
-        self.handles[name] = handle
+        try:
+            if isinstance(target, Lazy):
+                handle.lazy = target
+            else:
+                self._bind(handle, target, external)
+            self.handles[name] = handle
+        except BaseException:
+            self.remove(handle)
+            raise
         return handle
 
     def build(self, handle: Handle) -> None:
@@ -65,19 +69,34 @@ class Registry:
             target = handle.lazy.factory()
         except Exception as error:
             raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
-        self._bind(handle, target, external=False)
-        handle.built_object = target  # nobody else may hold what the factory made
-        handle.lazy = None
+        lazy = handle.lazy
+        try:
+            handle.built_object = target  # nobody else may hold what the factory made
+            self._bind(handle, target, external=False)
+            handle.lazy = None
+        except BaseException:
+            self._unbind(handle)
+            handle.detach()
+            handle.lazy = lazy
+            raise
 
     def remove(self, handle: Handle) -> None:
-        """Take a handle out; its tensors get ordinary storage, on the device while resident, else on the host."""
+        """Take a handle out; its tensors get ordinary storage, on the device while resident, else on the host.
+
+        Idempotent: what an interrupt stopped half-way is finished by another call.
+        """
+        self._unbind(handle)
+        if self.handles.get(handle.name) is handle:
+            del self.handles[handle.name]
+        handle.holding = None
+
+    def _unbind(self, handle: Handle) -> None:
         if handle.holding is not None:
             handle.holding.rehome()
         for hook in handle.guards:  # after what can fail: a handle that stays keeps its guards
             hook.remove()
         handle.guards = []
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
-        self.handles.pop(handle.name, None)
 
     def _check_words(self, name: object, role: str | None) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -103,14 +122,12 @@ class Registry:
                 raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
-        holding = None
         if adapter.external is None:
-            holding = Holding(self._device, adapter, handle.name, handle.readonly)
+            handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
             with torch.no_grad():
                 holding.adopt()
                 self._reserve_state(holding, adapter)
         handle.attach(target, adapter, self._when_gone)
-        handle.holding = holding
         handle.guards = guards.install(handle, adapter.key_objects())
         self._by_key.update(dict.fromkeys(keys, handle))
 

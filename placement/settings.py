@@ -55,6 +55,8 @@ class Settings(BaseModel):
     """An entry point's name or "package.module:Class"."""
     budget_bytes: int | None = Field(default=None, gt=0)
     """Device bytes that the handles may hold together; also written "12GiB". None: measured."""
+    pinned_limit_bytes: int | None = Field(default=None, ge=0)
+    """Host bytes that may be pinned for the device at a time; also written "12GiB". What is beyond stays pageable. None: no limit."""
     worker_role: Literal["trainer", "rollout", "hybrid"] = "hybrid"
     phases: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Phases of the user's own: the roles that each needs on the device."""
@@ -73,10 +75,10 @@ class Settings(BaseModel):
             raise ValueError("; ".join(_unknown_key(key, cls.model_fields) for key in unknown))
         return data
 
-    @field_validator("budget_bytes", mode="before")
+    @field_validator("budget_bytes", "pinned_limit_bytes", mode="before")
     @classmethod
     def _bytes_with_unit(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # bool is an int, and a budget of one byte is nobody's wish
+        if isinstance(value, bool):  # bool is an int, and a limit of one byte is nobody's wish
             raise ValueError("a number of bytes is wanted, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
         return parse_bytes(value) if isinstance(value, str) else value
 

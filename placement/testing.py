@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from placement.errors import DeviceMemoryError, HostMemoryError
-from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab
+from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark
 from placement.memory.simulated import SimulatedDevice
 from placement.states import State
 
@@ -60,7 +60,7 @@ class Faults(Device):
         """Fail the `at`-th call of an operation from now on (1 is the next), once, or from there on for ever.
 
         `host` fails with `HostMemoryError`, `reserve`, `create` and `map` with `DeviceMemoryError`, `copy` and `sync` with
-        `InjectedFault`. Several faults may be set at once.
+        `InjectedFault`. Waiting for a mark counts as a `sync`. Several faults may be set at once.
 
         Raises:
             ValueError: no such operation, or `at` is below 1.
@@ -88,6 +88,14 @@ class Faults(Device):
             raise AttributeError(name)
         return getattr(self.device, name)
 
+    @property
+    def pinned_limit_bytes(self) -> int | None:
+        return self.device.pinned_limit_bytes
+
+    @pinned_limit_bytes.setter
+    def pinned_limit_bytes(self, nbytes: int | None) -> None:
+        self.device.pinned_limit_bytes = nbytes
+
     def host(self, nbytes: int) -> HostSlab:
         self._count("host")
         return self.device.host(nbytes)
@@ -100,9 +108,9 @@ class Faults(Device):
         self._count("create")
         return self.device.create(nbytes)
 
-    def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._count("map")
-        self.device.map(addresses, chunks)
+        self.device.map(addresses, chunks, start)
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         self._count("copy")
@@ -112,8 +120,15 @@ class Faults(Device):
         self._count("sync")
         self.device.sync()
 
-    def unmap(self, addresses: Addresses, nbytes: int) -> None:
-        self.device.unmap(addresses, nbytes)
+    def wait(self, mark: Mark) -> None:
+        self._count("sync")
+        self.device.wait(mark)
+
+    def mark(self, direction: Direction) -> Mark:
+        return self.device.mark(direction)
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        self.device.unmap(addresses, nbytes, start)
 
     def release(self, chunk: Chunk) -> None:
         self.device.release(chunk)
@@ -127,8 +142,8 @@ class Faults(Device):
     def memory(self) -> DeviceMemory:
         return self.device.memory()
 
-    def heal_poison(self) -> bool:
-        return self.device.heal_poison()
+    def heal_poison(self, wait: bool = True) -> bool:
+        return self.device.heal_poison(wait)
 
     def trim(self) -> None:
         self.device.trim()

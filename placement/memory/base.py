@@ -12,6 +12,7 @@ Nothing above this seam calls a driver, and nothing below it knows what a handle
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -79,22 +80,48 @@ class HostSlab(abc.ABC):
 
     address: int
     nbytes: int
-    pinned: bool
-    """Whether the driver can copy from it at the speed of the link. False on a device that needs no pinning."""
-    pageable_reason: str | None
-    """Why it is not pinned although the device wanted it; None otherwise."""
+    ready: threading.Event
+    """Set once all that the device wants pinned is pinned or refused. Until then the memory can be read and written, and copies wait."""
+
+    @property
+    @abc.abstractmethod
+    def pinned_bytes(self) -> int:
+        """Bytes that the driver can copy at the speed of the link. 0 on a device that needs no pinning."""
+
+    @property
+    @abc.abstractmethod
+    def pageable_bytes(self) -> int:
+        """Bytes whose pinning was refused. What is still to be pinned is in neither number."""
+
+    @property
+    @abc.abstractmethod
+    def pageable_reason(self) -> str | None:
+        """Why some of it is not pinned although the device wanted it; None otherwise."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is pinned."""
+        return 0 < self.pinned_bytes == self.nbytes
 
     @abc.abstractmethod
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size, that keeps the slab alive."""
 
 
+class Mark:
+    """A point in the copies of one direction. `Device.mark` makes it; `Device.wait` waits for it, as often as wanted."""
+
+
 class Device(abc.ABC):
     """One accelerator of this process, or its simulation.
 
     All methods are called with the manager's lock held, on the thread that changes the phase, outside inference mode.
-    `host`, `reserve`, `create`, `map`, `copy` and `sync` may fail, and leave everything as it was before the call.
-    `unmap` and `release` fail only when the device itself is beyond use (a sticky error).
+    `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and leave everything as it was before the call (`map`:
+    with poison where it should have put chunks). `unmap` and `release` fail only when the device itself is beyond use (a sticky error).
+
+    What is behind addresses changes in slots of `chunk_bytes`, counted from the start of the range: a slot holds one full chunk,
+    or poison, or a shorter chunk with poison after it. A call costs what its own slots cost, however long the range is. Cut by an
+    interrupt, it may leave slots of its own with nothing behind them: call `unmap` over them, or over the whole range.
     """
 
     name: str
@@ -105,10 +132,12 @@ class Device(abc.ABC):
     """Ranges and chunks are multiples of this, in bytes."""
     chunk_bytes: int
     """The size of a full chunk, a multiple of the granularity."""
+    pinned_limit_bytes: int | None = None
+    """Most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
 
     @abc.abstractmethod
     def host(self, nbytes: int) -> HostSlab:
-        """Reserve host memory for the copy of a range, zero-filled and prefaulted.
+        """Reserve host memory for the copy of a range, zero-filled. It is prefaulted and pinned in the background: `HostSlab.ready`.
 
         Raises:
             HostMemoryError: there is not enough.
@@ -131,18 +160,33 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
-    def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
-        """Put `chunks`, in order, behind the start of `addresses` in place of poison. They must cover what `unmap` covered.
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        """Put `chunks`, in order, behind `[start, start + their bytes)` of `addresses`, in place of the poison there.
 
-        The chunks keep what was in them. Pending kernels are not waited for.
+        The chunks keep what was in them, and what is behind the rest of the range stays. Pending kernels are not waited for.
+
+        Args:
+            chunks: full ones, only the last may be shorter; each behind no address now.
+            start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
+
+        Raises:
+            ValueError: `start` or a size is not as said, the range is too short, the end would cut a chunk that is there in
+                two, or a chunk is not held by this device; nothing changed.
+            DeviceMemoryError: the driver refused; poison is there.
         """
 
     @abc.abstractmethod
-    def unmap(self, addresses: Addresses, nbytes: int) -> None:
-        """Put poison behind the first `nbytes` (rounded up to the granularity) of `addresses`, whatever was there.
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        """Put poison behind `[start, start + nbytes)` of `addresses` (rounded up to the granularity), whatever was there.
 
         The chunks that were behind them keep their content and can be mapped again elsewhere. The caller made sure that no
-        kernel or copy still uses them. Idempotent.
+        kernel or copy still uses them. Idempotent, and cheap where poison is already.
+
+        Args:
+            start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
+
+        Raises:
+            ValueError: `start` is not as said, the range is too short, or the end would cut a chunk in two; nothing changed.
         """
 
     @abc.abstractmethod
@@ -160,6 +204,18 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def order(self) -> None:
         """Let the calling thread's current stream wait for every copy enqueued so far. The host does not wait."""
+
+    @abc.abstractmethod
+    def mark(self, direction: Direction) -> Mark:
+        """Note every copy enqueued so far in that direction. Costs microseconds and waits for nothing."""
+
+    @abc.abstractmethod
+    def wait(self, mark: Mark) -> None:
+        """Wait on the host until the copies that `mark` notes have arrived. Other Python threads run meanwhile.
+
+        Raises:
+            RuntimeError: the device reports an error of earlier work.
+        """
 
     @abc.abstractmethod
     def sync(self) -> None:
@@ -181,10 +237,18 @@ class Device(abc.ABC):
         """Measure. Cheap enough for every phase border; waits for nothing."""
 
     @abc.abstractmethod
-    def heal_poison(self) -> bool:
+    def heal_poison(self, wait: bool = True) -> bool:
         """Compare the poison with what it must be and refill it. True when something had written into it.
 
-        Orders itself after the calling thread's current stream and waits for the answer.
+        The comparison comes after all work that the calling thread's current stream holds now. Each damage is reported once.
+
+        Args:
+            wait: wait for the answer. Otherwise the host waits for nothing: what an earlier call began is reported if it is
+                done, and the next comparison begins. A damage then shows in a later call, at the latest in one that waits.
+                A device that has the answer at once gives it in both cases.
+
+        Raises:
+            RuntimeError: the device reports an error of earlier work.
         """
 
     def trim(self) -> None:
@@ -196,3 +260,12 @@ class Device(abc.ABC):
 
     def close(self) -> None:
         """Give back what the device itself holds (streams, poison) once its last range is dead. Idempotent."""
+
+
+def check_slots(chunks: Sequence[Chunk], start: int, chunk_bytes: int) -> None:
+    """Raise ValueError unless `start` is the start of a slot, and each chunk fills one (the last may be shorter)."""
+    if start < 0 or start % chunk_bytes:
+        raise ValueError(f"start {start:,} is not a multiple of chunk_bytes {chunk_bytes:,}")
+    sizes = [chunk.nbytes for chunk in chunks]
+    if any(size != chunk_bytes for size in sizes[:-1]) or any(size > chunk_bytes for size in sizes[-1:]):
+        raise ValueError(f"chunks of {sizes} bytes: each but the last must have chunk_bytes {chunk_bytes:,}, and none more")

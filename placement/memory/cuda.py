@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from placement.errors import DeviceMemoryError
 from placement.memory import cuda_pool
-from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab
+from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark
 from placement.memory.cuda_driver import Driver
 from placement.memory.cuda_lifetime import Life, Lives, uninterrupted
+from placement.memory.cuda_mapping import DriverChunk, Extent
 from placement.memory.cuda_pinning import Pinning
+from placement.memory.cuda_poison import Poison
 from placement.memory.host import Slab, check_span
-
-_Mapping = tuple[int, int, int, int, int]
-"""Arguments of cuMemMap: address, bytes, 0, handle, 0."""
-
-
-class _Extent:
-    """How much of a range may have something behind it. `settled` is False from before a change until after it:
-    whoever finds it False (an interrupt came in between) clears the range piece by piece, and takes none for granted."""
-
-    def __init__(self) -> None:
-        self.covered = 0
-        self.settled = True
-        self.pieces: tuple[tuple[int, int], ...] = ()
-        """(address, bytes) of every single mapping."""
-        self.chunks: tuple[_Chunk, ...] = ()
-        """What may be mapped now: counted as held until nothing can touch it, also when everybody else has dropped it."""
 
 
 class _Addresses(Addresses):
-    def __init__(self, base: int, nbytes: int, extent: _Extent) -> None:
+    def __init__(self, base: int, nbytes: int, extent: Extent) -> None:
         self.base = base
         self.nbytes = nbytes
         self.extent = extent
 
 
-class _Chunk(Chunk):
-    def __init__(self, handle: int, nbytes: int) -> None:
-        self.handle = handle
-        self.nbytes = nbytes
+class _Event(Mark):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
 
 
 class _Exporter:
@@ -54,17 +38,6 @@ class _Exporter:
     def __init__(self, addresses: Addresses, offset: int, nbytes: int) -> None:
         self._addresses = addresses
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (addresses.base + offset, False), "version": 3}
-
-
-class _Poison:
-    """A full chunk and one of the granularity, filled with `POISON_BYTE`, at addresses where they can be compared and refilled."""
-
-    def __init__(self, full: _Chunk, tail: _Chunk, words: torch.Tensor) -> None:
-        self.full = full
-        self.tail = tail
-        self.words = words
-        """All bytes of both, as int64."""
-        self.nbytes = full.nbytes + tail.nbytes
 
 
 class CudaDevice(Device):
@@ -87,7 +60,7 @@ class CudaDevice(Device):
         self.chunk_bytes = self._rounded(max(chunk_bytes, 1))
         self._chunks = Lives()
         self._ranges = Lives()
-        self._poison: _Poison | None = None
+        self._poison: Poison | None = None
         self._pinning = Pinning(self._driver)
         self._streams: dict[Direction, Any] = {
             "to_device": torch.cuda.Stream(self.torch_device),
@@ -98,29 +71,29 @@ class CudaDevice(Device):
         return -(-nbytes // self.granularity) * self.granularity
 
     def host(self, nbytes: int) -> HostSlab:
-        return Slab(nbytes, register=self._pinning.pin, unregister=self._pinning.unpin)
+        pin = functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)
+        return Slab(nbytes, register=pin, unregister=self._pinning.unpin)
 
     def reserve(self, nbytes: int) -> Addresses:
-        self._poison = self._poison or self._make_poison()
+        self._poisoned()
         return self._reserve(nbytes)
 
     def _reserve(self, nbytes: int) -> _Addresses:
         self._collect()
         nbytes = self._rounded(max(nbytes, 1))
         base = int(self._driver.call("cuMemAddressReserve", nbytes, 0, 0, 0))
-        addresses = _Addresses(base, nbytes, _Extent())
+        addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
         self._ranges.add(addresses, nbytes, functools.partial(self._free, base, nbytes, addresses.extent))
         return addresses
 
-    def _free(self, base: int, nbytes: int, extent: _Extent, life: Life) -> bool:
+    def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
         """The last tensor over a range is gone. A kernel that used it may still run, and would take the context down."""
         if self._driver.usable:
             with self._driver:
                 if self._driver.failed("cuCtxSynchronize"):  # not allowed while a stream captures
                     return False
-                self._clear(base, extent)
                 free = functools.partial(self._driver.api.cuMemAddressFree, base, nbytes)
-                uninterrupted(free, functools.partial(self._ranges.owned.pop, life, None))
+                extent.end(free, functools.partial(self._ranges.owned.pop, life, None))
         return True
 
     def _collect(self) -> None:
@@ -129,11 +102,11 @@ class CudaDevice(Device):
 
     def create(self, nbytes: int) -> Chunk:
         self._collect()
-        self._poison = self._poison or self._make_poison()  # before the memory is gone
+        self._poisoned()  # before the memory is gone
         return self._create(self._rounded(nbytes))
 
-    def _create(self, nbytes: int) -> _Chunk:
-        chunk = _Chunk(0, nbytes)
+    def _create(self, nbytes: int) -> DriverChunk:
+        chunk = DriverChunk(0, nbytes)
         outcomes: list[tuple[Any, ...]] = []
         try:
             self._driver.collect("cuMemCreate", [(nbytes, self._driver.property, 0)], outcomes)
@@ -148,67 +121,32 @@ class CudaDevice(Device):
         return chunk
 
     def release(self, chunk: Chunk) -> None:
-        ours = _ours(chunk, _Chunk)
+        ours = _ours(chunk, DriverChunk)
         self._release(ours.handle, weakref.ref(ours))
 
-    def _release(self, handle: int, life: weakref.ref[_Chunk]) -> bool:
+    def _release(self, handle: int, life: weakref.ref[DriverChunk]) -> bool:
         # In one step: the driver gives the number of a released chunk to the next, so it must never be released twice.
         if life in self._chunks.owned and self._driver.usable:
             release = functools.partial(self._driver.api.cuMemRelease, handle)
             uninterrupted(release, functools.partial(self._chunks.owned.pop, life, None))
         return True
 
-    def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
-        target = _ours(addresses, _Addresses)
-        new = tuple(_ours(chunk, _Chunk) for chunk in chunks)
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        extent = _ours(addresses, _Addresses).extent
+        new = [_ours(chunk, DriverChunk) for chunk in chunks]
         if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
             raise ValueError("a chunk that this device does not hold: released, or of another device")
-        sizes = [chunk.nbytes for chunk in new]
-        nbytes, covered = sum(sizes), max(sum(sizes), target.extent.covered)
-        if nbytes > target.nbytes:
-            raise ValueError(f"chunks of {nbytes:,} bytes for {target.nbytes:,} bytes of addresses")
-        places = itertools.accumulate(sizes, initial=target.base)
-        mappings = list(zip(places, sizes, repeat(0), [chunk.handle for chunk in new], repeat(0), strict=False))
+        nbytes = sum(chunk.nbytes for chunk in new)
+        planned = extent.plan(start, nbytes, new, self._poisoned().chunks)
         try:
-            self._put(target, new, covered, [*mappings, *self._poisoned(target.base + nbytes, covered - nbytes)])
+            extent.apply(planned)
         except BaseException:
-            self.unmap(addresses, covered)
+            self.unmap(addresses, nbytes, start)
             raise
 
-    def unmap(self, addresses: Addresses, nbytes: int) -> None:
-        target = _ours(addresses, _Addresses)
-        nbytes = max(self._rounded(nbytes), target.extent.covered)
-        if nbytes > target.nbytes:
-            raise ValueError(f"{nbytes:,} bytes of a range of {target.nbytes:,}")
-        if nbytes:
-            self._put(target, (), nbytes, list(self._poisoned(target.base, nbytes)))
-
-    def _poisoned(self, base: int, nbytes: int) -> Iterator[_Mapping]:
-        """The mappings that put poison there."""
-        self._poison = poison = self._poison or self._make_poison()
-        # A mapping shorter than its chunk is refused (error 801), so the rest takes the small chunk many times.
-        rest, end = base + nbytes // self.chunk_bytes * self.chunk_bytes, base + nbytes
-        for chunk, places in ((poison.full, range(base, rest, self.chunk_bytes)), (poison.tail, range(rest, end, self.granularity))):
-            yield from zip(places, repeat(chunk.nbytes), repeat(0), repeat(chunk.handle), repeat(0), strict=False)
-
-    def _put(self, target: _Addresses, chunks: tuple[_Chunk, ...], nbytes: int, mappings: Sequence[_Mapping]) -> None:
-        """Replace what is behind the start of a range: one unmap, the mappings, one call for the access rights."""
-        extent = target.extent
-        with self._driver:
-            self._clear(target.base, extent)
-            extent.covered, extent.chunks, extent.pieces = nbytes, chunks, tuple(mapping[:2] for mapping in mappings)
-            self._driver.batch("cuMemMap", mappings)
-            self._driver.call("cuMemSetAccess", target.base, nbytes, [self._driver.access], 1)
-            extent.settled = True
-
-    def _clear(self, base: int, extent: _Extent) -> None:
-        whole, extent.settled = extent.settled, False
-        if whole and extent.covered:
-            self._driver.call("cuMemUnmap", base, extent.covered)
-        elif extent.covered:
-            for place, size in extent.pieces:  # after an interrupt each may be there or not
-                self._driver.failed("cuMemUnmap", place, size)
-        extent.covered, extent.chunks = 0, ()
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        extent = _ours(addresses, _Addresses).extent
+        extent.apply(extent.plan(start, self._rounded(nbytes), (), self._poisoned().chunks))
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         stream = self._streams[direction]
@@ -228,6 +166,12 @@ class CudaDevice(Device):
         for stream in self._streams.values():
             current.wait_stream(stream)
 
+    def mark(self, direction: Direction) -> Mark:
+        return _Event(self._streams[direction].record_event())
+
+    def wait(self, mark: Mark) -> None:
+        _ours(mark, _Event).event.synchronize()
+
     def sync(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
@@ -241,39 +185,40 @@ class CudaDevice(Device):
     def memory(self) -> DeviceMemory:
         cuda_pool.reap()
         self._collect()
+        index = self.torch_device.index
         poison = self._poison.nbytes if self._poison else 0
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        free, total = torch.cuda.cudart().cudaMemGetInfo(index)
+        # Torch's own functions for one number of these make all of them first, and flatten and sort them.
+        stats: dict[str, Any] = torch._C._cuda_memoryStats(index)
         # Torch counts what lies in our ranges by way of its pools as its own.
-        pools = cuda_pool.counted(self.torch_device, stats["allocation"]["all"]["freed"] if stats else 0)
+        pools = cuda_pool.counted(self.torch_device, stats["allocation"]["all"]["freed"])
         return DeviceMemory(
             total_bytes=total,
             free_bytes=free,
-            torch_reserved_bytes=stats["reserved_bytes"]["all"]["current"] - pools.reserved_bytes if stats else 0,
-            torch_allocated_bytes=stats["allocated_bytes"]["all"]["current"] - pools.allocated_bytes if stats else 0,
+            torch_reserved_bytes=stats["reserved_bytes"]["all"]["current"] - pools.reserved_bytes,
+            torch_allocated_bytes=stats["allocated_bytes"]["all"]["current"] - pools.allocated_bytes,
             chunk_bytes=sum(list(self._chunks.owned.values())) - poison,
             poison_bytes=poison,
         )
 
-    def _make_poison(self) -> _Poison:
+    def _poisoned(self) -> Poison:
+        self._poison = self._poison or self._make_poison()
+        return self._poison
+
+    def _make_poison(self) -> Poison:
         full, tail = self._create(self.chunk_bytes), self._create(self.granularity)
         addresses = self._reserve(full.nbytes + tail.nbytes)
-        mappings = [(addresses.base, full.nbytes, 0, full.handle, 0), (addresses.base + full.nbytes, tail.nbytes, 0, tail.handle, 0)]
-        self._put(addresses, (full, tail), addresses.nbytes, mappings)
+        addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
         with self._driver:
             self._driver.call("cuMemsetD8", addresses.base, POISON_BYTE, addresses.nbytes)
             self._driver.call("cuCtxSynchronize")  # the fill is on a stream that torch's do not wait for
-        return _Poison(full, tail, self.view(addresses, 0, addresses.nbytes).view(torch.int64))
+        try:
+            return Poison(full, tail, self.view(addresses, 0, addresses.nbytes))
+        except torch.OutOfMemoryError as exc:
+            raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
 
-    def heal_poison(self) -> bool:
-        if self._poison is None:
-            return False
-        words = self._poison.words
-        if torch.stack(torch.aminmax(words)).tolist() == [-1, -1]:
-            return False
-        words.fill_(-1)
-        torch.cuda.current_stream(self.torch_device).synchronize()
-        return True
+    def heal_poison(self, wait: bool = True) -> bool:
+        return self._poison is not None and self._poison.heal(wait)
 
     def trim(self) -> None:
         with torch.cuda.device(self.torch_device):

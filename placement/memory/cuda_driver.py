@@ -31,29 +31,48 @@ class Driver:
     def __init__(self, index: int) -> None:
         if not 0 <= index < torch.cuda.device_count():
             raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
+        major = (torch.version.cuda or "13").split(".")[0]
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as exc:
-            major = (torch.version.cuda or "13").split(".")[0]
-            raise PlacementError(f"CUDA virtual memory needs cuda-bindings: pip install 'cuda-bindings=={major}.*'") from exc
+            raise PlacementError(
+                f"cuda:{index}: CUDA virtual memory needs cuda-bindings, which cannot be imported ({exc}). "
+                f"For this torch (CUDA {torch.version.cuda}): pip install 'cuda-bindings=={major}.*', or 'placement[cuda{major}]'"
+            ) from exc
         torch.cuda.init()
         torch.cuda.synchronize(index)  # the runtime creates the primary context now, and not under our hands later
         self._process = os.getpid()
         self._ordinal = self.call("cuDeviceGet", index)
         attribute = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        if not self.call("cuDeviceGetAttribute", attribute, self._ordinal):
-            raise PlacementError(f"cuda:{index} has no virtual memory management (a vGPU without it, or a driver too old)")
+        has_it, why = False, "the driver answers that it has none"
+        try:
+            has_it = bool(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
+        except RuntimeError as exc:  # a driver that does not know the question
+            why = str(exc)
+        if not has_it:
+            raise PlacementError(
+                f"cuda:{index}: no virtual memory management ({why}). Install an NVIDIA driver as new as torch's CUDA "
+                f"{torch.version.cuda}; a virtual GPU must be of a kind that has unified memory (a whole GPU or MIG slice has)"
+            )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
 
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self.access = self.api.CUmemAccessDesc()
-        self.access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        for location in (self.property.location, self.access.location):
-            location.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            location.id = index
+        self._locate(self.property.location, index)
+        self.access = [self._access(each) for each in (index, *_peers(index))]
+        """Who may read and write what is mapped: this device, and those that reach its memory."""
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
+
+    def _locate(self, location: Any, index: int) -> None:
+        location.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = index
+
+    def _access(self, index: int) -> Any:
+        access = self.api.CUmemAccessDesc()
+        access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._locate(access.location, index)
+        return access
 
     @property
     def usable(self) -> bool:
@@ -107,3 +126,9 @@ class Driver:
         except (DeviceMemoryError, RuntimeError) as exc:
             return str(exc)
         return None
+
+
+def _peers(index: int) -> list[int]:
+    """The other devices of this process that can access the memory of this one."""
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    return [other for other in others if torch.cuda.can_device_access_peer(other, index)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
+import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 from placement.memory.base import Copy
 from placement.memory.cuda_driver import Driver
-
-_PIN_BYTES = 1 << 30
-"""Longest single registration of host memory. A copy that spans two registrations fails."""
+from placement.memory.host_reserve import SPAN_BYTES, cut_at, wait_until_ready
 
 
 class Pinning:
@@ -18,38 +17,50 @@ class Pinning:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._pinned: dict[int, int] = {}  # length by address
+        self._turn = threading.Lock()
 
-    def pin(self, address: int, nbytes: int) -> str | None:
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(list(self._pinned.values()))
+
+    def pin(self, address: int, nbytes: int, limit_bytes: int | None = None) -> str | None:
         """Register host memory with the driver; the reason if it refuses. Through the driver and not the runtime, whose
         errors would stick and be reported by torch's next kernel launch."""
-        end = address + nbytes
-        self._pinned[address] = nbytes  # first, so that `unpin` undoes a registration that was interrupted
-        with self._driver:
-            for start in range(address, end, _PIN_BYTES):
-                reason = self._driver.failed("cuMemHostRegister", start, min(_PIN_BYTES, end - start), 0)
-                if reason is not None:
-                    break
-        if reason is not None:
-            self.unpin(address)
-        return reason
+        # One at a time, for the limit, and because others would wait in the driver and keep everybody else waiting there.
+        with self._turn:
+            pinned = self.pinned_bytes
+            if limit_bytes is not None and pinned + nbytes > limit_bytes:
+                return f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, {nbytes:,} more wanted"
+            self._pinned[address] = nbytes  # first, so that `unpin` undoes a registration that was cut short
+            with self._beside_captures():
+                reason = self._driver.failed("cuMemHostRegister", address, nbytes, 0)
+            if reason is not None:
+                del self._pinned[address]
+            return reason
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`, whole or interrupted. Does nothing at interpreter exit and in a forked child."""
-        nbytes = self._pinned.pop(address, 0)
-        if nbytes and self._driver.usable:
-            with self._driver:
-                for start in range(address, address + nbytes, _PIN_BYTES):
-                    self._driver.failed("cuMemHostUnregister", start)
+        """Undo `pin`, whole or cut short. Does nothing at interpreter exit and in a forked child. Takes no lock: it is called
+        when objects die, on any thread, whatever that thread holds."""
+        if self._driver.usable and self._pinned.pop(address, 0):
+            with self._beside_captures():
+                self._driver.failed("cuMemHostUnregister", address)
+
+    @contextlib.contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """While another thread captures a graph, the driver fails such calls and spoils the capture, unless the caller has
+        declared that they have nothing to do with it."""
+        exchange = "cuThreadExchangeStreamCaptureMode"
+        with self._driver:
+            before = self._driver.call(exchange, self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            try:
+                yield
+            finally:
+                self._driver.call(exchange, before)
 
     def cut(self, copies: Sequence[Copy]) -> Iterator[tuple[int, int, int]]:
-        """(device address, host address, bytes): the copies, cut where one registration ends and the next begins."""
-        slabs = sorted(self._pinned.items())
-        starts = [start for start, _ in slabs]
+        """(device address, host address, bytes): the copies, cut where one registration may end and the next begin, because
+        a copy that spans two fails. Waits for what is still to be registered."""
         for copy in copies:
-            device, host, left = copy.device_address, copy.host_address, copy.nbytes
-            place = bisect.bisect_right(starts, host) - 1
-            pinned = place >= 0 and host < starts[place] + slabs[place][1]
-            while left:
-                step = min(left, _PIN_BYTES - (host - starts[place]) % _PIN_BYTES) if pinned else left
-                yield device, host, step
-                device, host, left = device + step, host + step, left - step
+            wait_until_ready(copy.host_address, copy.nbytes)
+            for host, nbytes in cut_at(SPAN_BYTES, copy.host_address, copy.nbytes):
+                yield copy.device_address + (host - copy.host_address), host, nbytes

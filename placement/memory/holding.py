@@ -21,6 +21,7 @@ from placement.memory.fingerprint import fingerprints
 from placement.memory.handed import Handed
 from placement.memory.range import Range, used_bytes
 from placement.memory.stock import Stock
+from placement.memory.zeroed import Place, Zeroed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,9 @@ class Holding:
         self.on_device = False
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
         self.handed = Handed()
+        self._zeroed = Zeroed(device, adapter)
+        self.is_leaving = False
+        """Whether it began to leave placement for good: an interrupted `rehome` must be called again before anything moves."""
         self._is_settled = True
         """Whether everything is in line with the decision. False from before the first change of a move to the end of `settle`."""
         self._is_copying = False
@@ -85,7 +89,7 @@ class Holding:
 
     @property
     def host_pageable_bytes(self) -> int:
-        return sum(r.slab.nbytes for r in self.ranges if r.slab.pageable_reason is not None)
+        return sum(r.slab.pageable_bytes for r in self.ranges)
 
     def newborn(self) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
         """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
@@ -191,8 +195,11 @@ class Holding:
         except BaseException:
             self.rehome()
             raise
+        was_on_device = any(claim.storage.device == self.device.torch_device for claim in (*stay, *loose))
         del stay, loose, fresh
         self._count_uses()
+        if was_on_device:
+            self.device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
 
     def _take_in_from_elsewhere(self) -> None:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU)."""
@@ -284,8 +291,16 @@ class Holding:
         self.on_device = False
         return Moved(copied, skipped, changed, sum(surplus.values()), ", ".join(names)), bool(stay)
 
+    def zeroed(self) -> list[Place]:
+        """Gradients that were zeroed in place while offloaded; for `take_zeroed`, once all holdings were asked."""
+        return [] if self.on_device else self._zeroed.find(self.ranges)
+
+    def take_zeroed(self, places: list[Place]) -> None:
+        self._zeroed.take(places, self.ranges)
+
     def _count_uses(self) -> None:
         """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
+        self._zeroed.note(self.ranges)
         for r in self.ranges:
             for entry in r.placed:
                 if entry.use_count == 0:
@@ -299,7 +314,7 @@ class Holding:
             now = self._fingerprint(r).cpu()
             known = None if r.prints is None else r.prints.cpu()
             dirty = [True] * len(r.chunk_sizes) if known is None else (now != known).tolist()
-            if self.readonly and known is not None:
+            if self.readonly and known is not None and not r.loose:  # gradients of a readonly module may come and change
                 changed, skipped = changed + sum(dirty), skipped + r.nbytes
                 continue
             copies = r.copies(dirty)
@@ -392,8 +407,12 @@ class Holding:
 
     def rehome(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges."""
+        if not self.ranges:
+            return
         target = self.device.torch_device if self.on_device else torch.device("cpu")
-        self.device.sync()
+        if self.on_device or self._is_copying:
+            self.device.sync()
+        self.is_leaving = True
         for tensor in self.handed:  # they keep today's values; the ranges and slabs that they lie in are about to go
             with torch.no_grad():
                 tensor.data = tensor.clone()

@@ -1,4 +1,4 @@
-"""Host memory: slabs of exact size that live as long as the last tensor in them, and what is left of the machine's memory.
+"""Host memory: slabs of exact size that live as long as the last tensor in them.
 
 Mappings are made through the C library, because closing Python's own `mmap` under a live tensor is allowed and the next read crashes.
 """
@@ -13,21 +13,24 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from placement.errors import HostMemoryError
 from placement.memory.base import HostSlab
+from placement.memory.host_available import available_bytes, free_huge_bytes
+from placement.memory.host_reserve import Register, Reservation, promised_bytes
 
 PAGE = mmap.PAGESIZE
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
-_PREFAULT_STEP = 256 << 20
-"""Prefaulting stops for signals after this many bytes."""
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20
+_TOUCH_STEP = 32 << 20
+"""Bytes touched in one call: nobody else in the process can map or unmap memory while it runs."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -101,102 +104,101 @@ def check_span(offset: int, nbytes: int, size: int) -> None:
 
 
 class Slab(HostSlab):
-    """Anonymous memory, zero-filled, prefaulted, without a byte in forked children. See `HostSlab`.
+    """Anonymous memory, zero-filled, without a byte in forked children. See `HostSlab`.
+
+    Without `register` it is touched before the constructor returns; with it, the constructor returns at once, and the memory is
+    touched and registered in the background.
 
     Args:
         nbytes: exact size; 0 maps nothing.
-        register: pins `(address, nbytes)` for a device; returns None, or the reason why it could not.
-        unregister: undoes it. Called before the memory goes, also for an address whose `register` was interrupted.
+        register: pins `(address, nbytes)` for a device; returns None, or the reason why it could not. Called on threads of our
+            own, for spans of at most `SPAN_BYTES`; what it refuses stays pageable.
+        unregister: undoes it, called with the address. Called before the memory goes, also for a `register` that raised.
 
     Raises:
-        HostMemoryError: the machine or the control group has not that much.
+        HostMemoryError: the machine or the control group has not that much, counting what other slabs have not touched yet.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        register: Callable[[int, int], str | None] | None = None,
-        unregister: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab of {nbytes} bytes")
         self.nbytes = nbytes
         self.address = 0
-        self.pinned = False
-        self.pageable_reason = None
-        if nbytes == 0:
-            return
         size = round_up(nbytes, PAGE)
-        available = available_bytes()
-        if size > available:
-            # Prefaulting more than there is would get the process killed instead of refused.
-            raise HostMemoryError(f"host memory: asked for {size:,} bytes, {available:,} available")
-        pinned: list[Callable[[], None]] = []
+        self._memory = memory = Reservation(size)  # promised before it is compared: two that ask at once see each other
+        self.ready = memory.ready
         try:
-            self.address = map_for_life(self, size, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, pinned)
-            _prefault(self.address, size)
-        except OSError as exc:
-            raise HostMemoryError(f"host memory: asked for {size:,} bytes, {available:,} available: {exc.strerror}") from exc
-        if register is not None:
-            if unregister is not None:
-                pinned.append(functools.partial(unregister, self.address))
-            self.pageable_reason = register(self.address, size)
-            self.pinned = self.pageable_reason is None
-            if not self.pinned:
-                pinned.clear()
+            if nbytes:
+                self.address = _map(memory, size)
+            # A kernel before 5.14 has no call that touches and leaves written bytes alone: before anybody can write, then.
+            is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
+            if is_touched:
+                for start, step in _steps(self.address, size):
+                    _populate(start, step)
+            if register is not None and nbytes:
+                memory.begin(self.address, None if is_touched else _touch, register, unregister)
+            else:
+                memory.untouched = [0]
+                self.ready.set()
+        except BaseException as exc:
+            memory.untouched = [0]  # whoever holds the error holds the memory, but no promise of more
+            if isinstance(exc, OSError):
+                raise HostMemoryError(f"host memory: {size:,} bytes could not be touched: {exc.strerror}") from exc
+            raise
+
+    @property
+    def pinned_bytes(self) -> int:
+        return min(self.nbytes, self._memory.bytes_where(pinned=True))
+
+    @property
+    def pageable_bytes(self) -> int:
+        return min(self.nbytes - self.pinned_bytes, self._memory.bytes_where(pinned=False))
+
+    @property
+    def pageable_reason(self) -> str | None:
+        return self._memory.reason
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
         return tensor_at(self.address + offset, nbytes, self)
 
 
-def _prefault(address: int, nbytes: int) -> None:
-    for start in range(address, address + nbytes, _PREFAULT_STEP):
-        step = min(_PREFAULT_STEP, address + nbytes - start)
-        if libc.madvise(start, step, MADV_POPULATE_WRITE) == 0:
-            continue
+def _map(memory: Reservation, nbytes: int) -> int:
+    promised = promised_bytes() - nbytes
+    available = max(0, available_bytes() - promised)
+    numbers = f"asked for {nbytes:,} bytes, {available:,} available, {promised:,} more promised to other slabs"
+    if nbytes > available:
+        raise HostMemoryError(f"host memory: {numbers}")  # touching it would get the process killed instead of refused
+    try:
+        address = map_for_life(memory, nbytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, memory.undo)
+    except OSError as exc:
+        raise HostMemoryError(f"host memory: {numbers}: {exc.strerror}") from exc
+    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory about to make some
+        libc.madvise(address, nbytes, _MADV_HUGEPAGE)
+    return address
+
+
+def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(address, address + nbytes, _TOUCH_STEP):
+        yield start, min(_TOUCH_STEP, address + nbytes - start)
+
+
+def _populate(address: int, nbytes: int) -> None:
+    if libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number))
-        ctypes.memset(start, 0, step)  # a kernel before 5.14 has no call for it
+        ctypes.memset(address, 0, nbytes)
 
 
-def available_bytes() -> int:
-    """Bytes that new allocations of this process can get: the machine's, or what its control groups leave if that is less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return max(0, min([int(meminfo["MemAvailable"].split()[0]) << 10, *_left_in_cgroups()]))
-
-
-def _left_in_cgroups(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group around this process leaves, both versions. One without a limit says nothing."""
-    if not membership.exists():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            value = _read(folder / limit)
-            if value.isdigit():
-                yield int(value) - int(_read(folder / usage) or 0) + _reclaimable(folder)
-            if folder == base:
-                break
-
-
-def _reclaimable(group: Path) -> int:
-    """Bytes of cached files: counted as used, dropped when memory is wanted."""
-    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-    names = ("active_file", "inactive_file")
-    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)  # version 1: `total_` includes the groups below
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # not in this version of control groups, or not visible from inside a container
-        return ""
+def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
+    """Take the memory from the machine, on a thread of the background. See `host_reserve.Touch`."""
+    available = available_bytes()
+    if nbytes > available:  # others have taken it since the slab was made
+        return f"{nbytes:,} bytes were not touched: {available:,} bytes of host memory available"
+    for start, step in _steps(address, nbytes):
+        if libc.madvise(start, step, MADV_POPULATE_WRITE):
+            return f"{step:,} bytes of host memory could not be touched: {os.strerror(ctypes.get_errno())}"
+        if not progress(step):
+            break
+    return None

@@ -18,7 +18,18 @@ from pathlib import Path
 import torch
 
 from placement.errors import DeviceMemoryError, PlacementError
-from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab
+from placement.memory.base import (
+    POISON_BYTE,
+    Addresses,
+    Chunk,
+    Copy,
+    Device,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    check_slots,
+)
 from placement.memory.host import (
     MADV_POPULATE_WRITE,
     MAP_FAILED,
@@ -28,15 +39,14 @@ from placement.memory.host import (
     check_span,
     keep_from_children,
     libc,
-    map_for_life,
     round_up,
     tensor_at,
 )
 from placement.memory.shared_capacity import SharedCapacity
+from placement.memory.simulated_range import SimulatedChunk, SimulatedRange, around, runs
 
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FILE_BYTES = 1 << 60
 """Size of the memory file. Offsets are never used twice, so no pattern of releases can leave it too fragmented for a chunk."""
@@ -44,27 +54,10 @@ _OTHER_MAPPINGS = 4096
 """Of the kernel's mappings per process, how many are left to everybody else."""
 
 
-class _Range(Addresses):
-    def __init__(self, nbytes: int, granularity: int) -> None:
-        self.nbytes = nbytes
-        self.base = 0
-        self.chunks: dict[int, _Chunk] = {}
-        """What is mapped, by offset. Replaced as a whole. Keeps the memory under living tensors when everything else is dropped."""
-        if nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, 0, flags), granularity)
-
-
-class _Chunk(Chunk):
-    def __init__(self, nbytes: int, file_offset: int) -> None:
-        self.nbytes = nbytes
-        self.file_offset = file_offset
-        self.place: tuple[weakref.ref[_Range], int] | None = None
-        """Where it was mapped last."""
-
-    def is_mapped(self) -> bool:
-        addresses = self.place and self.place[0]()
-        return self.place is not None and addresses is not None and addresses.chunks.get(self.place[1]) is self
+class _Time(Mark):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        """When the simulated link is through with the copies, on the monotonic clock."""
 
 
 class SimulatedDevice(Device):
@@ -112,10 +105,10 @@ class SimulatedDevice(Device):
         # By file offset. The ledger is `_held`, the bytes of every chunk that holds memory; no sum is kept beside. A chunk that
         # dies enters itself into `_dead`, by C code alone that no interrupt can cut, and the next call takes it out of the ledger.
         self._held: dict[int, int] = {}
-        self._alive: dict[int, weakref.ref[_Chunk]] = {}
-        self._dead: dict[int, weakref.ref[_Chunk]] = {}
-        self._ranges: weakref.WeakSet[_Range] = weakref.WeakSet()
-        self._poison = _Range(chunk_bytes, granularity)
+        self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
+        self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
+        self._ranges: weakref.WeakSet[SimulatedRange] = weakref.WeakSet()
+        self._poison = SimulatedRange(chunk_bytes, granularity)
         self._fixed(self._poison.base, chunk_bytes, 0)
         ctypes.memset(self._poison.base, POISON_BYTE, chunk_bytes)
 
@@ -137,7 +130,7 @@ class SimulatedDevice(Device):
                 f"chunk_bytes is {self.chunk_bytes:,}, take a larger one"
             )
         try:
-            addresses = _Range(nbytes, self.granularity)
+            addresses = SimulatedRange(nbytes, self.granularity)
         except OSError as exc:
             raise DeviceMemoryError(f"simulated: cannot reserve {nbytes:,} bytes of addresses: {exc.strerror}") from exc
         self._ranges.add(addresses)
@@ -153,47 +146,49 @@ class SimulatedDevice(Device):
         if nbytes > free:
             elsewhere = f", {others:,} held by other processes" if self._shared else ""
             raise DeviceMemoryError(f"simulated: asked for {nbytes:,} bytes, {free:,} free of {self.capacity_bytes:,}{elsewhere}")
-        chunk = _Chunk(nbytes, self._end)
+        chunk = SimulatedChunk(nbytes, self._end)
         self._end += nbytes
         self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
         self._held[chunk.file_offset] = nbytes  # the one store that counts; from here on the chunk's death takes it back
         return chunk
 
-    def map(self, addresses: Addresses, chunks: Sequence[Chunk]) -> None:
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._check_process()
         target = self._own(addresses)
-        placed: dict[int, _Chunk] = {}
-        end = 0
+        check_slots(chunks, start, self.chunk_bytes)
+        placed: dict[int, SimulatedChunk] = {}
+        end = start
         for chunk in chunks:
-            if not isinstance(chunk, _Chunk) or not self._is_held(chunk):
+            if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
                 raise ValueError("a chunk that this device does not hold: released, or of another device")
             if chunk.is_mapped() and target.chunks.get(end) is not chunk:
                 raise ValueError("a chunk that is already behind other addresses: unmap these first")
             placed[end] = chunk
             end += chunk.nbytes
-        check_span(0, end, target.nbytes)
-        beyond = {offset: chunk for offset, chunk in target.chunks.items() if offset >= end}
+        beside = around(target, start, end)
         try:
             for offset, chunk in placed.items():
                 chunk.place = (weakref.ref(target), offset)
-            target.chunks = beyond | placed  # before the pages, so that none can be given back while it is behind an address
-            for offset, nbytes, file_offset in _runs(placed):
+            target.chunks = beside | placed  # before the pages, so that none can be given back while it is behind an address
+            for offset, nbytes, file_offset in runs(placed):
                 self._fixed(target.base + offset, nbytes, file_offset)
-            keep_from_children(target.base, end)
-            libc.madvise(target.base, end, MADV_POPULATE_WRITE)  # only spares page faults, so a kernel without it will do
+            keep_from_children(target.base + start, end - start)
+            # This only spares page faults, so a kernel without it will do.
+            libc.madvise(target.base + start, end - start, MADV_POPULATE_WRITE)
         except BaseException:
-            self.unmap(addresses, end)
+            self.unmap(addresses, end - start, start)
             raise
 
-    def unmap(self, addresses: Addresses, nbytes: int) -> None:
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         self._check_process()
         target = self._own(addresses)
-        end = round_up(nbytes, self.granularity)
-        check_span(0, end, target.nbytes)
-        for offset in range(0, end, self.chunk_bytes):
+        check_slots((), start, self.chunk_bytes)
+        end = start + round_up(nbytes, self.granularity)
+        beside = around(target, start, end)
+        for offset in range(start, end, self.chunk_bytes):
             self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0)
-        keep_from_children(target.base, end)
-        target.chunks = {offset: chunk for offset, chunk in target.chunks.items() if offset + chunk.nbytes > end}
+        keep_from_children(target.base + start, end - start)
+        target.chunks = beside
 
     def _fixed(self, address: int, nbytes: int, file_offset: int) -> None:
         """Replace what is behind the addresses, at once."""
@@ -202,7 +197,7 @@ class SimulatedDevice(Device):
 
     def release(self, chunk: Chunk) -> None:
         self._check_process()
-        if not isinstance(chunk, _Chunk) or not self._is_held(chunk):
+        if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
             return
         if chunk.is_mapped():
             raise ValueError("a chunk that is still behind addresses: unmap these first")
@@ -227,6 +222,14 @@ class SimulatedDevice(Device):
     def sync(self) -> None:
         time.sleep(max(0.0, max(self._link_free_at.values()) - time.monotonic()))
 
+    def mark(self, direction: Direction) -> Mark:
+        return _Time(self._link_free_at[direction])
+
+    def wait(self, mark: Mark) -> None:
+        if not isinstance(mark, _Time):
+            raise TypeError(f"not of this device: {mark!r}")
+        time.sleep(max(0.0, mark.seconds - time.monotonic()))
+
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, addresses.nbytes)
         return tensor_at(addresses.base + offset, nbytes, addresses)
@@ -244,7 +247,7 @@ class SimulatedDevice(Device):
             poison_bytes=self.chunk_bytes,
         )
 
-    def heal_poison(self) -> bool:
+    def heal_poison(self, wait: bool = True) -> bool:
         self._check_process()
         if ctypes.string_at(self._poison.base, self.chunk_bytes) == bytes([POISON_BYTE]) * self.chunk_bytes:
             return False
@@ -255,7 +258,7 @@ class SimulatedDevice(Device):
         if os.getpid() == self._pid:
             self.memory()  # gives back what dropped chunks held; the rest goes with this object and the last tensor
 
-    def _is_held(self, chunk: _Chunk) -> bool:
+    def _is_held(self, chunk: SimulatedChunk) -> bool:
         alive = self._alive.get(chunk.file_offset)
         return alive is not None and alive() is chunk and chunk.file_offset in self._held
 
@@ -273,24 +276,11 @@ class SimulatedDevice(Device):
             libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
             self._held.pop(file_offset, None)
 
-    def _own(self, addresses: Addresses) -> _Range:
-        if not isinstance(addresses, _Range) or addresses not in self._ranges:
+    def _own(self, addresses: Addresses) -> SimulatedRange:
+        if not isinstance(addresses, SimulatedRange) or addresses not in self._ranges:
             raise ValueError("addresses of another device")
         return addresses
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise PlacementError("the simulated device belongs to the parent process; a forked child cannot use it")
-
-
-
-def _runs(placed: dict[int, _Chunk]) -> list[tuple[int, int, int]]:
-    """(offset, bytes, file offset) of what one call can map: neighbours in the file, for which the kernel needs one mapping."""
-    runs: list[tuple[int, int, int]] = []
-    for offset, chunk in placed.items():
-        start, nbytes, file_offset = runs[-1] if runs else (0, 0, -1)
-        if chunk.file_offset == file_offset + nbytes:
-            runs[-1] = (start, nbytes + chunk.nbytes, file_offset)
-        else:
-            runs.append((offset, chunk.nbytes, chunk.file_offset))
-    return runs

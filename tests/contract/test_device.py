@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from placement.errors import DeviceMemoryError
-from placement.memory.base import Addresses, Chunk, Copy, Device
+from placement.memory.base import Addresses, Chunk, Copy, Device, Mark
 
 
 def poisoned(device: Device, nbytes: int) -> Addresses:
@@ -100,6 +100,159 @@ def test_map_covers_the_start_of_longer_addresses(device: Device) -> None:
     assert (device.view(addresses, device.granularity, 2 * device.chunk_bytes - device.granularity) == 0xFF).all()
 
 
+def loaded(device: Device) -> tuple[Addresses, list[Chunk], torch.Tensor]:
+    """A range of two full chunks and a tail, and the random bytes in it."""
+    nbytes, chunks = full_and_tail(device)
+    addresses = poisoned(device, nbytes)
+    device.map(addresses, chunks)
+    content = random_bytes(nbytes)
+    whole(device, addresses).copy_(content)
+    device.sync()
+    return addresses, chunks, content
+
+
+def read(device: Device, addresses: Addresses, start: int, nbytes: int) -> torch.Tensor:
+    return device.view(addresses, start, nbytes).cpu()
+
+
+def is_poison(device: Device, addresses: Addresses, start: int, nbytes: int) -> bool:
+    return bool((device.view(addresses, start, nbytes) == 0xFF).all())
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_leaves_and_comes_back_and_the_rest_stays(device: Device, part: int) -> None:
+    addresses, chunks, content = loaded(device)
+    start, nbytes = part * device.chunk_bytes, chunks[part].nbytes
+    for _ in range(2):
+        device.unmap(addresses, nbytes, start)
+        device.unmap(addresses, nbytes - 1, start)
+        assert is_poison(device, addresses, start, nbytes)
+        assert torch.equal(read(device, addresses, 0, start), content[:start])
+        assert torch.equal(read(device, addresses, start + nbytes, addresses.nbytes - start - nbytes), content[start + nbytes :])
+        device.sync()
+        device.map(addresses, [chunks[part]], start)
+        assert torch.equal(whole(device, addresses).cpu(), content)
+    assert not device.heal_poison()
+
+
+def test_full_chunks_change_hands_one_by_one(device: Device) -> None:
+    size = device.chunk_bytes
+    giving, chunks, content = loaded(device)
+    taking = poisoned(device, 4 * size)
+    for index in range(2):
+        device.unmap(giving, size, index * size)
+        device.map(taking, [chunks[index]], (3 - index) * size)
+        assert is_poison(device, giving, 0, (index + 1) * size)
+        assert is_poison(device, taking, 0, (3 - index) * size)
+    assert torch.equal(read(device, taking, 2 * size, 2 * size), torch.cat([content[size : 2 * size], content[:size]]))
+    assert torch.equal(read(device, giving, 2 * size, device.granularity), content[2 * size :])
+    device.sync()
+    device.unmap(taking, taking.nbytes)
+    device.unmap(giving, giving.nbytes)
+    device.map(giving, chunks)
+    assert torch.equal(whole(device, giving).cpu(), content)
+    assert device.memory().chunk_bytes == sum(chunk.nbytes for chunk in chunks)
+
+
+def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
+    size, short = device.chunk_bytes, device.granularity
+    addresses = poisoned(device, 2 * size + short)
+    view = whole(device, addresses)
+    for start in (0, size, 2 * size):
+        device.map(addresses, [device.create(short)], start)
+        device.view(addresses, start, short).zero_()
+        device.sync()
+    expected = torch.full((addresses.nbytes,), 0xFF, dtype=torch.uint8)
+    for start in (0, size, 2 * size):
+        expected[start : start + short] = 0
+    assert torch.equal(view.cpu(), expected)
+    device.unmap(addresses, short, size)
+    expected[size : size + short] = 0xFF
+    assert torch.equal(view.cpu(), expected)
+    full = device.create(size)
+    device.map(addresses, [full], size)
+    device.view(addresses, size, size).fill_(1)
+    device.sync()
+    expected[size : 2 * size] = 1
+    assert torch.equal(view.cpu(), expected)
+    device.unmap(addresses, addresses.nbytes)
+    assert (view == 0xFF).all()
+    assert not device.heal_poison()
+
+
+def test_a_range_that_is_covered_bit_by_bit(device: Device) -> None:
+    size, step = device.chunk_bytes, device.granularity
+    addresses = device.reserve(2 * size)
+    for nbytes in (step, 2 * step, size - step, size, 2 * size):
+        device.unmap(addresses, nbytes)
+        assert is_poison(device, addresses, 0, nbytes)
+    other = device.reserve(2 * size)
+    device.map(other, [device.create(size)], size)
+    device.view(other, size, size).zero_()
+    device.unmap(other, size)
+    assert is_poison(device, other, 0, size)
+    assert (device.view(other, size, size) == 0).all()
+
+
+def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:
+    addresses, _, content = loaded(device)
+    size, step = device.chunk_bytes, device.granularity
+    elsewhere = poisoned(device, addresses.nbytes)
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: device.unmap(addresses, size, step), "not a multiple"),
+        (lambda: device.unmap(addresses, size, -size), "not a multiple"),
+        (lambda: device.unmap(addresses, size, 2 * size), "not within"),
+        (lambda: device.unmap(addresses, step), "in two"),
+        (lambda: device.unmap(addresses, size + step), "in two"),
+        (lambda: device.map(addresses, [device.create(step)], size), "in two"),
+        (lambda: device.map(elsewhere, [device.create(size)], step), "not a multiple"),
+        (lambda: device.map(elsewhere, [device.create(size)], 2 * size), "not within"),
+        (lambda: device.map(elsewhere, [device.create(step), device.create(size)]), "each but the last"),
+        (lambda: device.map(elsewhere, [device.create(size + step)]), "and none more"),
+    ]
+    for call, why in refused:
+        with pytest.raises(ValueError, match=why):
+            call()
+    assert torch.equal(whole(device, addresses).cpu(), content)
+    assert is_poison(device, elsewhere, 0, elsewhere.nbytes)
+
+
+def test_random_parts_match_a_model(device: Device) -> None:
+    rng = random.Random(2)
+    size, step = device.chunk_bytes, device.granularity
+    ranges = [poisoned(device, 3 * size + step), poisoned(device, 3 * size + step)]
+    chunks = [*(device.create(size) for _ in range(4)), device.create(step)]
+    contents = [random_bytes(chunk.nbytes) for chunk in chunks]
+    for chunk, content in zip(chunks, contents, strict=True):
+        device.map(ranges[0], [chunk], 0)
+        device.view(ranges[0], 0, chunk.nbytes).copy_(content)
+        device.sync()
+        device.unmap(ranges[0], chunk.nbytes)
+    free, places = set(range(len(chunks))), [dict[int, int](), dict[int, int]()]
+    for _ in range(60):
+        which, slot, count = rng.randrange(2), rng.randrange(4), rng.randrange(1, 4)
+        if rng.random() < 0.5:
+            last = min(slot + count, 4)
+            nbytes = min(last * size, ranges[which].nbytes) - slot * size
+            device.unmap(ranges[which], nbytes, slot * size)
+            free |= {places[which].pop(index) for index in range(slot, last) if index in places[which]}
+        else:
+            room = [index for index in range(slot, min(slot + count, 3)) if index not in places[which]]
+            taken = sorted(free - {4})[: len(room)] if room == [*range(slot, slot + len(room))] else []
+            if slot == 3 and 4 in free and slot not in places[which]:
+                taken = [4]
+            device.map(ranges[which], [chunks[index] for index in taken], slot * size)
+            places[which].update({slot + i: index for i, index in enumerate(taken)})
+            free -= set(taken)
+        for addresses, held in zip(ranges, places, strict=True):
+            expected = torch.full((addresses.nbytes,), 0xFF, dtype=torch.uint8)
+            for index, chunk_index in held.items():
+                content = contents[chunk_index]
+                expected[index * size : index * size + len(content)] = content
+            assert torch.equal(whole(device, addresses).cpu(), expected)
+    assert not device.heal_poison()
+
+
 def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None:
     before = device.memory()
     too_much = before.total_bytes // device.granularity * device.granularity + device.granularity
@@ -168,6 +321,32 @@ def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device)
     assert (whole(device, second) == 0xFF).all()
 
 
+def test_a_damage_is_reported_once_without_waiting(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    for offset in (0, device.chunk_bytes - 1):
+        device.view(addresses, offset, 1).zero_()
+        found = []
+        for _ in range(4):
+            found.append(device.heal_poison(wait=False))
+            device.sync()
+        assert sum(found) == 1
+        assert is_poison(device, addresses, 0, addresses.nbytes)
+        assert not device.heal_poison()
+
+
+def test_waiting_reports_what_was_begun_without(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    for is_done in (False, True):
+        device.view(addresses, 8, 1).zero_()
+        found = [device.heal_poison(wait=False)]
+        if is_done:
+            device.sync()
+        found += [device.heal_poison(), device.heal_poison(), device.heal_poison(wait=False)]
+        assert sum(found) == 1
+        assert sum(found[:2]) == 1
+    assert not device.heal_poison()
+
+
 def test_a_write_into_the_poison_of_a_tail_is_found(device: Device) -> None:
     tail = poisoned(device, device.granularity)
     device.view(tail, device.granularity - 1, 1).zero_()
@@ -212,6 +391,33 @@ def test_a_copy_to_the_host_follows_the_work_of_the_current_stream(device: Devic
         device.copy([Copy(addresses.base, slab.address, device.chunk_bytes)], "to_host")
         device.sync()
         assert (slab.view(0, slab.nbytes) == value).all()
+
+
+def test_a_mark_waits_for_the_copies_before_it(device: Device) -> None:
+    addresses, _, content = loaded(device)
+    nbytes, size = addresses.nbytes, device.chunk_bytes
+    there, back = device.host(nbytes), device.host(nbytes)
+    device.wait(device.mark("to_host"))
+    device.copy([Copy(addresses.base, there.address, size)], "to_host")
+    first = device.mark("to_host")
+    device.copy([Copy(addresses.base + size, there.address + size, nbytes - size)], "to_host")
+    second = device.mark("to_host")
+    device.wait(first)
+    assert torch.equal(there.view(0, size), content[:size])
+    device.wait(second)
+    device.wait(first)
+    assert torch.equal(there.view(0, nbytes), content)
+    there.view(0, nbytes).fill_(7)
+    device.copy([Copy(addresses.base, there.address, nbytes)], "to_device")
+    device.wait(device.mark("to_device"))
+    device.copy([Copy(addresses.base, back.address, nbytes)], "to_host")
+    device.wait(device.mark("to_host"))
+    assert (back.view(0, nbytes) == 7).all()
+
+
+def test_a_mark_of_something_else_is_refused(device: Device) -> None:
+    with pytest.raises(TypeError, match="not of this device"):
+        device.wait(Mark())
 
 
 def test_slabs_are_zero_and_live_as_long_as_their_views(device: Device) -> None:

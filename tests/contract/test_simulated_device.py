@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-import placement.memory
 from placement.errors import DeviceMemoryError, PlacementError
-from placement.memory import host, simulated
+from placement.memory import host
 from placement.memory.base import Copy
 from placement.testing import SimulatedDevice
+from tests.contract.interrupter import Interrupter
 
 SIZE = 16384
-OURS = os.path.dirname(placement.memory.__file__)
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
@@ -118,8 +116,8 @@ def test_a_granularity_above_the_page_size_aligns_addresses() -> None:
 
 def test_a_slow_link_makes_the_caller_wait_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(simulated.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(simulated.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     device = make(bandwidth_bytes_per_second=1024.0)
     addresses, chunk, slab = device.reserve(SIZE), device.create(SIZE), device.host(SIZE)
     device.map(addresses, [chunk])
@@ -133,6 +131,26 @@ def test_a_slow_link_makes_the_caller_wait_in_each_direction(monkeypatch: pytest
     device.sync()
     device.sync()
     assert now[0] == 106.0
+
+
+def test_a_mark_notes_the_copies_before_it_in_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    device = make(bandwidth_bytes_per_second=1024.0)
+    addresses, chunk, slab = device.reserve(SIZE), device.create(SIZE), device.host(SIZE)
+    device.map(addresses, [chunk])
+    run = Copy(addresses.base, slab.address, 1024)
+    nothing = device.mark("to_host")
+    device.copy([run], "to_device")
+    first = device.mark("to_device")
+    device.copy([run, run], "to_device")
+    second = device.mark("to_device")
+    device.copy([run] * 5, "to_host")
+    assert now[0] == 100.0
+    for mark, then in ((nothing, 100.0), (first, 101.0), (second, 103.0), (first, 103.0), (device.mark("to_host"), 105.0)):
+        device.wait(mark)
+        assert now[0] == then
 
 
 @forks
@@ -168,40 +186,43 @@ def test_a_forked_child_can_neither_use_nor_free_the_parents_memory(in_child: Ca
     assert in_child(lambda: int(view[0].item())) == -signal.SIGSEGV
 
 
-class Interrupter:
-    """A trace function that counts the bytecodes of our frames, and raises KeyboardInterrupt at one of them."""
+@pytest.mark.parametrize("operation", ["map", "unmap"])
+def test_an_interrupt_at_any_bytecode_of_a_partial_change_keeps_the_rest_and_loses_no_chunk(operation: str) -> None:
+    device = make()
+    nbytes = 3 * SIZE + 4096
+    device.unmap(first := device.reserve(nbytes), nbytes)
+    device.unmap(second := device.reserve(nbytes), nbytes)
+    chunks = [device.create(SIZE) for _ in range(3)] + [device.create(4096)]
+    content = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
 
-    def __init__(self, point: int | None) -> None:
-        self.point = point
-        self.seen: list[tuple[object, int]] = []
+    def attempt(interrupter: Interrupter) -> bool:
+        device.map(first, chunks)
+        device.view(first, 0, nbytes).copy_(content)
+        if operation == "map":
+            device.unmap(first, SIZE + 4096, 2 * SIZE)
+            cut = interrupter.run(lambda: device.map(second, chunks[2:], 2 * SIZE))
+            assert (device.view(second, 0, 2 * SIZE) == 0xFF).all()
+        else:
+            cut = interrupter.run(lambda: device.unmap(first, SIZE, SIZE))
+            assert torch.equal(device.view(first, 2 * SIZE, SIZE + 4096), content[2 * SIZE :])
+        assert torch.equal(device.view(first, 0, SIZE), content[:SIZE])
+        device.unmap(first, nbytes)
+        device.unmap(second, nbytes)
+        assert (device.view(first, 0, nbytes) == 0xFF).all()
+        assert (device.view(second, 0, nbytes) == 0xFF).all()
+        device.map(second, chunks)
+        assert torch.equal(device.view(second, 0, nbytes), content)
+        device.unmap(second, nbytes)
+        return cut
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupter | None:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            if len(self.seen) == self.point:
-                raise KeyboardInterrupt
-            self.seen.append((frame.f_code, frame.f_lasti))
-        return self
-
-    def run(self, operation: Callable[[], object]) -> bool:
-        """Whether the operation was cut. What it made dies untraced."""
-        previous, made = sys.gettrace(), None
-        sys.settrace(self)
-        try:
-            made = operation()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(previous)
-            del made
-        return False
-
-    def first_and_last_visits(self) -> list[int]:
-        first = {place: point for point, place in reversed([*enumerate(self.seen)])}
-        last = {place: point for point, place in enumerate(self.seen)}
-        return sorted({*first.values(), *last.values()})
+    survey = Interrupter(None)
+    assert not attempt(survey)
+    points = survey.first_and_last_visits()
+    for point in points:
+        assert attempt(Interrupter(point)), "the interrupt was not raised"
+        assert not device.heal_poison()
+    assert device.memory().chunk_bytes == nbytes
+    assert len(points) > 50
 
 
 # The file object that an interrupt abandons gives the lock back by dying, and says that nobody closed it.

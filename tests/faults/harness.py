@@ -194,14 +194,21 @@ def check_values(worker: Worker) -> None:
 
 
 @contextmanager
-def quick_collection() -> Iterator[None]:
-    """Collections look only at what was made inside: thousands of them pass over all of torch otherwise."""
+def many_cases() -> Iterator[None]:
+    """For thousands of tiny cases: one thread for torch, and collections that look only at what was made inside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    worker = Worker().register()  # what torch imports only now would be looked at each time
+    worker.run_step()
+    worker.manager.close()
+    del worker
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+        torch.set_num_threads(threads)
 
 
 def check_left(worker: Worker) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from placement.testing import InjectedFault
 from placement.errors import DeviceMemoryError, HostMemoryError
-from tests.faults.harness import Worker, check_left, check_sound, check_values, quick_collection
+from tests.faults.harness import Worker, check_left, check_sound, check_values, many_cases
 
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
@@ -30,8 +30,8 @@ def undisturbed() -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_collection() -> Iterator[None]:
-    with quick_collection():
+def _many_cases() -> Iterator[None]:
+    with many_cases():
         yield
 
 

@@ -36,4 +36,4 @@ def drawn_policies() -> st.SearchStrategy[Drawn]:
     """Policies over the phases in use; TRAINING often, because only then may values change."""
     slot = st.tuples(st.sampled_from([*State, State.TRAINING]), st.booleans())
     slots = st.tuples(*[slot] * _SLOTS)
-    return st.builds(Drawn, st.fixed_dictionaries({phase: slots for phase in (*PHASES_USED, "idle")}))
+    return st.builds(Drawn, st.fixed_dictionaries(dict.fromkeys((*PHASES_USED, "idle"), slots)))

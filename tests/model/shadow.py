@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from placement import Handle, Plan, View
+from placement import Handle, Plan, Trigger, View
 from placement.engines.base import TorchEngine
+from placement.memory.base import POISON_BYTE
 from tests.model.architectures import state_of, tensors_of
 
 
@@ -43,6 +44,8 @@ class Shadow:
     handle: Handle
     object: Any
     optimizer_of: Shadow | None = None
+    optimizers: list[Shadow] = field(default_factory=list)
+    """Registered ones that step this object."""
     factory_object: list[Any] = field(default_factory=list)
     """What a Lazy's factory has made."""
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -50,6 +53,11 @@ class Shadow:
     strays: list[torch.Tensor] = field(default_factory=list)
     dicts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """State dicts that a user holds; they follow the handle."""
+    is_tainted: bool = False
+    """Readonly and written on the device; `facts` has the registered values, which come back with the next offload."""
+    offloads: int = 0
+    outside: set[str] = field(default_factory=set)
+    """Tensors that came while the object was offloaded: they get their place at the next offload."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -66,7 +74,16 @@ class Shadow:
     def learn(self) -> None:
         """The object was changed by its user just now: believe what is there."""
         live = self.tensors()
+        if self.facts and not self.handle.node[1]:
+            self.outside |= live.keys() - self.facts.keys()
         self.facts = {name: self._facts(name, tensor) for name, tensor in live.items()}
+        self.partition = _partition(live)
+
+    def learn_gradients(self) -> None:
+        """The user changed the gradients and nothing else."""
+        live = self.tensors()
+        kept = {name: facts for name, facts in self.facts.items() if not name.endswith(".grad")}
+        self.facts = kept | {name: self._facts(name, tensor) for name, tensor in live.items() if name.endswith(".grad")}
         self.partition = _partition(live)
 
     def _facts(self, name: str, tensor: torch.Tensor) -> Facts:
@@ -76,19 +93,48 @@ class Shadow:
 
     def check(self) -> None:
         """Nothing but its user may have changed anything."""
+        if self.object is None and not self.handle.is_built:
+            self.factory_object.clear()  # what a factory made for a border that failed is nobody's
+            return
+        self._look_for_offload()
         live = self.tensors()
-        if not self.facts and self.factory_object:
+        if self.object is None and not self.facts:
             self.learn()
         assert live.keys() == self.facts.keys(), f"{self.handle!r}: {sorted(live.keys() ^ self.facts.keys())}"
         for name, tensor in live.items():
             now, was = self._facts(name, tensor), self.facts[name]
             assert now.layout == was.layout, f"{self.handle!r} {name}: layout {now.layout}, was {was.layout}"
             assert now.identity == was.identity, f"{self.handle!r} {name} is another object"
-            assert now.data == was.data, f"{self.handle!r} {name}: bytes differ"
+            assert self.is_tainted or now.data == was.data, f"{self.handle!r} {name}: bytes differ"
         assert _partition(live) == self.partition, f"{self.handle!r}: what shares a storage has changed"
         for held in self.dicts:
             for name, tensor in held.items():
                 assert raw(tensor) == self.facts[name].data, f"{self.handle!r} {name}: a state dict taken earlier reads something else"
+
+    def check_place(self, poisoned: bool) -> None:
+        """Offloaded, every tensor lies in the address range, with poison behind it; whoever uses it meets a guard."""
+        handle = self.handle
+        assert handle.owners == (() if self.optimizer_of is None else (self.optimizer_of.handle,))
+        if isinstance(self.object, nn.Module):
+            assert self.object._forward_pre_hooks, f"{handle!r} has lost its guards"
+        if not handle.is_built or handle.node[1]:
+            return
+        for name, tensor in self.tensors().items():
+            is_counter = isinstance(self.object, torch.optim.Optimizer) and tensor.dim() == 0
+            if not tensor.numel() or name in self.outside or is_counter:
+                continue
+            assert handle.holding is not None
+            assert handle.holding.over_host(tensor) is not None, f"{handle!r} {name} was left behind"
+            assert not poisoned or set(raw(tensor)) == {POISON_BYTE}, f"{handle!r} {name} has no poison behind it"
+
+    def _look_for_offload(self) -> None:
+        if self.handle.holding is None:
+            return
+        offloads = self.handle.counters.transitions[Trigger.OFFLOAD]
+        if offloads != self.offloads:
+            self.offloads, self.is_tainted = offloads, False
+            self.outside.clear()
+            assert self.handle.stray_references == len(self.strays), self.handle.strays
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors of the handle's state dict, by the names that `tensors` uses."""
@@ -100,7 +146,7 @@ class Shadow:
 
     def check_state_dict(self) -> None:
         """Reading a state dict gives the values, wherever they are."""
-        if self.handle.object is None or (self.module is not None and not hasattr(self.handle.object, "state_dict")):
+        if self.handle.object is None or (self.module is not None and not hasattr(self.handle.object, "state_dict")) or self.is_tainted:
             return
         for name, tensor in self.state_dict().items():
             assert raw(tensor) == self.facts[name].data, f"{self.handle!r} {name}: the state dict reads something else"

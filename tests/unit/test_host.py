@@ -14,7 +14,8 @@ import torch
 
 from placement.errors import HostMemoryError
 from placement.memory import host
-from placement.memory.host import PAGE, Slab, available_bytes
+from placement.memory.host import PAGE, Slab
+from placement.memory.host_available import available_bytes, free_huge_bytes, left_in_cgroups
 
 
 def mapped(address: int) -> bool:
@@ -90,43 +91,6 @@ def test_an_empty_slab_maps_and_registers_nothing() -> None:
     assert (slab.nbytes, slab.view(0, 0).numel()) == (0, 0)
 
 
-def test_pinned_memory_is_unpinned_once_before_it_goes() -> None:
-    calls: list[tuple[str, int, bool]] = []
-
-    def register(address: int, nbytes: int) -> None:
-        assert nbytes == 2 * PAGE
-        calls.append(("register", address, mapped(address)))
-
-    slab = Slab(PAGE + 1, register, lambda address: calls.append(("unregister", address, mapped(address))))
-    address = slab.address
-    assert slab.pinned
-    view = slab.view(0, 1)
-    del slab
-    assert len(calls) == 1
-    del view
-    assert calls == [("register", address, True), ("unregister", address, True)]
-    assert not mapped(address)
-
-
-def test_memory_that_cannot_be_pinned_says_why() -> None:
-    slab = Slab(10, lambda address, nbytes: "over the limit of locked memory", lambda address: pytest.fail("unregistered"))
-    assert (slab.pinned, slab.pageable_reason) == (False, "over the limit of locked memory")
-    slab.view(0, 10).fill_(1)
-
-
-def test_a_pinning_that_raises_leaves_nothing() -> None:
-    seen: list[int] = []
-
-    def register(address: int, nbytes: int) -> None:
-        seen.append(address)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Slab(10, register, lambda address: seen.append(-address))
-    assert seen[1:] == [-seen[0]], "what was begun is undone"
-    assert not mapped(seen[0])
-
-
 def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
     with pytest.raises(HostMemoryError, match=rf"asked for {1 << 50:,} bytes, [\d,]+ available"):
         Slab(1 << 50)
@@ -167,7 +131,15 @@ def test_control_groups_of_both_versions(tmp_path: Path, membership: str, files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     (tmp_path / "membership").write_text(membership)
-    assert list(host._left_in_cgroups(tmp_path / "membership", tmp_path)) == left
+    assert list(left_in_cgroups(tmp_path / "membership", tmp_path)) == left
+
+
+def test_free_huge_pages_are_counted_over_all_zones(tmp_path: Path) -> None:
+    row = "Node 0, zone {:>8} " + " ".join(["{}"] * 11) + "\n"
+    text = row.format("DMA", *[9] * 9, 0, 0) + row.format("Normal", *[9] * 9, 3, 2)
+    (tmp_path / "buddyinfo").write_text(text)
+    assert free_huge_bytes(tmp_path / "buddyinfo") == (3 * 512 + 2 * 1024) * PAGE
+    assert free_huge_bytes(tmp_path / "hidden") == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,0 +1,230 @@
+"""A step in the shape of GRPO: how many bytes cross the link, how long does the work stand still, and how much memory at the peak?
+
+A 7B actor in bf16 with one of eight shards of its Adam state, and a 7B reference. Between steps a rollout engine, which is not
+part of this, has the GPU: everything of the trainer is off it. The computation is matrix products, the same for every system;
+stalled is what a step takes longer than the computation alone.
+
+verl: the helpers of its FSDP engine, called as the engine calls them: each phase loads what it needs and offloads it, the
+weights for the engine are brought tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import placement
+from bench import _peers, _rig
+from bench._compute import Products
+from bench._models import Consumer, adam_over, change, decoder, digest, module_tensors, moments, nbytes_of
+from bench._results import Results
+from bench._rig import Rig
+
+_SCENARIO = "GRPO-shaped step"
+_PHASE_SECONDS = 0.5
+_BUCKET_BYTES = 512 << 20
+
+
+class Job:
+    """The models, and what each phase computes."""
+
+    def __init__(self, rig: Rig, products: Products) -> None:
+        self.rig, self._products = rig, products
+        self._count = products.count_for(_PHASE_SECONDS)
+        self._consumer = Consumer()
+        self.actor, self.ref = decoder(rig), decoder(rig)
+        self.adam = adam_over(rig, self.actor, shards=8)
+        largest = max(parameter.nbytes for parameter in self.actor.parameters())
+        self._bucket = torch.empty(max(largest, _BUCKET_BYTES if rig.is_cuda else 0), dtype=torch.uint8, device=rig.torch_device)
+
+    def compute(self, module: torch.nn.Module, times: int = 1) -> None:
+        """A forward (or `times` as much work) that reads the module. Returns while it runs."""
+        self._consumer.read(module_tensors(module))
+        self._products.enqueue(times * self._count)
+
+    def step(self) -> None:
+        """The optimizer's step: every weight and every moment is written."""
+        change([*module_tensors(self.actor), *moments(self.adam)])
+
+    def publish(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What a bucket of weights costs on the way to an engine: one copy each."""
+        offset = 0
+        for tensor in tensors:
+            offset = 0 if offset + tensor.nbytes > self._bucket.numel() else offset
+            self._bucket[offset : offset + tensor.nbytes].copy_(tensor.detach().reshape(-1).view(torch.uint8))
+            offset += tensor.nbytes
+
+    def alone(self) -> None:
+        """The whole step with everything on the device."""
+        self.compute(self.actor)
+        self.compute(self.ref)
+        self.compute(self.actor, 2)
+        self.step()
+        self.publish(module_tensors(self.actor))
+
+    def print(self) -> int:
+        return digest([*module_tensors(self.actor), *moments(self.adam)])
+
+
+class _Placement:
+    """One open phase a step that switches. What a phase needs is loaded under the computation of the one before."""
+
+    name = "placement"
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.manager = placement.Manager(device=job.rig.placement_device(), policy=placement.policies.Colocated("optimizer_step"))
+        self.actor = self.manager.register("actor", job.actor, role="actor")
+        self.manager.register("ref", job.ref, role="ref", readonly=True)
+        self.manager.register("actor.optimizer", job.adam)
+
+    def step(self) -> None:
+        job = self.job
+        with self.manager.phase("log_prob", only=["actor"]) as phase:
+            job.compute(job.actor)
+            phase.switch("log_prob")
+            job.compute(job.ref)
+            phase.switch("train")
+            job.compute(job.actor, 2)
+            phase.switch("optimizer_step")
+            job.step()
+            phase.switch("weight_sync")
+            for bucket in self.actor.weights(bucket_bytes=_BUCKET_BYTES):
+                job.publish([tensor for _, tensor in bucket])
+
+    def crossed(self) -> tuple[int, int]:
+        counters = [handle.counters for handle in self.manager.handles.values()]
+        return sum(each.loaded_bytes for each in counters), sum(each.offloaded_bytes for each in counters)
+
+    def load_all(self) -> None:
+        self.manager.enter("optimizer_step")
+
+    def close(self) -> None:
+        if self.manager.phase_name != "idle":
+            self.manager.leave()
+        del self.job
+        gc.collect()
+        self.manager.close()
+
+
+class _Verl:
+    """Each phase for itself, as `train_mode` and `eval_mode` of the engine do it."""
+
+    name = "verl"
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._verl: Any = _peers.verl()
+        self._to_device = self._to_host = 0
+        for module in (job.actor, job.ref):
+            self._offload(module)
+        self._offload_optimizer()
+
+    def _load(self, module: torch.nn.Module) -> None:
+        self._verl.load_fsdp_model_to_gpu(module)
+        self._to_device += nbytes_of(module_tensors(module))
+
+    def _offload(self, module: torch.nn.Module) -> None:
+        self._verl.offload_fsdp_model_to_cpu(module)
+        self._to_host += nbytes_of(module_tensors(module))
+
+    def _load_optimizer(self) -> None:
+        self._verl.load_fsdp_optimizer(self.job.adam, self.job.rig.torch_device)
+        self._to_device += nbytes_of(moments(self.job.adam))
+
+    def _offload_optimizer(self) -> None:
+        self._verl.offload_fsdp_optimizer(self.job.adam)
+        self.job.rig.empty_cache()
+        self._to_host += nbytes_of(moments(self.job.adam))
+
+    def step(self) -> None:
+        job = self.job
+        for module in (job.actor, job.ref):
+            self._load(module)
+            job.compute(module)
+            self._offload(module)
+        self._load(job.actor)
+        self._load_optimizer()
+        job.compute(job.actor, 2)
+        job.step()
+        self._offload(job.actor)
+        self._offload_optimizer()
+        for parameter in job.actor.parameters():
+            job.publish([parameter.to(job.rig.torch_device, non_blocking=True)])
+            self._to_device += parameter.nbytes
+
+    def crossed(self) -> tuple[int, int]:
+        return self._to_device, self._to_host
+
+    def load_all(self) -> None:
+        self._load(self.job.actor)
+        self._load_optimizer()
+
+    def close(self) -> None:
+        del self.job
+
+
+def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], Any]) -> dict[str, float]:
+    """Measure one system; returns bytes and stalled seconds of a step."""
+    job = Job(rig, products)
+    times = rig.pick(2, 3, 5)
+    rig.seconds(job.alone)
+    alone = statistics.median(rig.seconds(job.alone) for _ in range(times))
+    before = job.print()
+    rig.empty_cache()
+    system = make(job)
+    name: str = system.name
+    rig.empty_cache()
+    for _ in range(2):
+        system.step()
+    steps: list[float] = []
+    crossed = system.crossed()
+    rig.sync()
+    with rig.sampled_peak() as peak:
+        for _ in range(times):
+            steps.append(rig.seconds(system.step))
+    to_device, to_host = ((now - then) / times for now, then in zip(system.crossed(), crossed, strict=True))
+    if (2 + times) % 2:
+        system.step()  # every step negates everything: an even number of them leaves what was
+    system.load_all()
+    exact = job.print() == before
+    stalled = statistics.median(steps) - alone
+    add = partial(results.add, _SCENARIO, name)
+    add("computation alone", alone, "s")
+    add("step", statistics.median(steps), "s")
+    add("stalled", stalled, "s")
+    add("bytes to the device", to_device, "bytes")
+    add("bytes to the host", to_host, "bytes")
+    add("bytes both ways", to_device + to_host, "bytes")
+    if peak.samples:
+        add("peak, seen by the driver", peak.rise_bytes, "bytes")
+    add("bit-exact", exact, "yes=1")
+    del job  # what nobody holds needs no ordinary memory when the manager closes
+    system.close()
+    return {"bytes": to_device + to_host, "stalled": stalled}
+
+
+def measure(rig: Rig, results: Results) -> None:
+    products = Products(rig)
+    measured: dict[str, dict[str, float]] = {}
+    for make in (_Placement, _Verl):
+        with results.system(_SCENARIO, make.name):
+            measured[make.name] = _run(rig, results, products, make)
+        rig.clean()
+    if len(measured) == 2:
+        for what in ("bytes", "stalled"):
+            ratio = 100 * measured["placement"][what] / measured["verl"][what]
+            results.add(_SCENARIO, "placement", f"{what}, share of verl's", ratio, "%")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    _rig.run("grpo_step", __doc__, measure, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Runs every benchmark, each in a process of its own and under a time limit: `python -m bench.run --quick|--full --out DIR`.
+
+What fails, is killed or finds no time left is a row `error` in its result file; the others go on. `--dry-run` imports the
+peers, says what is missing, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench import _peers
+from bench._results import FOLDER, Results, Row, read
+
+# In this order: memory that the machine has not touched yet is there only at first. Seconds: quick, full.
+LIMITS: dict[str, tuple[int, int]] = {
+    "host_reserve": (30, 60),
+    "link": (20, 30),
+    "unchanged": (30, 60),
+    "swap": (40, 80),
+    "blocking": (30, 60),
+    "grpo_step": (60, 120),
+    "adam": (60, 120),
+    "small_tensors": (45, 60),
+    "cycles": (30, 120),
+    "phase_overhead": (30, 60),
+    "weights": (90, 240),
+}
+TOTAL_SECONDS = (145, 470)
+
+
+def _child(name: str, arguments: list[str]) -> None:
+    importlib.import_module(f"bench.{name}").main(arguments)
+
+
+def _options(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    size = parser.add_mutually_exclusive_group()
+    for name, text in (("full", "as in the README"), ("quick", "about a third of the bytes"), ("tiny", "to see that everything runs")):
+        size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
+    parser.add_argument("--device", default=None, help='"cuda:0" or "simulated"; default: the GPU, else simulated')
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the result files")
+    parser.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), help="these benchmarks")
+    parser.add_argument("--skip", nargs="+", choices=list(LIMITS), default=[], help="all but these")
+    parser.add_argument("--limit-seconds", type=float, default=None, help="for all together; what is left then is not run")
+    parser.add_argument("--dry-run", action="store_true", help="import the peers only")
+    return parser.parse_args(given)
+
+
+def _device() -> str:
+    # Asked in the children's way, without making a CUDA context here.
+    return "cuda:0" if torch.cuda.device_count() else "simulated"
+
+
+def _run_one(name: str, arguments: list[str], limit_seconds: float) -> str | None:
+    """Why it did not end well; None if it did."""
+    context = multiprocessing.get_context("forkserver")  # each process has torch imported already, and a CUDA context of its own
+    process = context.Process(target=_child, args=(name, arguments))
+    process.start()
+    process.join(limit_seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"stopped after {limit_seconds:.0f} s"
+    return None if process.exitcode == 0 else f"exit status {process.exitcode}"
+
+
+def _record(out: Path, name: str, device: str, size: str, problem: str) -> None:
+    """Add a row `error` to what the process had written."""
+    results = Results(name, device, size, out)
+    known = read(out).get(name) if results.path.exists() else None
+    if known is not None and known["machine"]["size"] == size:
+        results.rows = [Row(**row) for row in known["rows"]]
+        results.errors = known.get("errors", [])
+    results.failed("all" if known is None else "what came after", "placement" if known is None else "not measured", problem)
+    results.write()
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run what is wanted. Returns how many benchmarks did not end well."""
+    options = _options(given)
+    if options.dry_run:
+        found = _peers.check()
+        for peer, verdict in found.items():
+            print(f"{peer:<20} {verdict}")
+        return sum(verdict != "ok" for verdict in found.values())
+    device = options.device or _device()
+    size = options.size or ("full" if device.startswith("cuda") else "tiny")
+    is_full = size == "full"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "placement", "bench._rig"])
+    deadline = time.monotonic() + (options.limit_seconds or TOTAL_SECONDS[is_full])
+    problems: dict[str, str] = {}
+    for name in [each for each in options.only if each not in options.skip]:
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        path = Results(name, device, size, options.out).path
+        path.unlink(missing_ok=True)
+        limit = min(LIMITS[name][is_full], deadline - began)
+        problem = (
+            _run_one(name, ["--device", device, "--size", size, "--out", str(options.out)], limit)
+            if limit > 1
+            else "no time was left for it"
+        )
+        if problem is not None:
+            problems[name] = problem
+            _record(options.out, name, device, size, problem)
+        print(f"== {name}: {problem or 'done'}, {time.monotonic() - began:.1f} s", flush=True)
+    for name, problem in problems.items():
+        print(f"{name}: {problem}")
+    return len(problems)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

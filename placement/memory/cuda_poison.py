@@ -1,0 +1,56 @@
+"""The poison of one CUDA device: two chunks mapped behind every offloaded range, and whether something wrote into them."""
+
+from __future__ import annotations
+
+import torch
+
+from placement.memory.cuda_mapping import DriverChunk, PoisonChunks
+
+
+class Poison:
+    """A full chunk and one of the granularity, filled with `POISON_BYTE`.
+
+    Args:
+        view: all bytes of both, on the device.
+    """
+
+    def __init__(self, full: DriverChunk, tail: DriverChunk, view: torch.Tensor) -> None:
+        self.chunks = PoisonChunks(full, tail)
+        self.nbytes = full.nbytes + tail.nbytes
+        self._words = view.view(torch.int64)
+        self._device = view.device
+        self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            # Kept for good: the comparison's own scratch memory lies in the same segment of torch's, and never has to be asked for.
+            self._extremes = torch.empty(2, dtype=torch.int64, device=self._device)
+        self._answer = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self._answered = torch.cuda.Event()
+        self._is_comparing = False
+        self.heal(wait=True)  # loads the kernels: at their first use that may wait for the whole device
+
+    def heal(self, wait: bool) -> bool:
+        """See `Device.heal_poison`."""
+        if not wait and self._is_comparing and not self._answered.query():
+            return False  # what this comparison misses, the next one finds: a damage stays until it is refilled
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if wait:
+            self._compare()  # finds also what an answer that nobody has read yet has found
+            self._answered.synchronize()
+        is_damaged = self._is_comparing and self._answer.tolist() != [-1, -1]
+        self._is_comparing = False
+        if is_damaged:
+            with torch.cuda.stream(self._stream):
+                self._words.fill_(-1)
+            if wait:
+                self._stream.synchronize()
+        if not wait:
+            self._compare()
+        return is_damaged
+
+    def _compare(self) -> None:
+        self._is_comparing = False
+        with torch.cuda.stream(self._stream):
+            torch.aminmax(self._words, out=(self._extremes[0], self._extremes[1]))
+            self._answer.copy_(self._extremes, non_blocking=True)
+            self._answered.record(self._stream)
+        self._is_comparing = True

@@ -1,0 +1,202 @@
+"""Moving several holdings at once: both directions of the link busy, and what one gives up goes behind the next.
+
+What leaves is copied chunk by chunk; as soon as a chunk has arrived on the host its memory is taken from behind the old
+addresses and, if somebody comes, put behind the new ones. So a swap needs the larger of both sides and `WINDOW` chunks more.
+
+The order of every step keeps each chunk's bytes complete somewhere: a chunk is vacated after its bytes are in the slab, a
+holding's decision falls after its last chunk, and `Holding.settle` makes good whatever an error or interrupt leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from placement.memory.base import Device, Mark
+from placement.memory.holding import Holding, Moved
+from placement.memory.range import Range
+from placement.memory.stock import Stock
+
+WINDOW = 4
+"""Chunks that a swap may create before the first one is given up: the measured least that keeps both directions busy."""
+_BATCH = 4
+"""Chunks that are vacated together. Fewer cost more driver calls, more leave a longer rest after the last copy."""
+_LEAD = 4
+"""Chunks whose fingerprints are asked first, so that the link has work while the others are computed."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Neighbouring chunks of one range, `first` up to `last` (not included), on their way to the host."""
+
+    range: Range
+    first: int
+    last: int
+    mark: Mark | None
+    """When their bytes have arrived; None when nothing had to be copied."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """One holding that goes to the host."""
+
+    holding: Holding
+    fresh: tuple[Range, ...]
+    is_first: bool
+    """Whether state was taken in for good, whose old memory torch now caches."""
+    batches: list[_Batch] = field(default_factory=list)
+    prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
+    copied_bytes: int = 0
+    skipped_bytes: int = 0
+    rewritten_chunks: int = 0
+
+
+class Exchange:
+    """One border's moves.
+
+    Args:
+        stock: where chunks go that nobody takes, and come from.
+        early_release: give chunks that nobody is waiting for back to the driver while the rest is still being copied. Going back
+            after a failure may then have to ask the driver for memory.
+    """
+
+    def __init__(self, device: Device, stock: Stock, *, early_release: bool = False) -> None:
+        self._device = device
+        self._stock = stock
+        self._early_release = early_release
+        self._coming: deque[tuple[Range, int]] = deque()
+
+    def run(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
+        """Offload the ones and load the others. Holdings that are there already are left alone.
+
+        Returns when everything that leaves is complete on the host and its memory vacated. What comes may still be on the
+        link: the calling thread's current stream waits for it.
+
+        Raises:
+            DeviceMemoryError, HostMemoryError: no memory. Every holding is settled, on one side or the other.
+        """
+        began = time.monotonic()
+        out = [holding for holding in leaving if holding.on_device]
+        into = [holding for holding in coming if not holding.on_device]
+        try:
+            moved = self._offload(out, into)
+            moved |= self._load(into)
+        except BaseException:
+            # Who gives memory up first, so that who needs it back finds it.
+            for holding in sorted((*out, *into), key=lambda each: each.on_device):
+                holding.settle(self._stock)
+            raise
+        seconds = time.monotonic() - began
+        return {holding: each.lasting(seconds) for holding, each in moved.items()}
+
+    # --- what leaves
+
+    def _offload(self, holdings: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
+        if holdings:
+            self._device.sync()
+        for holding in (*holdings, *coming):
+            holding.begin_move(self._stock)
+        self._coming.extend((r, index) for holding in coming for r in holding.ranges for index in range(len(r.chunk_sizes)))
+        leaving = []
+        for holding in holdings:
+            leaving.append(_Leaving(holding, *holding.take_in_newborn()))
+            self._enqueue(leaving[-1])
+        if leaving:
+            self._fill(fresh=WINDOW, longest=1)
+        for batch in itertools.chain.from_iterable(each.batches for each in leaving):
+            if batch.mark is not None:
+                self._device.wait(batch.mark)
+            self._vacate(batch)
+            self._fill(fresh=0, longest=_BATCH)
+        if leaving:
+            self._device.wait(self._device.mark("to_host"))  # newborn state has no chunks of its own to wait for
+        moved = {}
+        for each in leaving:
+            moved[each.holding] = each.holding.commit_offload(each.fresh, each.prints, each.copied_bytes, each.skipped_bytes, each.rewritten_chunks)
+            each.holding.settle(self._stock)
+            each.holding.count_uses()
+        if any(each.is_first for each in leaving):
+            self._device.trim()  # what torch freed would stay in its cache, invisible to other processes
+        return moved
+
+    def _enqueue(self, leaving: _Leaving) -> None:
+        """Ask what changed, enqueue the copies of that, and cut it all into batches."""
+        holding = leaving.holding
+        leaving.copied_bytes += sum(claim.nbytes for r in leaving.fresh for claim in r.claims or ())
+        for r in holding.ranges:
+            known = None if r.prints is None else r.prints.cpu()
+            is_kept = holding.readonly and known is not None and not r.loose  # a readonly module's gradients may change
+            now = []
+            for first, last in ((0, _LEAD), (_LEAD, len(r.chunk_sizes))):
+                part = holding.fingerprint(r, first, last).cpu()
+                now.append(part)
+                dirty = [True] * len(part) if known is None else (part != known[first:last]).tolist()
+                if is_kept:
+                    leaving.rewritten_chunks += sum(dirty)
+                    dirty = [False] * len(part)
+                elif any(dirty):
+                    r.prints = None  # from here on the slab is neither the old content nor the new
+                leaving.batches.extend(self._copy_out(r, first, dirty))
+                copied = sum(size for size, is_dirty in zip(r.used_sizes[first:last], dirty, strict=True) if is_dirty)
+                leaving.copied_bytes += copied
+                leaving.skipped_bytes += sum(r.used_sizes[first:last]) - copied
+            if not is_kept:
+                leaving.prints.append((r, torch.cat(now)))
+
+    def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
+        for start in range(0, len(dirty), _BATCH):
+            wanted = [first + start + index for index, is_dirty in enumerate(dirty[start : start + _BATCH]) if is_dirty]
+            if wanted:
+                self._device.copy(r.copies(wanted), "to_host")
+            mark = self._device.mark("to_host") if wanted else None
+            yield _Batch(r, first + start, first + min(start + _BATCH, len(dirty)), mark)
+
+    def _vacate(self, batch: _Batch) -> None:
+        """Take the memory from behind chunks whose bytes are on the host."""
+        r = batch.range
+        start, stop = r.starts[batch.first], r.starts[batch.last - 1] + r.chunk_sizes[batch.last - 1]
+        self._device.unmap(r.adoption.addresses, stop - start, start)
+        for index in range(batch.first, batch.last):
+            r.give(index, self._stock)
+        if self._early_release and not self._coming:
+            self._stock.release()
+
+    # --- what comes
+
+    def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
+        longest = 2
+        while self._coming:  # the link starts with the first few chunks; the longer it has work, the more may be mapped at once
+            self._fill(fresh=longest, longest=longest, once=True)
+            longest *= 2
+        if holdings:
+            self._device.order()
+        moved = {}
+        for holding in holdings:
+            moved[holding] = holding.commit_load()
+            holding.settle(self._stock)
+            holding.look()
+        return moved
+
+    def _fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
+        """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver."""
+        while self._coming:
+            r, first = self._coming[0]
+            wanted = [index for each, index in itertools.islice(self._coming, longest) if each is r]
+            sizes = [r.chunk_sizes[index] for index in wanted]
+            served = self._stock.count(sizes, fresh)
+            if not served:
+                return
+            fresh -= max(0, served - self._stock.count(sizes, 0))
+            chunks = self._stock.take(sizes[:served])
+            r.chunks.update(zip(wanted, chunks, strict=False))
+            self._device.map(r.adoption.addresses, chunks, r.starts[first])
+            self._device.copy(r.copies(wanted[:served]), "to_device")
+            for _ in range(served):
+                self._coming.popleft()
+            if once:
+                return

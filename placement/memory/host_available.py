@@ -1,0 +1,60 @@
+"""What is left of the machine's memory for this process: in all, and in huge pages."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+_HUGE_ORDER = 9
+"""The kernel's free blocks of this order and above are whole huge pages: 2**9 pages, 2 MiB where a page has 4 KiB."""
+
+
+def available_bytes() -> int:
+    """Bytes that new allocations of this process can get: the machine's, or what its control groups leave if that is less."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return max(0, min([int(meminfo["MemAvailable"].split()[0]) << 10, *left_in_cgroups()]))
+
+
+def left_in_cgroups(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What each control group around this process leaves, both versions. One without a limit says nothing."""
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            value = _read(folder / limit)
+            if value.isdigit():
+                yield int(value) - int(_read(folder / usage) or 0) + _reclaimable(folder)
+            if folder == base:
+                break
+
+
+def free_huge_bytes(buddyinfo: Path = Path("/proc/buddyinfo")) -> int:
+    """Bytes that the kernel has free in blocks of whole huge pages; 0 where it does not say."""
+    total = 0
+    for line in _read(buddyinfo).splitlines():  # Node 0, zone   Normal   4   1   0 ...: free blocks of each order
+        counts = line.partition("zone")[2].split()[1:]
+        total += sum(int(count) << order for order, count in enumerate(counts) if order >= _HUGE_ORDER)
+    return total * mmap.PAGESIZE
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of cached files: counted as used, dropped when memory is wanted."""
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    names = ("active_file", "inactive_file")
+    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)  # version 1: `total_` includes the groups below
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not in this version of control groups, or not visible from inside a container
+        return ""

@@ -1,0 +1,48 @@
+"""Interrupts at every bytecode of what moves memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import placement.memory
+
+OURS = os.path.dirname(placement.memory.__file__)
+
+
+class Interrupter:
+    """A trace function that counts the bytecodes of our frames, and raises KeyboardInterrupt at one of them."""
+
+    def __init__(self, point: int | None) -> None:
+        self.point = point
+        self.seen: list[tuple[object, int]] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupter | None:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if len(self.seen) == self.point:
+                raise KeyboardInterrupt
+            self.seen.append((frame.f_code, frame.f_lasti))
+        return self
+
+    def run(self, operation: Callable[[], object]) -> bool:
+        """Whether the operation was cut. What it made dies untraced."""
+        previous, made = sys.gettrace(), None
+        sys.settrace(self)
+        try:
+            made = operation()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(previous)
+            del made
+        return False
+
+    def first_and_last_visits(self) -> list[int]:
+        first = {place: point for point, place in reversed([*enumerate(self.seen)])}
+        last = {place: point for point, place in enumerate(self.seen)}
+        return sorted({*first.values(), *last.values()})

@@ -1,0 +1,93 @@
+"""What the state machine has found, each as the smallest program that shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from placement import Lazy, Manager, NotResidentError, Plan, State, View
+from placement.testing import Faults, InjectedFault, SimulatedDevice
+from tests.model.architectures import Plain, backward
+
+
+class Table:
+    """A policy from a table: phase -> state of every handle; CPU_OFFLOADED where the table says nothing."""
+
+    name = "table"
+
+    def __init__(self, **states: State) -> None:
+        self.states = states
+
+    def plan(self, view: View) -> Plan:
+        return view.total_plan(dict.fromkeys(view.handles, self.states.get(view.phase, State.CPU_OFFLOADED)))
+
+
+def manager_on(policy: Any = "colocated") -> tuple[Manager, Faults]:
+    device = Faults(SimulatedDevice(capacity_bytes=1 << 20, chunk_bytes=8192))
+    return Manager(device=device, policy=policy), device
+
+
+def test_an_optimizer_finds_the_owner_of_a_parameter_that_was_added_after_registration() -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    actor = manager.register("actor", net, role="actor")
+    net.lora = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([net.lora], lr=1.0)
+    assert manager.register("optimizer", optimizer).owners == (actor,)
+    with manager.phase("train"):
+        net.lora.grad = torch.ones(3)
+        optimizer.step()
+    assert actor.state_dict()["lora"].tolist() == [0.0] * 3
+
+
+def test_a_collected_object_is_swept_out_after_the_sweep_has_failed() -> None:
+    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    net = Plain()
+    manager.register("actor", net)
+    device.fail("sync")
+    del net
+    with pytest.raises(InjectedFault):
+        manager.check_integrity()
+    manager.check_integrity()
+    assert manager.snapshot().handles == ()
+    assert device.memory().chunk_bytes == 0
+
+
+def test_a_handle_keeps_its_guards_when_it_could_not_be_unregistered() -> None:
+    manager, device = manager_on(Table(idle=State.GPU_RESIDENT))
+    net = Plain()
+    actor = manager.register("actor", net)
+    device.fail("sync")
+    with pytest.raises(InjectedFault):
+        manager.unregister(actor)
+    assert manager.handles["actor"] is actor
+    with manager.phase("train"), pytest.raises(NotResidentError):
+        net(torch.zeros(4, 32))
+
+
+def test_gradients_of_a_readonly_module_may_change() -> None:
+    manager, _ = manager_on(Table(train=State.GPU_RESIDENT))
+    net = Plain()
+    backward(net, 0)
+    ref = manager.register("ref", net, role="ref", readonly=True)
+    with manager.phase("train"):
+        backward(net, 0)
+        doubled = net.head.weight.grad.clone()
+    with manager.phase("train"):
+        assert torch.equal(net.head.weight.grad, doubled)
+    assert ref.state is State.CPU_OFFLOADED
+
+
+def test_an_exit_that_wants_an_unbuilt_lazy_on_the_device_leaves_it_to_the_next_entry() -> None:
+    manager, _ = manager_on(Table(idle=State.GPU_RESIDENT, train=State.CPU_OFFLOADED, eval=State.GPU_RESIDENT))
+    with manager.phase("train"):
+        late = manager.register("critic", Lazy(Plain))
+    assert late.state is State.CPU_OFFLOADED
+    assert not late.is_built
+    with manager.phase("eval"):
+        assert late.is_built
+        assert late.state is State.GPU_RESIDENT
+        late.object(torch.zeros(4, 32))
+    manager.check_integrity()

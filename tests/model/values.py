@@ -1,0 +1,286 @@
+"""Rules about values: what users do to their tensors, legally and not, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from placement import NotResidentError, PhaseError, State
+from tests.model.architectures import backward
+from tests.model.shadow import Facts, Shadow, raw
+from tests.model.world import World
+
+ANY = st.integers(0, 5)
+Wanted = Callable[[Shadow], bool]
+
+
+def is_module(shadow: Shadow) -> bool:
+    return isinstance(shadow.object, torch.nn.Module)
+
+
+def is_optimizer(shadow: Shadow) -> bool:
+    return isinstance(shadow.object, torch.optim.Optimizer)
+
+
+def has_owner(shadow: Shadow) -> bool:
+    return shadow.optimizer_of is not None
+
+
+def has_state_dict(shadow: Shadow) -> bool:
+    return (is_module(shadow) or is_optimizer(shadow)) and not shadow.is_tainted
+
+
+def may_change(shadow: Shadow) -> bool:
+    return not shadow.handle.readonly
+
+
+def is_readonly(shadow: Shadow) -> bool:
+    return shadow.handle.readonly and not shadow.dicts
+
+
+def is_trainable(shadow: Shadow) -> bool:
+    return not shadow.is_tainted and any(p.requires_grad for p in shadow.object.parameters())
+
+
+def is_syncing(shadow: Shadow) -> bool:
+    return shadow.handle.state is State.SYNCING
+
+
+def is_not_training(shadow: Shadow) -> bool:
+    return not trains(shadow)
+
+
+def as_built(shadow: Shadow) -> bool:
+    return not any("lora" in name for name in shadow.facts)
+
+
+def is_stepped(shadow: Shadow) -> bool:
+    return bool(shadow.optimizers)
+
+
+def is_not_stepped(shadow: Shadow) -> bool:
+    return not shadow.optimizers
+
+
+def has_object(shadow: Shadow) -> bool:
+    return shadow.object is not None
+
+
+def has_strays(shadow: Shadow) -> bool:
+    return bool(shadow.strays)
+
+
+def is_on(shadow: Shadow) -> bool:
+    return shadow.handle.node[1] and shadow.handle.is_built
+
+
+def is_off(shadow: Shadow) -> bool:
+    return shadow.handle.is_built and not shadow.handle.node[1]
+
+
+def trains(shadow: Shadow) -> bool:
+    owner = shadow.optimizer_of
+    return shadow.handle.state is State.TRAINING and (owner is None or owner.handle.state is State.TRAINING)
+
+
+def when(*wanted: Wanted) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The rule runs only when some registered object is so."""
+    return precondition(lambda self: bool(hasattr(self, "manager") and self.shadows_that(*wanted)))
+
+
+class Values(World):
+    """See `World` for what holds after every rule."""
+
+    def pick(self, index: int, *wanted: Wanted) -> Shadow:
+        found = self.shadows_that(*wanted)
+        return found[index % len(found)]
+
+    # --- values
+
+    @when(is_module, is_on, is_trainable)
+    @rule(index=ANY, seed=ANY)
+    def gradients(self, index: int, seed: int) -> None:
+        shadow = self.pick(index, is_module, is_on, is_trainable)
+        backward(shadow.object, seed)
+        shadow.learn()
+
+    @when(is_optimizer, trains, has_owner)
+    @rule(index=ANY, seed=ANY)
+    def step(self, index: int, seed: int) -> None:
+        shadow = self.pick(index, is_optimizer, trains, has_owner)
+        owner = shadow.optimizer_of
+        assert owner is not None
+        backward(owner.object, seed)
+        shadow.object.step()
+        owner.learn()
+        shadow.learn()
+
+    @when(is_module, may_change, trains)
+    @rule(index=ANY, way=st.sampled_from(["data", "in place", "view", "attribute"]))
+    def write(self, index: int, way: str) -> None:
+        shadow = self.pick(index, is_module, may_change, trains)
+        tensor = next(iter(shadow.object.parameters()))
+        with torch.no_grad():
+            if way == "data":
+                tensor.data.add_(1)
+            elif way == "in place":
+                tensor.mul_(0.5)
+            elif way == "view":
+                tensor[0].zero_()
+            else:
+                for value in getattr(shadow.object, "ema", {}).values():
+                    value.lerp_(torch.ones(()), 0.1)
+        shadow.learn()
+
+    @when(is_module, is_on, is_readonly)
+    @rule(index=ANY)
+    def write_readonly(self, index: int) -> None:
+        """Never copied back: the next offload restores the registered values and says so."""
+        shadow = self.pick(index, is_module, is_on, is_readonly)
+        next(iter(shadow.object.parameters())).data.add_(1)
+        shadow.is_tainted = True
+
+    @when(is_module)
+    @rule(index=ANY, to_none=st.booleans())
+    def zero_grad(self, index: int, to_none: bool) -> None:
+        shadow = self.pick(index, is_module)
+        if not to_none and is_off(shadow):
+            self.zero_offloaded(shadow)
+            return
+        shadow.object.zero_grad(set_to_none=to_none)
+        shadow.learn_gradients()
+
+    def zero_offloaded(self, shadow: Shadow) -> None:
+        """Gradients that are zeroed where only poison is: the zeros count, and nothing else has changed."""
+        if self.was_written:
+            return
+        shadow.object.zero_grad(set_to_none=False)
+        assert not [finding for finding in self.manager.audit().findings if finding.what == "wrong_write"]
+        for name, facts in shadow.facts.items():
+            if name.endswith(".grad"):
+                shadow.facts[name] = Facts(bytes(len(facts.data)), facts.layout, facts.identity)
+
+    @when(is_module, may_change, trains, as_built)
+    @rule(index=ANY)
+    def load_state_dict(self, index: int) -> None:
+        shadow = self.pick(index, is_module, may_change, trains, as_built)
+        shadow.object.load_state_dict(type(shadow.object)().state_dict())
+        shadow.learn()
+
+    @when(is_optimizer, trains)
+    @rule(index=ANY)
+    def reload_optimizer(self, index: int) -> None:
+        shadow = self.pick(index, is_optimizer, trains)
+        shadow.dicts.clear()
+        shadow.object.load_state_dict(shadow.object.state_dict())
+        shadow.learn()
+
+    @when(has_state_dict)
+    @rule(index=ANY)
+    def hold_state_dict(self, index: int) -> None:
+        shadow = self.pick(index, has_state_dict)
+        if len(shadow.dicts) < 3:
+            shadow.dicts.append(shadow.state_dict())
+
+    @when(is_module, is_syncing)
+    @rule(index=ANY, bucket_bytes=st.sampled_from([1, 4096, 1 << 20]))
+    def publish(self, index: int, bucket_bytes: int) -> None:
+        """What is published is what is there, on the device or streamed from the host copy."""
+        shadow = self.pick(index, is_module, is_syncing)
+        names = []
+        for bucket in shadow.handle.weights(bucket_bytes=bucket_bytes):
+            for name, tensor in bucket:
+                names.append(name)
+                assert shadow.is_tainted or raw(tensor) == shadow.facts[name].data, name
+        assert names == [each.name for each in shadow.handle.weights_info()]
+
+    @when(is_module, is_on)
+    @rule(index=ANY)
+    def hold_stray(self, index: int) -> None:
+        shadow = self.pick(index, is_module, is_on)
+        stray = next(iter(shadow.object.parameters())).detach()
+        if shadow.handle.holding.over_host(stray) is not None:  # born since the last offload: not counted yet
+            shadow.strays.append(stray)
+
+    @when(has_strays)
+    @rule(index=ANY)
+    def drop_strays(self, index: int) -> None:
+        shadow = self.pick(index, has_strays)
+        shadow.strays.clear()
+
+    @when(is_module, may_change, trains)
+    @rule(index=ANY, way=st.sampled_from(["data", "half", "replace"]))
+    def drift(self, index: int, way: str) -> None:
+        shadow = self.pick(index, is_module, may_change, trains)
+        net = shadow.object
+        shadow.dicts.clear()  # what they show is not the object's any more
+        shadow.strays.clear()
+        if way == "half":
+            net.half().float()
+        else:
+            path, parameter = next(iter(net.named_parameters()))
+            new = parameter.detach().clone() + 1
+            if way == "data":
+                parameter.data = new
+            else:
+                owner, _, name = path.rpartition(".")
+                setattr(net.get_submodule(owner), name, torch.nn.Parameter(new))
+        shadow.learn()
+
+    @when(is_module, may_change)
+    @rule(index=ANY)
+    def add_parameter(self, index: int) -> None:
+        """As LoRA does, in every state."""
+        shadow = self.pick(index, is_module, may_change)
+        added = torch.nn.Parameter(torch.randn(3, 5))
+        shadow.object.register_parameter(f"lora_{len(shadow.facts)}", added)
+        for optimizer in shadow.optimizers:
+            optimizer.object.add_param_group({"params": [added]})
+            optimizer.learn()
+        shadow.learn()
+
+    # --- mistakes
+
+    @when(is_off)
+    @rule(index=ANY)
+    def use_offloaded(self, index: int) -> None:
+        shadow = self.pick(index, is_off)
+        if is_optimizer(shadow):
+            with pytest.raises(NotResidentError):
+                shadow.object.step()
+        elif is_module(shadow):
+            with pytest.raises(NotResidentError):
+                shadow.object(torch.zeros(4, 32))
+            with pytest.raises(NotResidentError):
+                shadow.object.load_state_dict({})
+
+    @when(is_optimizer, is_on, is_not_training)
+    @rule(index=ANY)
+    def step_too_early(self, index: int) -> None:
+        shadow = self.pick(index, is_optimizer, is_on, is_not_training)
+        with pytest.raises((PhaseError, NotResidentError)):
+            shadow.object.step()
+
+    @when(is_off)
+    @rule(index=ANY)
+    def write_offloaded(self, index: int) -> None:
+        shadow = self.pick(index, is_off)
+        for tensor in shadow.tensors().values():
+            if tensor.numel() and shadow.handle.holding.over_host(tensor) is not None:
+                tensor.data.fill_(1)
+                self.was_written = True
+                return
+
+    @rule()
+    def audit(self) -> None:
+        audit = self.manager.audit()
+        written = [finding for finding in audit.findings if finding.what == "wrong_write"]
+        assert bool(written) is self.was_written
+        self.was_written = False
+        assert not [f for f in audit.findings if f.what in ("broken", "unaccounted")]
+        if self.is_settled:
+            assert not [f for f in audit.findings if f.what == "leak"], audit.report

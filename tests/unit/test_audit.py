@@ -1,0 +1,183 @@
+"""Declared against measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+
+from placement import Audit, IntegrityError, State
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import CAPACITY, Worker, batch, learn
+
+
+def findings(audit: Audit) -> list[tuple[str | None, str]]:
+    return [(finding.handle, finding.what) for finding in audit.findings]
+
+
+@pytest.mark.parametrize("phase", [None, "log_prob", "train", "weight_sync"])
+def test_a_clean_worker_has_no_findings_in_any_phase(phase: str | None) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    if phase is not None:
+        worker.manager.enter(phase)
+    audit = worker.manager.audit()
+    assert (audit.ok, audit.findings) == (True, ())
+    assert audit.resident_bytes == sum(handle.resident_bytes for handle in worker.manager.handles.values())
+    assert audit.resident_bytes >= worker.manager.device.memory().chunk_bytes
+    assert all(name in audit.report for name in worker.manager.handles)
+    assert "no findings" in audit.report
+    worker.manager.check_integrity()
+
+
+def test_an_audit_changes_nothing_but_poison() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        before = worker.manager.snapshot().model_dump(include={"phases", "handles"})
+        records = len(worker.manager.journal)
+        worker.manager.audit()
+        after = worker.manager.snapshot().model_dump(include={"phases", "handles"})
+    for one, other in zip(before["handles"], after["handles"], strict=True):
+        assert {k: v for k, v in one.items() if k != "state_seconds"} == {k: v for k, v in other.items() if k != "state_seconds"}
+    assert len([r for r in worker.manager.journal if r.phase == "log_prob"]) == records
+
+
+@pytest.mark.parametrize("phase", [None, "log_prob"])
+def test_drift_is_named_with_its_bytes(phase: str | None) -> None:
+    worker = Worker()
+    if phase:
+        worker.manager.enter(phase)
+    fresh = torch.zeros(64)
+    worker.net[0].bias.untyped_storage()._swap_data_ptr_(fresh.untyped_storage())  # what a framework that places by itself does
+    audit = worker.manager.audit()
+    assert ("actor", "drift") in findings(audit)
+    assert "0.bias (256 bytes)" in next(f.detail for f in audit.findings if f.what == "drift")
+    assert worker.manager.snapshot().handles[0].drift_bytes == 256
+    assert "drift: actor: 0.bias" in audit.report
+    worker.net[0].bias.untyped_storage()._swap_data_ptr_(fresh.untyped_storage())
+    assert worker.manager.audit().ok
+    assert worker.manager.snapshot().handles[0].drift_bytes == 0
+
+
+def test_what_was_added_while_offloaded_is_drift_until_a_border_takes_it_in() -> None:
+    worker = Worker()
+    worker.net.append(torch.nn.Linear(8, 8))
+    audit = worker.manager.audit()
+    assert findings(audit) == [("actor", "drift"), ("actor", "drift")]
+    assert "3.weight (256 bytes)" in audit.findings[0].detail
+    with worker.manager.phase("log_prob"):
+        assert worker.manager.audit().ok
+        assert worker.net(batch()).shape == (4, 8)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_leak_is_what_stays_where_the_plan_does_not_want_it() -> None:
+    device = Faults(SimulatedDevice(CAPACITY))
+    worker = Worker(device=device)
+    worker.manager.enter("train", only=["actor"])
+    learn(worker.net, worker.adam)
+    device.fail("copy", forever=True)
+    with pytest.raises(RuntimeError, match="injected"):
+        worker.manager.leave()
+    audit = worker.manager.audit()
+    assert not audit.ok
+    leaks = [f for f in audit.findings if f.what == "leak"]
+    assert {f.handle for f in leaks} <= {"actor", "actor.optimizer"}
+    assert f"{worker.manager.handles[str(leaks[0].handle)].resident_bytes:,} bytes on the device" in leaks[0].detail
+    with pytest.raises(AssertionError, match="outside every phase"):
+        assert_nothing_resident(worker.manager)
+    device.clear()
+    with worker.manager.phase("values"):
+        pass
+    assert_nothing_resident(worker.manager)
+
+
+def test_stray_references_are_counted_named_and_forgotten() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        views = [worker.net[0].weight.detach(), worker.net[0].weight[0], worker.ref_net[2].bias.data]
+    audit = worker.manager.audit()
+    assert findings(audit) == [("actor", "stray_reference"), ("ref", "stray_reference")]
+    assert "2 references" in audit.findings[0].detail
+    assert "0.weight" in audit.findings[0].detail
+    assert "2.bias" in audit.findings[1].detail
+    assert [h.stray_references for h in worker.manager.snapshot().handles[:3]] == [2, 0, 1]
+    del views
+    with worker.manager.phase("log_prob"):
+        pass
+    assert worker.manager.audit().ok
+
+
+def test_strict_raises_for_stray_references_after_the_border_is_complete() -> None:
+    worker = Worker(strict=True)
+    with pytest.raises(IntegrityError, match=r"1 references to storages of 'actor' .*0\.weight"):  # noqa: SIM117, PT012
+        with worker.manager.phase("log_prob"):
+            mine = worker.net[0].weight.detach()
+    assert mine.isnan().all()
+    assert worker.on_device() == set()
+    del mine
+    with worker.manager.phase("log_prob"):
+        pass
+    assert_nothing_resident(worker.manager)
+
+
+def test_chunks_that_no_handle_declares_are_unaccounted() -> None:
+    worker = Worker()
+    stolen = worker.manager.device.create(1 << 20)
+    audit = worker.manager.audit()
+    assert findings(audit) == [(None, "unaccounted")]
+    assert f"{1 << 20:,}" in audit.findings[0].detail
+    with pytest.raises(IntegrityError, match=f"holds {1 << 20:,} bytes of chunks, the handles declare 0"):
+        worker.manager.check_integrity()
+    worker.manager.device.release(stolen)
+    worker.manager.check_integrity()
+
+
+def test_check_integrity_has_the_numbers_of_what_was_tampered_with() -> None:
+    worker = Worker()
+
+    def wrong(match: str) -> None:
+        with pytest.raises(IntegrityError, match=match):
+            worker.manager.check_integrity()
+        assert not worker.manager.audit().ok
+
+    holding = worker.actor.holding
+    assert holding is not None
+    with worker.manager.phase("log_prob"):
+        chunks = holding.ranges[0].chunks
+        holding.ranges[0].chunks = ()
+        wrong(rf"'actor' is GPU_RESIDENT, so range 0 of \d+ bytes needs chunks \({chunks[0].nbytes},\) behind it, but has \(\)")
+        holding.ranges[0].chunks = chunks
+        worker.manager.check_integrity()
+        worker.actor.counters.state = State.TRAINING
+        wrong("'actor' is GPU_RESIDENT, but the journal's last record says TRAINING")
+        worker.actor.counters.state = State.GPU_RESIDENT
+    holding.on_device = True
+    wrong("'actor' is CPU_OFFLOADED, but its bytes are on the device")
+    holding.on_device = False
+    worker.manager.check_integrity()
+
+
+def test_a_broken_handle_is_a_finding() -> None:
+    worker = Worker()
+    worker.ref.broken = "the device fell off the bus"
+    assert findings(worker.manager.audit()) == [("ref", "broken")]
+    assert worker.manager.snapshot().handles[2].broken == "the device fell off the bus"
+
+
+def test_audits_and_snapshots_are_immutable_and_json() -> None:
+    worker = Worker()
+    audit, snapshot = worker.manager.audit(), worker.manager.snapshot()
+    for model in (audit, snapshot):
+        assert type(model).model_validate_json(model.model_dump_json()) == model
+        with pytest.raises(pydantic.ValidationError):
+            model.ok = False  # type: ignore[misc, union-attr]
+    record: Any
+    with worker.manager.phase("log_prob"):
+        record = next(iter(worker.manager.journal))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.handle = "other"

@@ -1,0 +1,261 @@
+"""Bad input: each a clear error, and nothing changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import Scripted, Worker, assert_same, everything, in_a_range, learn, make_manager, net
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+@pytest.fixture(autouse=True)
+def _unchanged(worker: Worker) -> Any:
+    """After every test of this file: the worker is as it was, and works."""
+    before = everything(worker.manager)
+    hooks = len(worker.net._forward_pre_hooks), len(worker.net._state_dict_hooks), len(worker.adam._optimizer_step_pre_hooks)
+    yield
+    assert everything(worker.manager) == before
+    assert hooks == (len(worker.net._forward_pre_hooks), len(worker.net._state_dict_hooks), len(worker.adam._optimizer_step_pre_hooks))
+    worker.manager.check_integrity()
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a b", "ä", "a/b", "x" * 65, "a\n", "a\x00", None, 3, ("a",), b"a"])
+def test_odd_names(worker: Worker, name: Any) -> None:
+    model = net()
+    with pytest.raises(RegistrationError, match="must match"):
+        worker.manager.register(name, model)
+    assert not in_a_range(model[0].weight)
+
+
+@pytest.mark.parametrize("name", ["a", "x" * 64, "A.b_c:d-9", "0"])
+def test_names_that_are_fine(worker: Worker, name: str) -> None:
+    manager, model = make_manager(), net()
+    assert manager.register(name, model).name == name
+
+
+def test_duplicate_names(worker: Worker) -> None:
+    model = net()
+    with pytest.raises(RegistrationError, match="'actor' is registered already"):
+        worker.manager.register("actor", model, role="actor")
+    assert not in_a_range(model[0].weight)
+    assert model(torch.ones(1, 64)).isfinite().all()
+
+
+def test_an_unknown_role(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match="role 'actr' is none of actor, ref"):
+        worker.manager.register("more", net(), role="actr")
+
+
+def test_the_same_module_twice(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match="registered already, as 'actor'"):
+        worker.manager.register("again", worker.net)
+
+
+def test_the_same_optimizer_twice(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match=r"registered already, as 'actor\.optimizer'"):
+        worker.manager.register("again", worker.adam)
+
+
+@pytest.mark.parametrize("first", ["wrapper", "inner"])
+def test_a_compiled_wrapper_and_what_it_wraps(worker: Worker, first: str) -> None:
+    manager, model = make_manager(), net()
+    wrapper = torch.compile(model, backend="eager")
+    one, other = (wrapper, model) if first == "wrapper" else (model, wrapper)
+    manager.register("one", one)
+    with pytest.raises(RegistrationError, match="registered already, as 'one'"):
+        manager.register("other", other)
+    assert list(manager.handles) == ["one"]
+    with pytest.raises(RegistrationError, match="registered already, as 'actor'"):
+        worker.manager.register("wrapped", torch.compile(worker.net, backend="eager"))
+
+
+def test_a_submodule_of_a_registered_module(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match=r"'weight' of 'part' lies in a storage that belongs to 'actor' already"):
+        worker.manager.register("part", worker.net[0])
+
+
+def test_a_module_around_a_registered_one(worker: Worker) -> None:
+    around = torch.nn.Sequential(torch.nn.Linear(4, 4), worker.net)
+    with pytest.raises(RegistrationError, match="belongs to 'actor' already"):
+        worker.manager.register("around", around)
+    assert not in_a_range(around[0].weight)
+    assert around[0](torch.ones(1, 4)).isfinite().all()
+
+
+def test_a_module_that_shares_a_parameter(worker: Worker) -> None:
+    head = torch.nn.Linear(64, 64)
+    head.weight = worker.net[0].weight
+    with pytest.raises(RegistrationError, match="belongs to 'actor' already"):
+        worker.manager.register("head", head)
+    assert not in_a_range(head.bias)
+
+
+def test_a_view_of_registered_memory_as_a_buffer(worker: Worker) -> None:
+    odd = torch.nn.Linear(4, 4)
+    odd.register_buffer("view", worker.net[0].weight.detach()[0])
+    with pytest.raises(RegistrationError, match="'view' of 'odd' lies in a storage that belongs to 'actor'"):
+        worker.manager.register("odd", odd)
+    del odd
+
+
+def test_an_optimizer_of_unregistered_parameters(worker: Worker) -> None:
+    stranger = net()
+    for parameters in (stranger.parameters(), [*worker.net.parameters(), *stranger.parameters()]):
+        with pytest.raises(RegistrationError, match=r"parameter \d of shape \(64, 64\) belongs to no registered module"):
+            worker.manager.register("more", torch.optim.SGD(parameters, lr=0.1))
+    assert not in_a_range(stranger[0].weight)
+
+
+@pytest.mark.parametrize(
+    "target", [torch.nn.Linear(4, 4, device="meta"), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, device="meta"))]
+)
+def test_meta_tensors(worker: Worker, target: torch.nn.Module) -> None:
+    with pytest.raises(RegistrationError, match="meta device"):
+        worker.manager.register("more", target)
+    assert not target._forward_pre_hooks
+
+
+def test_lazy_modules_without_shapes(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match="no shape yet"):
+        worker.manager.register("more", torch.nn.LazyLinear(4))
+
+
+@pytest.mark.parametrize("target", [None, 3, "model", [net()], net, torch.zeros(3), {"a": 1}, object()])
+def test_objects_of_no_kind(worker: Worker, target: Any) -> None:
+    with pytest.raises(RegistrationError, match="more"):
+        worker.manager.register("more", target)
+
+
+def test_an_owner_that_is_none(worker: Worker) -> None:
+    sgd = torch.optim.SGD(worker.net.parameters(), lr=0.1)
+    for owner in ("actr", "actor.optimizer"):
+        with pytest.raises(RegistrationError, match="not a registered module"):
+            worker.manager.register("more", sgd, owner=owner)
+
+
+def test_a_tensor_that_somebody_else_holds_is_fine_where_it_follows(worker: Worker) -> None:
+    manager, model = make_manager(), net()
+    view = model[0].weight.detach()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        assert_same(view, model[0].weight.detach())
+
+
+# --- phases and plans
+
+
+def attempts(worker: Worker, name: str, **keywords: Any) -> list[Callable[[], Any]]:
+    manager = worker.manager
+    return [lambda: manager.phase(name, **keywords).__enter__(), lambda: manager.enter(name, **keywords)]
+
+
+def test_an_unknown_phase(worker: Worker) -> None:
+    for attempt in attempts(worker, "trian"):
+        with pytest.raises(PolicyError, match=r"unknown phase 'trian'. Did you mean 'train'\?.*Settings\.phases"):
+            attempt()
+
+
+def test_an_unknown_name_in_only(worker: Worker) -> None:
+    for attempt in attempts(worker, "train", only=["actor", "critc"]):
+        with pytest.raises(PhaseError, match=r"only=: no handle 'critc', did you mean 'critic'\?"):
+            attempt()
+
+
+@pytest.mark.parametrize("name", [3, None, ["train"]])
+def test_a_phase_name_of_another_type(worker: Worker, name: Any) -> None:
+    for attempt in attempts(worker, name):
+        with pytest.raises((PolicyError, TypeError)):
+            attempt()
+
+
+ANSWERS: dict[str, tuple[Any, str]] = {
+    "forgets": (lambda view: Plan({"actor": State.GPU_RESIDENT}), "forgets 'actor.optimizer', 'ref', 'critic'"),
+    "invents": (lambda view: Plan({**view.total_plan({}).targets, "ghost": State.GPU_RESIDENT}), "names 'ghost', which are not registered"),
+    "trains readonly": (lambda view: view.total_plan({"ref": State.TRAINING}), "wants 'ref' in TRAINING, which is readonly"),
+    "streams without a sync": (lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, ["actor"]), "streams 'actor' without SYNCING"),
+    "streams a ghost": (lambda view: view.total_plan({}, ["ghost"]), "ghost"),
+    "no plan": (lambda view: {"actor": "GPU_RESIDENT"}, "returned dict for phase 'eval', not a Plan"),
+    "nothing": (lambda view: None or (), "returned tuple"),
+    "no state": (lambda view: Plan({"actor": "ON_GPU"}), "ON_GPU"),  # type: ignore[dict-item]
+    "raises": (ZeroDivisionError("oops"), r"policy 'colocated' failed on phase 'eval'.*oops"),
+    "raises its own": (PolicyError("I refuse"), "I refuse"),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_plan_that_is_none(answer: str, inside: bool) -> None:
+    reply, message = ANSWERS[answer]
+    worker = Worker(policy=Scripted(eval=reply))
+    if inside:
+        worker.manager.enter("values")
+    before = everything(worker.manager)
+    for attempt in [*attempts(worker, "eval"), *([lambda: worker.manager.switch("eval")] if inside else [])]:
+        with pytest.raises(PolicyError, match=message):
+            attempt()
+    assert everything(worker.manager) == before
+    assert worker.manager.snapshot().policy_decisions["refuse"] == 2 + inside
+    if inside:
+        worker.manager.leave()
+    assert_nothing_resident(worker.manager)
+
+
+def test_an_interrupt_inside_a_policy_is_not_swallowed() -> None:
+    worker = Worker(policy=Scripted(eval=KeyboardInterrupt()))
+    before = everything(worker.manager)
+    with pytest.raises(KeyboardInterrupt):
+        worker.manager.enter("eval")
+    assert everything(worker.manager) == before
+
+
+def test_a_plan_that_does_not_fit_moves_nothing() -> None:
+    worker = Worker(budget_bytes=30_000)
+    with worker.manager.phase("values"):
+        before = everything(worker.manager)
+        with pytest.raises(DeviceMemoryError, match=r'manager\.phase\("log_prob", only='):
+            worker.manager.enter("log_prob")
+        assert everything(worker.manager) == before
+    assert_nothing_resident(worker.manager)
+
+
+# --- settings
+
+
+def test_keywords_of_the_manager() -> None:
+    with pytest.raises(ValueError, match="budget_byte"):
+        make_manager(budget_byte=3)
+    with pytest.raises(ValueError, match="group"):
+        make_manager(group=object())
+    with pytest.raises(PolicyError):
+        make_manager(policy=object())
+
+
+def test_a_number_where_a_handle_is_meant(worker: Worker) -> None:
+    for wrong in ("nobody", "ACTOR"):
+        with pytest.raises(PhaseError, match=f"no handle '{wrong}'"):
+            worker.manager.unregister(wrong)
+
+
+def test_loading_a_wrong_state_dict_leaves_the_values() -> None:
+    worker = Worker()
+    values = copy.deepcopy(dict(worker.actor.state_dict()))
+    with worker.manager.phase("restore"), pytest.raises(RuntimeError, match="Missing key"):
+        worker.net.load_state_dict({})
+    assert_same(dict(worker.actor.state_dict()), values)
+    assert isinstance(worker.actor, placement.Handle)

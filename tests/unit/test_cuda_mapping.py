@@ -1,0 +1,218 @@
+"""What the CUDA device asks of the driver, on a driver of our own that refuses what the real one refuses."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from placement.errors import DeviceMemoryError, PlacementError
+from placement.memory import cuda, cuda_pool
+from placement.memory.base import Addresses, Chunk
+from placement.memory.cuda import CudaDevice
+from placement.memory.cuda_driver import Driver
+from tests.contract.interrupter import Interrupter
+from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
+
+SIZE = 4 * STEP
+
+
+class UnwatchedPoison:
+    """Poison without the GPU that compares it."""
+
+    def __init__(self, full: Chunk, tail: Chunk, view: Addresses) -> None:
+        self.chunks = SimpleNamespace(full=full, tail=tail)
+        self.nbytes = full.nbytes + tail.nbytes
+        self._view = view
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    for name, value in {"init": None, "synchronize": None, "Stream": None, "device_count": 1, "can_device_access_peer": True}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=value: answer)
+    monkeypatch.setattr(cuda, "Poison", UnwatchedPoison)
+    monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
+    monkeypatch.setattr(cuda_pool, "reap", lambda: None)
+    return fake
+
+
+@pytest.fixture
+def device(driver: FakeDriver) -> CudaDevice:
+    return CudaDevice(0, chunk_bytes=SIZE)
+
+
+def poisoned(device: CudaDevice, nbytes: int) -> Addresses:
+    addresses = device.reserve(nbytes)
+    device.unmap(addresses, nbytes)
+    return addresses
+
+
+def four(device: CudaDevice) -> list[Chunk]:
+    return [*(device.create(SIZE) for _ in range(3)), device.create(2 * STEP)]
+
+
+def expected(chunks: list[Chunk | None]) -> list[tuple[int, int | str]]:
+    """What must be behind a range of three full slots and two steps."""
+    found: list[tuple[int, int | str]] = []
+    for chunk, nbytes in zip(chunks, (SIZE, SIZE, SIZE, 2 * STEP), strict=True):
+        if chunk is not None:
+            found.append((chunk.nbytes, chunk.handle))  # type: ignore[attr-defined]
+        else:
+            found += [(SIZE, POISON)] if nbytes == SIZE else [(STEP, POISON)] * 2
+    return found
+
+
+def test_a_partial_call_costs_its_own_slots_in_three_kinds_of_calls(device: CudaDevice, driver: FakeDriver) -> None:
+    addresses, other = poisoned(device, 3 * SIZE + 2 * STEP), poisoned(device, 3 * SIZE + 2 * STEP)
+    chunks = four(device)
+    device.map(addresses, chunks)
+    steps: list[tuple[Callable[[], object], int]] = [
+        (lambda: device.unmap(addresses, 2 * SIZE, SIZE), 2),
+        (lambda: device.map(other, chunks[1:3], SIZE), 2),
+        (lambda: device.unmap(addresses, 2 * STEP, 3 * SIZE), 2),
+        (lambda: device.map(other, chunks[3:], 3 * SIZE), 1),
+    ]
+    for call, maps in steps:
+        driver.calls.clear()
+        call()
+        assert driver.calls == {"cuCtxPushCurrent": 1, "cuCtxPopCurrent": 1, "cuMemUnmap": 1, "cuMemMap": maps, "cuMemSetAccess": 1}
+    driver.calls.clear()
+    device.unmap(addresses, 3 * SIZE + 2 * STEP, 0)
+    assert driver.calls["cuMemMap"] == 1, "what is poison already stays"
+    device.unmap(addresses, 3 * SIZE + 2 * STEP)
+    assert driver.calls["cuMemMap"] == 1
+    assert driver.behind(addresses) == expected([None] * 4)
+    assert driver.behind(other) == expected([None, *chunks[1:]])
+    assert driver.errors == 0
+
+
+def test_random_changes_break_no_rule_and_everything_goes_back(device: CudaDevice, driver: FakeDriver) -> None:
+    rng = random.Random(0)
+    ranges, chunks = [poisoned(device, 3 * SIZE + 2 * STEP) for _ in range(2)], four(device)
+    model: list[list[Chunk | None]] = [[None] * 4, [None] * 4]
+    for _ in range(500):
+        which, slot = rng.randrange(2), rng.randrange(4)
+        last = rng.randrange(slot, 4)
+        if rng.random() < 0.5:
+            device.unmap(ranges[which], sum((SIZE, SIZE, SIZE, 2 * STEP)[slot : last + 1]), slot * SIZE)
+            model[which][slot : last + 1] = [None] * (last + 1 - slot)
+        else:
+            free = [chunk for chunk in chunks if chunk not in model[0] + model[1] and (chunk.nbytes == SIZE) == (slot < 3)]
+            taken = free[: min(last, 2 if slot < 3 else 3) + 1 - slot]
+            device.map(ranges[which], taken, slot * SIZE)
+            model[which][slot : slot + len(taken)] = taken
+        assert [driver.behind(addresses) for addresses in ranges] == [expected(row) for row in model]
+    assert driver.errors == 0
+    del ranges, model, chunks, free, taken
+    device.close()
+    assert (driver.mapped, driver.memory, driver.reserved) == ({}, {}, {})
+    assert driver.errors == 0
+
+
+def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, driver: FakeDriver) -> None:
+    addresses, short, full = device.reserve(SIZE + STEP), device.create(STEP), device.create(SIZE)
+    device.unmap(addresses, STEP)
+    device.unmap(addresses, 3 * STEP)
+    assert driver.behind(addresses) == [(STEP, POISON)] * 3
+    device.map(addresses, [short])
+    assert driver.behind(addresses)[0] == (STEP, short.handle)  # type: ignore[attr-defined]
+    device.unmap(addresses, SIZE + STEP)
+    assert driver.behind(addresses) == [(SIZE, POISON), (STEP, POISON)]
+    device.map(addresses, [short])
+    assert driver.behind(addresses)[1:] == [(STEP, POISON)] * 4
+    device.map(addresses, [full])
+    assert driver.behind(addresses) == [(SIZE, full.handle), (STEP, POISON)]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="in two"):
+        device.unmap(addresses, STEP)
+    assert driver.errors == 0
+
+
+@pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])
+def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeDriver, function: str) -> None:
+    addresses, chunks = poisoned(device, 3 * SIZE + 2 * STEP), four(device)
+    device.map(addresses, chunks[:1])
+    driver.refused = function
+    with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
+        device.map(addresses, chunks[1:3], SIZE)
+    driver.refused = ""
+    device.unmap(addresses, 2 * SIZE, SIZE)
+    assert driver.behind(addresses) == expected([chunks[0], None, None, None])
+    device.map(addresses, chunks[1:], SIZE)
+    assert driver.behind(addresses) == expected([*chunks])
+
+
+@pytest.mark.parametrize("operation", ["map", "unmap"])
+@pytest.mark.parametrize("slot", [1, 3])
+def test_an_interrupt_at_any_bytecode_is_made_good_by_unmapping(device: CudaDevice, driver: FakeDriver, operation: str, slot: int) -> None:
+    first, second = poisoned(device, 3 * SIZE + 2 * STEP), poisoned(device, 3 * SIZE + 2 * STEP)
+    chunks = four(device)
+    part = chunks[slot : slot + 2]
+    nbytes = sum(chunk.nbytes for chunk in part)
+
+    def attempt(interrupter: Interrupter) -> bool:
+        device.map(first, chunks)
+        if operation == "map":
+            device.unmap(first, nbytes, slot * SIZE)
+        step: dict[str, Callable[[], object]] = {
+            "map": lambda: device.map(second, part, slot * SIZE),
+            "unmap": lambda: device.unmap(first, nbytes, slot * SIZE),
+        }
+        cut = interrupter.run(step[operation])
+        assert driver.behind(first)[:slot] == expected([*chunks])[:slot]
+        for addresses in (first, second):
+            assert sum(size for size, _ in driver.behind(addresses)) == addresses.nbytes, "nothing behind some of it"
+            device.unmap(addresses, addresses.nbytes)
+            assert driver.behind(addresses) == expected([None] * 4)
+        device.map(second, chunks)
+        assert driver.behind(second) == expected([*chunks])
+        device.unmap(second, second.nbytes)
+        return cut
+
+    survey = Interrupter(None)
+    assert not attempt(survey)
+    points = survey.first_and_last_visits()
+    for point in points:
+        assert attempt(Interrupter(point)), "the interrupt was not raised"
+    assert sum(driver.memory.values()) == 3 * SIZE + 2 * STEP + SIZE + STEP
+    assert len(points) > 50
+
+
+def test_a_mapped_chunk_that_everybody_dropped_is_held_until_it_is_unmapped(device: CudaDevice, driver: FakeDriver) -> None:
+    addresses = poisoned(device, SIZE)
+    held = sum(driver.memory.values())
+    device.map(addresses, [device.create(SIZE)])
+    assert sum(driver.memory.values()) == held + SIZE
+    device.unmap(addresses, SIZE)
+    assert sum(driver.memory.values()) == held
+    assert driver.errors == 0
+
+
+def test_peers_may_access_what_is_mapped(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda peer, index: (peer, index) in {(0, 1), (2, 1), (1, 3)})
+    device = CudaDevice(1, chunk_bytes=SIZE)
+    addresses = poisoned(device, SIZE + STEP)
+    device.map(addresses, [device.create(SIZE)])
+    assert len(driver.behind(addresses, devices=3)) == 2
+    assert [each.location.id for each in device._driver.access] == [1, 0, 2]
+
+
+def test_a_machine_without_what_it_takes_is_told_what_to_install(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlacementError, match=r"no device cuda:5: .* sees 1 CUDA device"):
+        CudaDevice(5)
+    driver.has_virtual_memory = False
+    with pytest.raises(PlacementError, match=r"cuda:0: no virtual memory management .*NVIDIA driver"):
+        CudaDevice(0)
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda *_: (Result.CUDA_ERROR_INVALID_VALUE,), raising=False)
+    with pytest.raises(PlacementError, match=r"CUDA_ERROR_INVALID_VALUE.*NVIDIA driver"):
+        Driver(0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(PlacementError, match=r"pip install 'cuda-bindings==12\.\*'"):
+        CudaDevice(0)

@@ -1,0 +1,399 @@
+"""Slabs that become ready in the background: order, refusal, what is promised, death and exit in the middle."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from placement.errors import HostMemoryError
+from placement.memory import host, host_reserve
+from placement.memory.base import Copy
+from placement.memory.cuda_pinning import Pinning
+from placement.memory.host import PAGE, Slab
+from placement.memory.host_reserve import cut_at, promised_bytes, wait_until_ready
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = 60
+"""Seconds after which something that must happen has not happened."""
+
+
+def mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of four pages and pieces of one, so that a few pages are a large slab."""
+    monkeypatch.setattr(host_reserve, "SPAN_BYTES", 4 * PAGE)
+    monkeypatch.setattr(host_reserve, "PIECE_BYTES", PAGE)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What registrations of a test wait for. Opened at the end, whatever the test did."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "placement-host":
+            thread.join(LONG)
+
+
+class Driver:
+    """Registers on paper. A registration waits for `gate` and fails at the addresses in `refused`."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate = gate
+        self.entered = threading.Event()
+        self.registered: dict[int, int] = {}
+        self.calls: list[int] = []
+        self.problems: list[str] = []
+        self.refused: Callable[[int], str | None] = lambda address: None
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        self.calls.append(address)
+        self.entered.set()
+        if self.gate is not None:
+            self.gate.wait(LONG)
+        if not mapped(address):
+            self.problems.append("registered what is not mapped")
+        reason = self.refused(address)
+        if reason is None:
+            self.registered[address] = nbytes
+        return reason
+
+    def unregister(self, address: int) -> None:
+        if not mapped(address):
+            self.problems.append("unregistered after unmapping")
+        if self.registered.pop(address, None) is None:
+            self.problems.append("unregistered what was not")
+
+    def slab(self, nbytes: int) -> Slab:
+        return Slab(nbytes, self.register, self.unregister)
+
+
+def test_runs_are_cut_at_multiples() -> None:
+    assert cut_at(10, 3, 4) == [(3, 4)]
+    assert cut_at(10, 3, 7) == [(3, 7)]
+    assert cut_at(10, 3, 8) == [(3, 7), (10, 1)]
+    assert cut_at(10, 20, 20) == [(20, 10), (30, 10)]
+    assert cut_at(10, 29, 22) == [(29, 1), (30, 10), (40, 10), (50, 1)]
+
+
+@pytest.mark.usefixtures("small")
+def test_all_of_a_slab_is_registered_in_spans_that_end_at_multiples() -> None:
+    driver = Driver()
+    slab = driver.slab(23 * PAGE - 5)
+    assert slab.ready.wait(LONG)
+    spans = sorted(driver.registered.items())
+    assert spans == cut_at(4 * PAGE, slab.address, 23 * PAGE)
+    assert (slab.pinned, slab.pinned_bytes, slab.pageable_bytes, slab.pageable_reason) == (True, slab.nbytes, 0, None)
+    address = slab.address
+    view = slab.view(0, 1)
+    del slab
+    assert driver.registered
+    del view
+    assert not driver.registered
+    assert not driver.problems
+    assert not mapped(address)
+
+
+@pytest.mark.usefixtures("small")
+def test_one_thread_registers_in_address_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_reserve, "_MOST_THREADS", 1)
+    driver = Driver()
+    slab = driver.slab(40 * PAGE)
+    assert slab.ready.wait(LONG)
+    assert driver.calls == sorted(driver.calls)
+    assert len(driver.calls) >= 10
+
+
+def test_a_slab_is_there_before_it_is_registered(gate: threading.Event) -> None:
+    driver = Driver(gate)
+    slab = driver.slab(3 * PAGE)
+    assert not slab.ready.is_set()
+    assert (slab.pinned, slab.pinned_bytes, slab.pageable_bytes, slab.pageable_reason) == (False, 0, 0, None)
+    slab.view(0, 3 * PAGE).copy_(torch.arange(3 * PAGE) % 251)
+    gate.set()
+    assert slab.ready.wait(LONG)
+    assert slab.pinned
+    assert torch.equal(slab.view(0, 3 * PAGE).long(), torch.arange(3 * PAGE) % 251)
+
+
+@pytest.mark.usefixtures("small")
+def test_touching_changes_no_byte_that_was_written_before(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    touch = host._touch
+
+    def late(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
+        gate.wait(LONG)
+        return touch(address, nbytes, progress)
+
+    monkeypatch.setattr(host, "_touch", late)
+    slab = Driver().slab(9 * PAGE)
+    slab.view(0, 9 * PAGE).fill_(7)
+    gate.set()
+    assert slab.ready.wait(LONG)
+    assert (slab.view(0, 9 * PAGE) == 7).all()
+
+
+def test_a_kernel_that_cannot_touch_in_the_background_has_touched_before(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    monkeypatch.setattr(host, "MADV_POPULATE_WRITE", 12345)
+    driver = Driver(gate)
+    slab = driver.slab(5 * PAGE)
+    assert promised_bytes() == 0
+    slab.view(0, 5 * PAGE).fill_(7)
+    gate.set()
+    assert slab.ready.wait(LONG)
+    assert slab.pinned
+    assert (slab.view(0, 5 * PAGE) == 7).all()
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_refused_stays_pageable_and_says_why() -> None:
+    driver = Driver()
+    first: list[int] = []
+
+    def refused(address: int) -> str | None:
+        first.append(address)
+        if len(first) == 2:
+            raise KeyboardInterrupt("in the middle")
+        return "over the limit of locked memory" if len(first) == 3 else None
+
+    driver.refused = refused
+    driver.unregister = lambda address: driver.registered.pop(address, 0) and None  # type: ignore[method-assign]
+    slab = driver.slab(24 * PAGE)
+    assert slab.ready.wait(LONG)
+    kept = sum(driver.registered.values())
+    assert 0 < kept < slab.nbytes
+    assert (slab.pinned, slab.pinned_bytes, slab.pageable_bytes) == (False, kept, slab.nbytes - kept)
+    assert slab.pageable_reason in {"over the limit of locked memory", "KeyboardInterrupt: in the middle"}
+    slab.view(0, slab.nbytes).fill_(1)
+    del slab
+    assert not driver.registered
+
+
+def test_a_registration_that_raises_is_undone_with_the_slab() -> None:
+    undone: list[int] = []
+
+    def register(address: int, nbytes: int) -> str | None:
+        raise RuntimeError("no context")
+
+    slab = Slab(10, register, undone.append)
+    assert slab.ready.wait(LONG)
+    assert (slab.pinned, slab.pageable_bytes, slab.pageable_reason) == (False, 10, "RuntimeError: no context")
+    address = slab.address
+    del slab
+    assert undone == [address]
+
+
+@pytest.mark.usefixtures("small")
+def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([1 << 40])
+    monkeypatch.setattr(host, "available_bytes", lambda: next(numbers, 100))
+    driver = Driver()
+    slab = driver.slab(8 * PAGE)
+    assert slab.ready.wait(LONG)
+    assert (slab.pageable_bytes, driver.calls) == (8 * PAGE, [])
+    assert slab.pageable_reason == f"{PAGE:,} bytes were not touched: 100 bytes of host memory available"
+    slab.view(0, slab.nbytes).fill_(1)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_promised_and_not_touched_is_nobody_elses(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    touch, reached = host._touch, threading.Event()
+
+    def late(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
+        reached.set()
+        gate.wait(LONG)
+        return touch(address, nbytes, progress)
+
+    monkeypatch.setattr(host, "_touch", late)
+    monkeypatch.setattr(host, "available_bytes", lambda: 20 * PAGE)
+    slab = Driver().slab(15 * PAGE)
+    assert promised_bytes() == 15 * PAGE
+    assert reached.wait(LONG)
+    with pytest.raises(HostMemoryError, match=rf"asked for {6 * PAGE:,} bytes, {5 * PAGE:,} available, {15 * PAGE:,} more promised"):
+        Slab(6 * PAGE)
+    assert promised_bytes() == 15 * PAGE, "what is refused promises nothing"
+    other = Slab(5 * PAGE)
+    gate.set()
+    assert slab.ready.wait(LONG)
+    assert promised_bytes() == 0
+    del other, slab
+    assert len(host_reserve._reservations()) == 0
+
+
+@pytest.mark.parametrize("where", ["submit", "map_for_life"])
+def test_an_interrupted_constructor_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Path("/proc/self/maps").read_text().count("\n")
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    if where == "submit":
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+    else:
+        monkeypatch.setattr(host, "keep_from_children", interrupted)
+    driver = Driver()
+    with pytest.raises(KeyboardInterrupt):
+        driver.slab(1000 * PAGE)
+    gc.collect()
+    assert promised_bytes() == 0
+    assert not host_reserve._reservations()
+    assert abs(Path("/proc/self/maps").read_text().count("\n") - before) <= 1
+    monkeypatch.undo()
+    slab = driver.slab(PAGE)
+    assert slab.ready.wait(LONG), "the threads whose start was interrupted are not counted on"
+
+
+@pytest.mark.usefixtures("small")
+def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threading.Event) -> None:
+    driver = Driver(gate)
+    slab = driver.slab(40 * PAGE)
+    address = slab.address
+    assert driver.entered.wait(LONG)
+    del slab
+    assert mapped(address)
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "placement-host":
+            thread.join(LONG)
+    assert not mapped(address)
+    assert not driver.registered
+    assert not driver.problems
+    assert len(driver.calls) < 10, "what was not begun is not begun any more"
+
+
+@pytest.mark.usefixtures("small")
+def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    monkeypatch.setattr(host_reserve, "_MOST_THREADS", 1)
+    driver = Driver(gate)
+    slabs = [driver.slab(8 * PAGE) for _ in range(3)]
+    wait_until_ready(1, PAGE)
+    waiting = threading.Thread(target=wait_until_ready, args=(slabs[2].address + PAGE, 1))
+    hurried = threading.Event()
+    hurry = host_reserve._pool.hurry
+    monkeypatch.setattr(host_reserve._pool, "hurry", lambda reservation: (hurry(reservation), hurried.set()))
+    waiting.start()
+    assert hurried.wait(LONG)
+    gate.set()
+    waiting.join(LONG)
+    assert all(slab.ready.wait(LONG) for slab in slabs)
+    last = {slab.address: max(driver.calls.index(a) for a in driver.calls if 0 <= a - slab.address < 8 * PAGE) for slab in slabs}
+    assert last[slabs[2].address] < last[slabs[0].address] < last[slabs[1].address]
+
+
+class PaperDriver:
+    """What `Pinning` needs of a driver: contexts that are entered and left, and registrations by address."""
+
+    usable = True
+
+    class api:
+        class CUstreamCaptureMode:
+            CU_STREAM_CAPTURE_MODE_RELAXED = "relaxed"
+
+    def __init__(self) -> None:
+        self.mode = threading.local()
+        self.depth = threading.local()
+        self.registered: dict[int, int] = {}
+
+    def __enter__(self) -> None:
+        self.depth.value = getattr(self.depth, "value", 0) + 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth.value -= 1
+
+    def call(self, function: str, mode: str) -> str:
+        assert function == "cuThreadExchangeStreamCaptureMode"
+        before, self.mode.value = getattr(self.mode, "value", "global"), mode
+        return before
+
+    def failed(self, function: str, address: int, *rest: int) -> str | None:
+        assert (self.depth.value, self.mode.value) == (1, "relaxed")
+        if function == "cuMemHostUnregister":
+            return None if self.registered.pop(address, None) else "not registered"
+        self.registered[address] = rest[0]
+        return None
+
+
+@pytest.mark.usefixtures("small")
+def test_pinning_keeps_the_limit_and_gives_it_back() -> None:
+    driver = PaperDriver()
+    pinning = Pinning(driver)  # type: ignore[arg-type]
+
+    def slab() -> Slab:
+        return Slab(12 * PAGE, lambda address, nbytes: pinning.pin(address, nbytes, 12 * PAGE), pinning.unpin)
+
+    first = slab()
+    assert first.ready.wait(LONG)
+    assert first.pinned
+    assert pinning.pinned_bytes == sum(driver.registered.values()) == 12 * PAGE
+    second = slab()
+    assert second.ready.wait(LONG)
+    assert second.pageable_bytes == 12 * PAGE
+    assert second.pageable_reason is not None
+    assert f"pinned_limit_bytes is {12 * PAGE:,}: {12 * PAGE:,} bytes are pinned" in second.pageable_reason
+    del first
+    assert (pinning.pinned_bytes, driver.registered) == (0, {})
+    third = slab()
+    assert third.ready.wait(LONG)
+    assert third.pinned
+    assert getattr(driver.mode, "value", "global") == "global"
+
+
+def test_copies_are_cut_where_registrations_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning = Pinning(PaperDriver())  # type: ignore[arg-type]
+    gib = 1 << 30
+    copies = [Copy(device_address=7, host_address=gib - 5, nbytes=gib + 6), Copy(1 << 40, 3, 4)]
+    assert list(pinning.cut(copies)) == [(7, gib - 5, 5), (12, gib, gib), (12 + gib, 2 * gib, 1), (1 << 40, 3, 4)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_begins_with_threads_and_promises_of_its_own(gate: threading.Event) -> None:
+    driver = Driver(gate)
+    slab = driver.slab(5 * PAGE)
+    assert driver.entered.wait(LONG)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            own = Driver().slab(2 * PAGE)
+            code = 0 if promised_bytes() <= 2 * PAGE and own.ready.wait(LONG) and own.pinned else 2
+            address = slab.address
+            del slab, own
+            code = code or (3 if driver.problems or mapped(address) else 0)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.set()
+    assert slab.ready.wait(LONG)
+    assert slab.pinned
+
+
+@pytest.mark.parametrize("ending", ["", "del slab", "raise SystemExit(0)", "import os, signal; signal.raise_signal(signal.SIGTERM)"])
+def test_the_process_may_end_while_threads_are_at_work(ending: str) -> None:
+    program = f"""
+import signal, sys, threading, time
+from placement.memory import host, host_reserve
+host_reserve.SPAN_BYTES = host_reserve.PIECE_BYTES = 4096
+host._TOUCH_STEP = 4096
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
+begun = threading.Event()
+def register(address, nbytes):
+    begun.set()
+    time.sleep(0.001)  # a driver call that gives up the interpreter lock
+slab = host.Slab(64 << 20, register, lambda address: None if begun.is_set() else print("driver call"))
+begun.wait()
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=LONG)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,198 @@
+"""Objects that are built when a plan wants them, and on no worker where none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from placement import DeviceMemoryError, Lazy, NotResidentError, PhaseError, RegistrationError, State
+from placement.policies import AsyncRollout, Colocated
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Scripted, assert_same, batch, everything, learn, make_manager, net
+
+
+class Factory:
+    """Counts its calls."""
+
+    def __init__(self, make: Any = net) -> None:
+        self.make = make
+        self.calls = 0
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        return self.make()
+
+
+def test_a_factory_is_called_once_at_the_first_plan_that_wants_it() -> None:
+    manager, factory = make_manager(), Factory()
+    critic = manager.register("critic", Lazy(factory), role="critic")
+    for phase in ("log_prob", "rollout", "checkpoint"):
+        with manager.phase(phase):
+            assert factory.calls == 0
+    for _ in range(2):
+        with manager.phase("values"):
+            assert critic.state is GPU
+            assert critic.object(batch()).isfinite().all()
+    assert factory.calls == 1
+    assert critic.resident_bytes == 0
+    assert critic.num_bytes > 0
+    assert_nothing_resident(manager)
+
+
+def test_every_public_call_on_a_handle_that_is_not_built() -> None:
+    manager, factory = make_manager(), Factory()
+    critic = manager.register("critic", Lazy(factory), role="critic", readonly=True)
+    assert (critic.name, critic.kind, critic.role, critic.readonly) == ("critic", "module", "critic", True)
+    assert (critic.state, critic.resident_bytes, critic.host_bytes, critic.num_bytes) == (OFF, 0, 0, 0)
+    assert (critic.external, critic.broken, critic.object, critic.is_built) == (False, None, None, False)
+    assert critic.weights_info() == []
+    with pytest.raises(PhaseError, match="CPU_OFFLOADED"):
+        critic.weights()
+    with pytest.raises(NotResidentError, match="'critic' is not built yet"):
+        critic.state_dict()
+    assert "critic" in repr(critic)
+    manager.check_integrity()
+    assert manager.audit().ok
+    seen = manager.snapshot().handles[0]
+    assert (seen.built, seen.adapter, seen.num_bytes) == (False, "Lazy", 0)
+    manager.snapshot().model_dump_json()
+    with manager.phase("log_prob") as phase:
+        phase.keep(critic)
+    manager.unregister(critic)
+    assert not manager.handles
+    assert factory.calls == 0
+    manager.close()
+
+
+@pytest.mark.parametrize("policy", ["async_rollout", AsyncRollout()])
+def test_a_rollout_worker_never_builds_a_trainer(policy: Any) -> None:
+    manager = make_manager(policy=policy, worker_role="rollout")
+    factories = {name: Factory() for name in ("actor", "ref", "critic", "rollout")}
+    for name, factory in factories.items():
+        manager.register(name, Lazy(factory), role=name)
+    optimizer = Factory()
+    manager.register("adam", Lazy(optimizer, kind="optimizer"), owner="actor")
+    for phase in ("rollout", "log_prob", "values", "train", "weight_sync", "eval", "checkpoint", "restore"):
+        with manager.phase(phase):
+            assert all(manager.handles[name].state is OFF for name in ("actor", "ref", "critic", "adam"))
+    assert {name: factory.calls for name, factory in factories.items()} == {"actor": 0, "ref": 0, "critic": 0, "rollout": 1}
+    assert optimizer.calls == 0
+
+
+def test_a_trainer_of_an_async_rollout_never_builds_the_engine() -> None:
+    manager = make_manager(policy="async_rollout", worker_role="trainer")
+    engine, actor = Factory(), Factory()
+    manager.register("rollout", Lazy(engine, kind="engine"), role="rollout")
+    handle = manager.register("actor", Lazy(actor), role="actor")
+    with manager.phase("rollout"), manager.phase("log_prob"):
+        assert handle.state is GPU
+    assert (engine.calls, actor.calls) == (0, 1)
+    assert handle.state is GPU  # a trainer keeps its own
+
+
+def test_a_lazy_optimizer_is_built_after_its_owner() -> None:
+    manager = make_manager()
+    built: list[torch.nn.Module] = []
+
+    def model() -> torch.nn.Module:
+        built.append(net())
+        return built[0]
+
+    actor = manager.register("actor", Lazy(model), role="actor")
+    adam = manager.register("adam", Lazy(lambda: torch.optim.AdamW(built[0].parameters()), kind="optimizer"), owner=actor)
+    with manager.phase("train"):
+        assert (actor.state, adam.state) == (TRAIN, TRAIN)
+        assert adam.role == "actor"
+        learn(actor.object, adam.object)
+    assert adam.kind == "optimizer"
+    assert_nothing_resident(manager)
+
+
+def test_a_streamed_sync_builds_what_it_publishes() -> None:
+    manager, factory = make_manager(policy=Colocated(stream_sync=True)), Factory()
+    actor = manager.register("actor", Lazy(factory), role="actor")
+    with manager.phase("weight_sync"):
+        assert actor.state is SYNC
+        assert actor.resident_bytes == 0
+        assert len([pair for bucket in actor.weights() for pair in bucket]) == 4
+    assert factory.calls == 1
+    assert_nothing_resident(manager)
+
+
+def test_registering_a_lazy_inside_a_phase_that_wants_it_builds_it_there() -> None:
+    manager, factory = make_manager(), Factory()
+    with manager.phase("values"):
+        critic = manager.register("critic", Lazy(factory), role="critic")
+        assert (critic.state, factory.calls) == (GPU, 1)
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: 1 / 0, "factory of 'critic' failed: division by zero"),
+        (lambda: None, "critic"),
+        (lambda: "model", "critic"),
+        (lambda: torch.nn.Linear(2, 2, device="meta"), "meta"),
+    ],
+)
+def test_a_factory_that_fails_leaves_the_handle_unbuilt_and_may_be_tried_again(make: Any, message: str) -> None:
+    manager, factory = make_manager(), Factory(make)
+    critic = manager.register("critic", Lazy(factory), role="critic")
+    model = net()
+    manager.register("actor", model, role="actor")
+    before = everything(manager)
+    with pytest.raises(RegistrationError, match=message):
+        manager.phase("values").__enter__()
+    assert everything(manager) == before
+    assert critic.object is None
+    factory.make = net
+    with manager.phase("values"):
+        assert critic.object(batch()).isfinite().all()
+    assert factory.calls == 2
+
+
+def test_a_factory_that_gives_a_registered_object() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    late = manager.register("critic", Lazy(lambda: model), role="critic")
+    with pytest.raises(RegistrationError, match="registered already, as 'actor'"):
+        manager.enter("values")
+    assert late.object is None
+    assert manager.phase_name == "idle"
+    with manager.phase("log_prob"):
+        model(batch())
+
+
+def test_what_a_factory_made_may_not_fit() -> None:
+    manager, factory = make_manager(budget_bytes=4096), Factory()
+    critic = manager.register("critic", Lazy(factory), role="critic")
+    with pytest.raises(DeviceMemoryError, match="critic"):
+        manager.enter("values")
+    assert critic.resident_bytes == 0
+    assert manager.phase_name == "idle"
+    assert_nothing_resident(manager)
+
+
+def test_what_a_factory_made_lives_as_long_as_its_handle() -> None:
+    manager, factory = make_manager(), Factory()
+    critic = manager.register("critic", Lazy(factory), role="critic")
+    with manager.phase("values"):
+        pass
+    model = critic.object
+    values = {name: value.clone() for name, value in critic.state_dict().items()}
+    manager.unregister("critic")
+    assert_same(dict(model.state_dict()), values)
+    assert model(batch()).isfinite().all()
+
+
+def test_an_unbuilt_handle_counts_nothing_against_the_budget_until_it_is_built() -> None:
+    wanted: list[State] = []
+    policy = Scripted(eval=lambda view: wanted.append(view.handles["critic"].built) or view.total_plan({}))
+    manager = make_manager(policy=policy)
+    manager.register("critic", Lazy(net), role="critic")
+    with manager.phase("eval"), manager.phase("values"), manager.phase("eval"):
+        pass
+    assert wanted == [False, True]

@@ -1,0 +1,143 @@
+"""The state machine of one handle, against the table."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from placement import PhaseError, State, Trigger
+from placement.machine import _MACHINE, HandleMachine, diagram, path
+from placement.states import TRANSITIONS
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+class Recorder:
+    """What a machine calls; `fail` is raised by the next move."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Trigger, State, State]] = []
+        self.fail: BaseException | None = None
+
+    def before(self, trigger: Trigger, source: State, target: State) -> None:
+        self.seen.append(("before", trigger, source, target))
+        if self.fail is not None:
+            raise self.fail
+
+    def after(self, trigger: Trigger, source: State, target: State) -> None:
+        self.seen.append(("after", trigger, source, target))
+
+
+def machine_in(state: State, moves: Recorder) -> HandleMachine:
+    """A machine that was brought to a state by triggers alone."""
+    machine = HandleMachine("actor", moves)
+    on_device = state is not State.CPU_OFFLOADED
+    for trigger in path((State.CPU_OFFLOADED, False), (state, on_device)):
+        machine.fire(trigger)
+    moves.seen.clear()
+    return machine
+
+
+def test_the_table_of_transitions_is_the_table_of_states() -> None:
+    found = [
+        (trigger, transition.source, transition.dest)
+        for trigger, event in _MACHINE.events.items()
+        for transition in itertools.chain.from_iterable(event.transitions.values())
+    ]
+    assert sorted(found) == sorted((t.value, s.value, d.value) for t, s, d in TRANSITIONS)
+    assert set(_MACHINE.states) == {state.value for state in State}
+    assert not [event for event in _MACHINE.events if event.startswith("to_")]
+    assert not _MACHINE.models
+    assert not _MACHINE.has_queue
+    for event in _MACHINE.events.values():
+        for transition in itertools.chain.from_iterable(event.transitions.values()):
+            assert not transition.conditions
+            assert (transition.before, transition.after) == (["_before"], ["_after"])
+    assert not _MACHINE.on_exception
+    assert not _MACHINE.finalize_event
+
+
+def test_every_row_of_the_table_fires_and_nothing_else_does() -> None:
+    rows = {(trigger, source): target for trigger, source, target in TRANSITIONS}
+    assert len(rows) == len(TRANSITIONS)
+    for trigger, source in itertools.product(Trigger, State):
+        moves = Recorder()
+        machine = machine_in(source, moves)
+        target = rows.get((trigger, source))
+        if target is None:
+            with pytest.raises(PhaseError, match=f"'actor' cannot {trigger} while it is {source}"):
+                machine.fire(trigger)
+            assert (machine.state, moves.seen) == (source, [])
+        else:
+            machine.fire(trigger)
+            assert machine.state is target
+            assert moves.seen == [("before", trigger, source, target), ("after", trigger, source, target)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_move_that_raises_leaves_the_source_state_and_reaches_the_caller(error: BaseException) -> None:
+    moves = Recorder()
+    machine = machine_in(State.GPU_RESIDENT, moves)
+    moves.fail = error
+    with pytest.raises(type(error)) as caught:
+        machine.fire(Trigger.BEGIN_TRAIN)
+    assert caught.value is error
+    assert machine.state is State.GPU_RESIDENT
+    assert [kind for kind, *_ in moves.seen] == ["before"]
+    moves.fail = None
+    machine.fire(Trigger.BEGIN_TRAIN)
+    assert machine.state is State.TRAINING
+
+
+def nodes() -> list[tuple[State, bool]]:
+    return [
+        (State.CPU_OFFLOADED, False),
+        (State.GPU_RESIDENT, True),
+        (State.SYNCING, True),
+        (State.SYNCING, False),
+        (State.TRAINING, True),
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(nodes(), nodes())))
+def test_every_node_reaches_every_other_through_rows_of_the_table(source: tuple[State, bool], target: tuple[State, bool]) -> None:
+    state, on_device = source
+    for trigger in path(source, target):
+        streams = trigger in (Trigger.BEGIN_STREAM, Trigger.END_STREAM)
+        assert not (streams and on_device), "a streamed sync starts and ends off the device"
+        assert not (state is State.SYNCING and not on_device and not streams), "a streamed sync ends before anything else"
+        state = next(t for name, s, t in TRANSITIONS if name is trigger and s is state)
+        if trigger in (Trigger.LOAD, Trigger.OFFLOAD):
+            on_device = trigger is Trigger.LOAD
+    assert (state, on_device) == target
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "wanted"),
+    [
+        ((State.SYNCING, True), (State.TRAINING, True), [Trigger.SYNC_TO_TRAIN]),
+        ((State.TRAINING, True), (State.SYNCING, True), [Trigger.TRAIN_TO_SYNC]),
+        ((State.TRAINING, True), (State.CPU_OFFLOADED, False), [Trigger.END_TRAIN, Trigger.OFFLOAD]),
+        ((State.SYNCING, False), (State.TRAINING, True), [Trigger.END_STREAM, Trigger.LOAD, Trigger.BEGIN_TRAIN]),
+        ((State.SYNCING, True), (State.SYNCING, False), [Trigger.END_SYNC, Trigger.OFFLOAD, Trigger.BEGIN_STREAM]),
+        ((State.TRAINING, True), (State.TRAINING, True), []),
+    ],
+)
+def test_paths_take_no_detour(source: tuple[State, bool], target: tuple[State, bool], wanted: list[Trigger]) -> None:
+    assert list(path(source, target)) == wanted
+
+
+@pytest.mark.parametrize("node", [(State.CPU_OFFLOADED, True), (State.TRAINING, False), (State.GPU_RESIDENT, False)])
+def test_what_is_no_node_has_no_path(node: tuple[State, bool]) -> None:
+    with pytest.raises(ValueError, match=r"no handle can be"):
+        path((State.CPU_OFFLOADED, False), node)
+
+
+def test_the_readme_shows_the_diagram_of_the_table() -> None:
+    shown = re.search(r"<!-- states -->\s*```mermaid\n(.*?)\n```\s*<!-- /states -->", README.read_text(), re.DOTALL)
+    assert shown is not None, "README.md has no diagram between <!-- states --> and <!-- /states -->"
+    assert shown.group(1).strip() == diagram().strip()
+    assert diagram().count("-->") == len(TRANSITIONS) + 1

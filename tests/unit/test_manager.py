@@ -1,0 +1,294 @@
+"""The manager as a user sees it: a policy of one's own, the policies that ship, snapshots, the end."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import Manager, PlacementError, TorchEngine
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
+
+
+class KeepReference(placement.policies.Colocated):
+    """Colocated, but the reference model stays on the GPU whenever it fits."""
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        ref = view.handles.get("ref")
+        return plan.also(ref, placement.State.GPU_RESIDENT) if ref and view.fits(plan, ref) else plan
+
+
+# --- policies
+
+
+def test_a_users_policy_keeps_the_reference_where_it_fits() -> None:
+    worker = Worker(policy=KeepReference())
+    for _ in range(3):
+        with worker.manager.phase("train") as phase:
+            assert "ref" in worker.on_device()
+            phase.switch("log_prob")
+        assert worker.on_device() == {"ref"}
+    assert worker.ref.counters.transitions["load"] == 1
+    assert_nothing_resident(worker.manager, except_for=["ref"])
+    worker.manager.unregister("ref")
+    with worker.manager.phase("train"):
+        pass
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_users_policy_gives_the_place_up_where_it_does_not_fit() -> None:
+    worker = Worker(policy=KeepReference(), budget_bytes=3 * 20480)
+    with worker.manager.phase("log_prob") as phase:
+        assert worker.on_device() == {"actor", "ref"}
+        phase.switch("train", only=["actor"])
+        learn(worker.net, worker.adam)
+    with worker.manager.phase("train", only=["actor"]):
+        assert worker.states()["actor"] is TRAIN
+    assert worker.manager.audit().ok
+
+
+def test_the_policy_is_found_by_dotted_path() -> None:
+    manager = make_manager(policy=f"{Worker.__module__}:Scripted")
+    assert manager.snapshot().policy == "colocated"
+    with pytest.raises(placement.PolicyError, match="colocted"):
+        make_manager(policy="colocted")
+
+
+def test_resident_leaves_everything_that_fits_and_moves_nothing_in_between() -> None:
+    worker = Worker(policy="resident")
+    assert worker.on_device() == {"actor", "ref", "critic"}
+    with worker.manager.phase("train") as phase:
+        learn(worker.net, worker.adam)
+        phase.switch("log_prob")
+        phase.switch("train")
+    copied = sum(record.nbytes for record in worker.manager.journal)
+    for _ in range(2):
+        with worker.manager.phase("train") as phase:
+            learn(worker.net, worker.adam)
+            phase.switch("log_prob")
+    assert sum(record.nbytes for record in worker.manager.journal) == copied
+    assert worker.on_device() >= {"actor", "actor.optimizer", "ref", "critic"}
+    assert worker.manager.audit().ok
+
+
+def test_resident_evicts_for_the_deficit_only_what_is_clean_first() -> None:
+    worker = Worker(policy="resident", budget_bytes=20480 * 4)
+    with worker.manager.phase("train", only=["actor"]):
+        learn(worker.net, worker.adam)
+    with worker.manager.phase("train"):
+        assert worker.states()["ref"] is OFF
+        assert worker.states()["actor"] is TRAIN
+    assert worker.manager.snapshot().handles[0].resident_bytes <= 20480 * 4
+    total = sum(handle.resident_bytes for handle in worker.manager.handles.values())
+    assert total <= 20480 * 4
+
+
+@pytest.mark.parametrize("policy", ["colocated", "resident", "async_rollout"])
+def test_every_policy_trains_to_the_same_bits(policy: str) -> None:
+    torch.manual_seed(5)
+    worker = Worker(policy=policy)
+    inner = net()
+    engine = TorchEngine(inner)
+    worker.manager.register("rollout", engine, role="rollout")
+    twin = net()
+    twin.load_state_dict(worker.values)
+    adam = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for seed in range(3):
+        with worker.manager.phase("rollout") as phase:
+            inner(batch(seed))
+            phase.switch("log_prob", only=["actor", "ref"])
+            found = worker.net(batch(seed)).detach(), worker.ref_net(batch(seed)).detach()
+            assert_same(found[0], twin(batch(seed)).detach())
+            phase.switch("train")
+            learn(worker.net, worker.adam, seed)
+            phase.switch("weight_sync")
+            for bucket in worker.actor.weights():
+                engine.update_weights(bucket)
+        learn(twin, adam, seed)
+        assert_same(dict(inner.state_dict()), dict(twin.state_dict()))
+    assert_same(worker.optimizer.state_dict(), adam.state_dict())
+    worker.manager.check_integrity()
+    assert worker.manager.audit().ok
+
+
+def test_a_phase_of_ones_own() -> None:
+    worker = Worker(phases={"distill": ["ref", "critic"]})
+    with worker.manager.phase("distill"):
+        assert worker.on_device() == {"ref", "critic"}
+    with pytest.raises(placement.PolicyError, match="Did you mean 'distill'"):
+        worker.manager.enter("distil")
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_policy_sees_the_cycle_once_it_was_there() -> None:
+    seen: dict[str, tuple[str, ...]] = {}
+
+    class Watching(placement.policies.Colocated):
+        def plan(self, view: placement.View) -> placement.Plan:
+            seen[view.phase] = view.upcoming
+            return super().plan(view)
+
+    worker = Worker(policy=Watching())
+    for _ in range(2):
+        with worker.manager.phase("rollout") as phase:
+            phase.switch("log_prob")
+            phase.switch("train")
+    assert seen["log_prob"] == ("train", "rollout")
+    assert seen["train"] == ("rollout", "log_prob")
+
+
+def test_a_view_is_pure_data() -> None:
+    views: list[placement.View] = []
+
+    class Watching(placement.policies.Colocated):
+        def plan(self, view: placement.View) -> placement.Plan:
+            views.append(view)
+            return super().plan(view)
+
+    worker = Worker(policy=Watching(), budget_bytes="1GiB", worker_role="trainer")
+    with worker.manager.phase("values"), worker.manager.phase("train"):
+        pass
+    inner = next(view for view in views if view.phase == "train")
+    assert (inner.enclosing, inner.budget_bytes, inner.worker_role) == ("values", 1 << 30, "trainer")
+    actor, adam = inner.handles["actor"], inner.handles["actor.optimizer"]
+    assert (actor.kind, actor.role, actor.state, actor.readonly) == ("module", "actor", OFF, False)
+    assert (adam.owners, adam.role) == (("actor",), "actor")
+    assert inner.handles["ref"].readonly
+    assert inner.handles["critic"].resident_bytes == inner.handles["critic"].num_bytes > 0
+
+
+# --- asking
+
+
+def test_a_snapshot_counts_what_happened() -> None:
+    worker = Worker()
+    for _ in range(2):
+        with worker.manager.phase("train") as phase:
+            learn(worker.net, worker.adam)
+            phase.switch("log_prob")
+    snapshot = worker.manager.snapshot()
+    actor = snapshot.handles[0]
+    assert (actor.name, actor.kind, actor.role, actor.state, actor.adapter) == ("actor", "module", "actor", OFF, "ModuleAdapter")
+    assert {t: n for t, n in actor.transitions.items() if n} == {"load": 2, "begin_train": 2, "end_train": 2, "offload": 2}
+    nbytes = sum(p.nbytes for p in worker.net.parameters())
+    assert actor.loaded_bytes >= 2 * nbytes
+    assert actor.offloaded_bytes >= 2 * nbytes
+    assert snapshot.handles[1].owners == ("actor",)
+    assert snapshot.phases == ()
+    assert snapshot.peak_bytes >= 3 * nbytes
+    assert set(snapshot.phase_seconds) >= {"train", "log_prob", "idle"}
+    assert set(snapshot.phase_stall_seconds) == {"train", "log_prob"}
+    assert {d.operation: sum(d.counts) for d in snapshot.durations}["load"] == sum(h.transitions.get("load", 0) for h in snapshot.handles)
+    assert snapshot.unaccounted_bytes == 0
+    assert (snapshot.pairing_violations, snapshot.unpaired_bytes) == (0, 0)
+    assert snapshot.policy_decisions["load"] > 0
+    json.loads(snapshot.model_dump_json())
+
+
+def test_every_state_change_is_one_record_and_one_count() -> None:
+    worker = Worker()
+    for name in ("train", "log_prob", "weight_sync", "values"):
+        with worker.manager.phase(name):
+            pass
+    for handle in worker.manager.handles.values():
+        records = [record for record in worker.manager.journal if record.handle == handle.name]
+        assert len(records) == sum(handle.counters.transitions.values())
+        for before, after in zip(records, records[1:], strict=False):
+            assert before.target is after.source
+            assert before.at_seconds <= after.at_seconds
+        assert handle.counters.loaded_bytes == sum(r.nbytes for r in records if r.trigger == "load")
+        assert handle.counters.offloaded_bytes == sum(r.nbytes for r in records if r.trigger == "offload")
+
+
+def test_state_changes_are_logged_with_their_record(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    with caplog.at_level(logging.INFO, logger="placement"), worker.manager.phase("values"):
+        pass
+    assert [r.message for r in caplog.records] == [
+        "critic: load, CPU_OFFLOADED -> GPU_RESIDENT",
+        "critic: offload, GPU_RESIDENT -> CPU_OFFLOADED",
+    ]
+    assert all(hasattr(r, "placement") for r in caplog.records)
+
+
+def test_the_states_of_a_whole_step() -> None:
+    worker = Worker()
+    engine = TorchEngine(net())
+    rollout = worker.manager.register("rollout", engine, role="rollout")
+    expected: dict[str, dict[str, Any]] = {
+        "rollout": {"rollout": GPU},
+        "log_prob": {"actor": GPU, "ref": GPU},
+        "values": {"critic": GPU},
+        "reward": {},
+        "train": {"actor": TRAIN, "actor.optimizer": TRAIN, "critic": TRAIN, "critic.optimizer": TRAIN},
+        "weight_sync": {"actor": SYNC, "rollout": GPU},
+        "eval": {"rollout": GPU},
+    }
+    with worker.manager.phase("rollout") as phase:
+        for name, wanted in expected.items():
+            phase.switch(name)
+            assert {n: s for n, s in worker.states().items() if s is not OFF} == wanted
+            assert (worker.manager.phase_name, phase.name) == (name, name)
+    assert rollout.state is OFF
+    assert_nothing_resident(worker.manager)
+
+
+def test_from_settings_takes_a_mapping_and_objects() -> None:
+    device = SimulatedDevice(1 << 20)
+    manager = Manager.from_settings({"policy": "resident", "budget_bytes": "512KiB"}, device=device)
+    assert (manager.snapshot().policy, manager.snapshot().budget_bytes) == ("resident", 512 << 10)
+    with pytest.raises(ValueError, match="polciy"):
+        Manager.from_settings({"polciy": "resident"}, device=device)
+    with pytest.raises(ValueError, match="worker_role"):
+        make_manager(worker_role="learner")
+
+
+def test_without_an_accelerator_the_error_names_the_simulated_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is an accelerator")
+    with pytest.raises(PlacementError, match="SimulatedDevice"):
+        Manager()
+
+
+def test_two_managers_on_two_devices_do_not_disturb_each_other() -> None:
+    one, other = Worker(), Worker()
+    with one.manager.phase("train"), other.manager.phase("log_prob"):
+        learn(one.net, one.adam)
+        other.net(batch())
+        assert other.on_device() == {"actor", "ref"}
+    for worker in (one, other):
+        assert_nothing_resident(worker.manager)
+
+
+def test_two_managers_may_share_one_device() -> None:
+    device = SimulatedDevice(1 << 20)
+    one, other = make_manager(device=device), make_manager(device=device)
+    models = net(), net()
+    values = [copy.deepcopy(dict(model.state_dict())) for model in models]
+    one.register("actor", models[0], role="actor")
+    other.register("actor", models[1], role="actor")
+    with one.phase("log_prob"), other.phase("log_prob"):
+        for model, value in zip(models, values, strict=True):
+            assert_same(dict(model.state_dict()), value)
+    one.close()
+    with other.phase("log_prob"):
+        assert_same(dict(models[1].state_dict()), values[1])
+    assert device.memory().chunk_bytes == 0
+
+
+def test_a_closed_manager_says_so_and_its_objects_are_free() -> None:
+    worker = Worker()
+    worker.manager.close()
+    for work in (lambda: worker.manager.enter("train"), worker.manager.audit, lambda: worker.manager.register("x", worker.net)):
+        with pytest.raises(PlacementError, match="closed"):
+            work()
+    assert worker.manager.snapshot().handles == ()
+    assert (worker.actor.state, worker.actor.resident_bytes) == (OFF, 0)
+    learn(worker.net, worker.adam)

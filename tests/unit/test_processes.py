@@ -1,0 +1,173 @@
+"""Forked children, the end of the interpreter, and threads that never end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from placement import PlacementError
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, batch, in_a_range, learn, net
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Run in a forked child, as a data loader would; what fails there fails here."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        message = b""
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - sent to the parent
+            message = traceback.format_exc().encode()
+        os.write(writer, message)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        message = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert message == ""
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def refused(work: Callable[[], object]) -> None:
+    with pytest.raises(PlacementError, match="forked child") as caught:
+        work()
+    assert type(caught.value) is PlacementError
+
+
+@pytest.mark.parametrize("phase", [None, "train"])
+def test_a_forked_child_can_use_nothing_of_the_parents_manager(phase: str | None) -> None:
+    worker = Worker()
+
+    def child() -> None:
+        manager = worker.manager
+        refused(lambda: worker.net(batch()))
+        refused(lambda: worker.net.state_dict())
+        refused(lambda: worker.actor.state_dict())
+        refused(lambda: worker.adam.state_dict())
+        refused(lambda: worker.net.load_state_dict({}))
+        refused(lambda: worker.adam.step())
+        refused(lambda: manager.phase("values").__enter__())
+        refused(lambda: manager.enter("values"))
+        refused(lambda: manager.register("x", net()))
+        refused(lambda: manager.unregister("actor"))
+        refused(manager.audit)
+        refused(manager.check_integrity)
+        refused(manager.close)
+        assert net()(batch()).isfinite().all()
+
+    if phase is None:
+        in_child(child)
+    else:
+        with worker.manager.phase(phase) as opened:
+
+            def leave() -> None:
+                child()
+                refused(lambda: opened.switch("values"))
+                refused(lambda: opened.__exit__(None, None, None))
+
+            in_child(leave)
+            learn(worker.net, worker.adam)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    worker.manager.check_integrity()
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_child_that_drops_everything_harms_nobody() -> None:
+    workers = [Worker()]
+    with workers[0].manager.phase("log_prob"):
+        in_child(workers.clear)
+        assert workers[0].net(batch()).isfinite().all()
+    assert_same(dict(workers[0].actor.state_dict()), dict(workers[0].values))
+
+
+def test_a_child_may_have_a_manager_of_its_own() -> None:
+    worker = Worker()
+
+    def child() -> None:
+        own = Worker()
+        with own.manager.phase("train"):
+            learn(own.net, own.adam)
+        assert_nothing_resident(own.manager)
+        assert_same(dict(own.ref.state_dict()), dict(own.ref_values))
+
+    in_child(child)
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_a_data_loader_with_forked_workers_inside_a_phase() -> None:
+    worker = Worker()
+    data = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    with worker.manager.phase("train"):
+        assert [int(part.sum()) for part in data] == [6, 22, 38]
+        learn(worker.net, worker.adam)
+    assert in_a_range(worker.net[0].weight)
+    assert_nothing_resident(worker.manager)
+
+
+BEGIN = """
+import sys, threading, torch, placement
+from placement.testing import SimulatedDevice
+manager = placement.Manager(device=SimulatedDevice(8 << 20))
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+adam = torch.optim.AdamW(model.parameters())
+actor = manager.register("actor", model, role="actor")
+manager.register("adam", adam)
+with manager.phase("train"):
+    model(torch.ones(1, 64)).sum().backward()
+    adam.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("", 0, ""),
+        ("phase = manager.phase('train').__enter__()", 0, ""),
+        ("manager.enter('train'); held = actor.state_dict()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("with manager.phase('train'): sys.exit(3)", 3, ""),
+        ("phase = manager.phase('train').__enter__(); sys.exit(3)", 3, ""),
+        ("with manager.phase('train'): raise ValueError('mine')", 1, "ValueError: mine"),
+        ("manager.enter('train'); raise ValueError('mine')", 1, "ValueError: mine"),
+        ("def steps():\n    with manager.phase('train'):\n        yield\ngenerator = steps(); next(generator)", 0, ""),
+        ("server = manager.serve(); manager.enter('train'); sys.exit(4)", 4, ""),
+        (
+            "ready = threading.Event()\n"
+            "def work():\n    with manager.phase('train'):\n        ready.set(); threading.Event().wait()\n"
+            "threading.Thread(target=work, daemon=True).start(); ready.wait(); sys.exit(5)",
+            5,
+            "",
+        ),
+        (
+            "def work():\n    while True:\n        with manager.phase('train'): pass\n"
+            "threading.Thread(target=work, daemon=True).start(); sys.exit(6)",
+            6,
+            "",
+        ),
+        ("import atexit\natexit.register(lambda: print(manager.audit().ok))", 0, ""),
+        ("manager.me = manager; actor.me = actor; model.me = [model]; del manager, actor, model, adam", 0, ""),
+    ],
+)
+def test_the_exit_code_is_the_programs(code: str, status: int, error: str) -> None:
+    program = textwrap.dedent(BEGIN) + code
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == status, done.stderr
+    if error:
+        assert done.stderr.strip().endswith(error)
+        assert "Exception ignored" not in done.stderr
+    else:
+        assert done.stderr == ""

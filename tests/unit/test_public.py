@@ -1,0 +1,158 @@
+"""The public names, and what importing them brings in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import placement
+
+ROOT = Path(placement.__file__).parent
+LAYERS = (
+    ("states", "errors"),
+    ("settings", "snapshot", "machine", "journal", "memory", "adapters"),
+    ("handle",),
+    ("manager", "phases", "borders", "reconcile", "registry", "guards", "views", "budget", "audit", "sync", "resolve", "engines", "testing"),
+    ("observe", "policies"),
+    ("cli", "integrations"),
+)
+"""Who may import whom: a layer imports itself and those before it. `engines.base` defines a kind of handle, so the registry knows it."""
+UPWARD = {
+    ("handle", "sync"),  # inside methods: a handle publishes
+    ("guards", "handle"),  # for annotations
+    ("engines", "handle"),
+    ("manager", "observe"),  # inside `serve`
+    ("settings", "resolve"),
+    ("resolve", "policies"),
+}
+"""Imports against the layers: each inside a function or for annotations alone, which `test_no_module_imports_upwards` checks."""
+
+
+def imports(path: Path, *, at_runtime: bool) -> set[str]:
+    """Modules that a file imports; at run time: when it is imported, not inside functions or for annotations."""
+    found: set[str] = set()
+
+    def visit(nodes: list[ast.stmt]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                found.update(f"{module}.{alias.name}" if module == "placement" else module for alias in node.names)
+            elif at_runtime and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            elif at_runtime and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                visit(node.orelse)
+            else:
+                for field in ("body", "orelse", "finalbody"):
+                    visit(getattr(node, field, []))
+
+    visit(ast.parse(path.read_text()).body)
+    return found
+
+
+def module_files() -> list[Path]:
+    return [path for path in ROOT.rglob("*.py") if "policies" not in path.parts]
+
+
+def part_of(name: str) -> str:
+    """"placement.memory.base" -> "memory"."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_all_is_sorted_and_names_everything_public() -> None:
+    def rank(name: str) -> tuple[int, str]:  # as ruff sorts it: CONSTANTS, Classes, functions
+        return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+    assert list(placement.__all__) == sorted(placement.__all__, key=rank)
+    assert len(set(placement.__all__)) == len(placement.__all__)
+    imported = {
+        alias.asname or alias.name
+        for node in ast.parse((ROOT / "__init__.py").read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("placement")
+        for alias in node.names
+    }
+    lazy = set(placement.__all__) - imported
+    assert imported <= set(placement.__all__)
+    assert {"policies", "testing"} <= lazy
+    for name in placement.__all__:
+        assert getattr(placement, name) is not None
+        if name not in lazy and hasattr(getattr(placement, name), "__module__"):
+            assert getattr(placement, name).__module__.startswith("placement.")
+
+
+def test_the_documented_names_are_there() -> None:
+    names = """Manager Handle Lazy Phase Settings State Plan View HandleView Snapshot Audit Finding WeightInfo Engine policies testing
+    PlacementError RegistrationError PolicyError PhaseError NotResidentError DeviceMemoryError HostMemoryError IntegrityError
+    BrokenHandleError EngineError GroupError CoordinatorLost""".split()
+    assert set(names) <= set(placement.__all__)
+    for name in names:
+        if name.endswith(("Error", "Lost")):
+            assert issubclass(getattr(placement, name), placement.PlacementError)
+    assert not [name for name in placement.__all__ if "sleep" in name.lower() or "park" in name.lower()]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Manger'"):
+        placement.Manger  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["states", "errors"])
+def test_the_words_import_the_standard_library_only(name: str) -> None:
+    roots = {module.split(".")[0] for module in imports(ROOT / f"{name}.py", at_runtime=False)}
+    assert roots <= sys.stdlib_module_names
+
+
+def test_no_module_imports_upwards() -> None:
+    rank = {part: index for index, parts in enumerate(LAYERS) for part in parts}
+    found = set()
+    for path in module_files():
+        own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if own not in rank:
+            continue
+        for at_runtime in (True, False):
+            for name in imports(path, at_runtime=at_runtime):
+                other = part_of(name) if name.startswith("placement.") else ""
+                if rank.get(other, -1) > rank[own]:
+                    assert not at_runtime, f"{path} imports {name}"
+                    found.add((own, other))
+    assert found == UPWARD
+
+
+def test_every_part_has_its_layer() -> None:
+    parts = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in module_files()} - {"__init__", "__main__"}
+    assert parts <= {part for layer in LAYERS for part in layer} | {"checkpoint", "group", "trace"}
+
+
+def test_the_core_imports_no_policy_and_nothing_optional() -> None:
+    for path in module_files():
+        for name in imports(path, at_runtime=True):
+            part = path.relative_to(ROOT).parts[0]
+            assert not name.startswith(("placement.policies", "policies")), path
+            if part not in ("observe", "cli", "integrations"):
+                assert name.split(".")[0] not in {"prometheus_client", "ray", "vllm", "sglang", "verl", "transformers"}, path
+
+
+def test_importing_and_using_the_core_brings_in_nothing_optional() -> None:
+    code = """
+import sys, placement
+optional = ("placement.policies", "placement.testing", "prometheus_client", "ray", "vllm", "sglang", "verl", "transformers", "cuda")
+print([name for name in optional if name in sys.modules])
+import torch
+from placement.testing import SimulatedDevice
+manager = placement.Manager(device=SimulatedDevice(1 << 20))
+model = torch.nn.Linear(4, 4)
+manager.register("actor", model, role="actor")
+with manager.phase("train"):
+    pass
+manager.snapshot(); manager.audit()
+print([name for name in optional[2:] if name in sys.modules])
+print(placement.policies.Colocated.__name__)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["[]", "[]", "Colocated"]

@@ -1,0 +1,276 @@
+"""Publishing weights: what comes out of `weights()`, when, and from which memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from placement import Engine, EngineError, Lazy, PhaseError, RegistrationError, TorchEngine, WeightInfo
+from placement.policies import Colocated
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import OFF, SYNC, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+
+
+class Model(torch.nn.Module):
+    """Tied weights, buffers of every sort, mixed types, an empty parameter, a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(100, 16)
+        self.layer = torch.nn.Linear(16, 16).to(torch.bfloat16)
+        self.again = self.layer
+        self.head = torch.nn.Linear(16, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.empty = torch.nn.Parameter(torch.empty(0, 16))
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("freq", torch.rand(8))
+        self.register_buffer("freq_again", self.freq)
+        self.register_buffer("cache", torch.rand(8), persistent=False)
+
+
+NAMES = ["empty", "embed.weight", "layer.weight", "layer.bias", "steps", "freq"]
+
+
+def flat(buckets: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+
+@pytest.fixture(params=[False, True], ids=["resident", "streamed"])
+def manager(request: pytest.FixtureRequest) -> Any:
+    return make_manager(policy=Colocated(stream_sync=request.param))
+
+
+def test_names_shapes_types_and_values_each_weight_once(manager: Any) -> None:
+    model = Model()
+    wanted = {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    actor = manager.register("actor", model, role="actor")
+    assert [info.name for info in actor.weights_info()] == NAMES
+    with manager.phase("weight_sync"):
+        assert actor.state is SYNC
+        found = flat(actor.weights())
+    assert list(found) == NAMES
+    for info in actor.weights_info():
+        assert info == WeightInfo(info.name, tuple(wanted[info.name].shape), wanted[info.name].dtype)
+        assert_same(found[info.name], wanted[info.name])
+    assert not any(tensor.requires_grad for tensor in found.values())
+    assert_nothing_resident(manager)
+
+
+def test_buckets_are_bounded_and_a_larger_tensor_comes_alone(manager: Any) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)], torch.nn.Linear(128, 128))
+    wanted = copy.deepcopy(dict(model.state_dict()))
+    actor = manager.register("actor", model, role="actor")
+    limit = 10_000
+    with manager.phase("weight_sync"):
+        sizes, found = [], {}
+        for bucket in actor.weights(bucket_bytes=limit):
+            nbytes = sum(tensor.nbytes for _, tensor in bucket)
+            assert nbytes <= limit or len(bucket) == 1
+            sizes.append(nbytes)
+            found.update({name: tensor.clone() for name, tensor in bucket})
+        with pytest.raises(ValueError, match="bucket_bytes"):
+            actor.weights(bucket_bytes=0)
+        assert len(list(actor.weights(bucket_bytes=1))) == len(wanted)
+        assert len(list(actor.weights())) == 1
+    assert_same(found, wanted)
+    assert max(sizes) == 128 * 128 * 4
+    assert len(sizes) == 5  # two layers a bucket, the large weight, its bias
+
+
+def test_a_cast_changes_floating_weights_only_and_counts_in_the_buckets(manager: Any) -> None:
+    model = Model()
+    actor = manager.register("actor", model, role="actor")
+    values = copy.deepcopy(dict(actor.state_dict()))
+    with manager.phase("weight_sync"):
+        found = flat(actor.weights(dtype=torch.bfloat16))
+        assert {name: tensor.dtype for name, tensor in found.items() if tensor.dtype is not torch.bfloat16} == {"steps": torch.int64}
+        assert_same(found["embed.weight"], values["embed.weight"].to(torch.bfloat16))
+        assert all(sum(t.nbytes for _, t in b) <= 4000 for b in actor.weights(bucket_bytes=4000, dtype=torch.bfloat16))
+    assert actor.weights_info()[1].dtype is torch.float32
+
+
+def test_weights_are_never_range_memory_nor_host_copy(manager: Any) -> None:
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        for _, tensor in itertools.chain.from_iterable(actor.weights(bucket_bytes=1000)):
+            assert not in_a_range(tensor)
+            tensor.fill_(float("nan"))
+    assert not any(value.isnan().any() for value in actor.state_dict().values())
+    assert_nothing_resident(manager)
+
+
+def test_a_transposed_weight_keeps_its_values(manager: Any) -> None:
+    model = torch.nn.Linear(8, 4)
+    model.weight = torch.nn.Parameter(torch.arange(32.0).reshape(8, 4).t())
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        assert_same(flat(actor.weights())["weight"].contiguous(), torch.arange(32.0).reshape(8, 4).t().contiguous())
+
+
+@pytest.mark.parametrize("phase", [None, "log_prob", "train"])
+def test_weights_are_published_while_syncing_only(phase: str | None) -> None:
+    worker = Worker()
+    if phase is None:
+        with pytest.raises(PhaseError, match=r"'actor' is CPU_OFFLOADED in phase 'idle'.*weight_sync"):
+            worker.actor.weights()
+        return
+    with worker.manager.phase(phase), pytest.raises(PhaseError, match="weight_sync"):
+        worker.actor.weights()
+
+
+def test_a_generator_that_outlives_its_phase_raises(manager: Any) -> None:
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync") as phase:
+        inside, across = (actor.weights(bucket_bytes=1000) for _ in range(2))
+        next(inside)
+        next(across)
+        phase.switch("log_prob")
+        with pytest.raises(PhaseError, match="GPU_RESIDENT in phase 'log_prob'"):
+            next(inside)
+    with pytest.raises(PhaseError, match="CPU_OFFLOADED in phase 'idle'"):
+        next(across)
+    assert_nothing_resident(manager)
+
+
+def test_a_generator_of_an_earlier_sync_does_not_go_on_in_the_next(manager: Any) -> None:
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        old = actor.weights(bucket_bytes=1000)
+        next(old)
+    with manager.phase("weight_sync"), pytest.raises(PhaseError, match="began in an earlier"):
+        next(old)
+
+
+def test_a_consumer_that_raises_half_way_leaves_everything_paired(manager: Any) -> None:
+    model = net()
+    actor = manager.register("actor", model, role="actor")
+    with pytest.raises(RuntimeError, match="engine died"):  # noqa: SIM117, PT012
+        with manager.phase("weight_sync"):
+            for index, _ in enumerate(actor.weights(bucket_bytes=1000)):
+                if index == 1:
+                    raise RuntimeError("engine died")
+    assert actor.state is OFF
+    assert_nothing_resident(manager)
+    with manager.phase("weight_sync"):
+        assert len(flat(actor.weights())) == 4
+
+
+def test_a_streamed_sync_equals_a_resident_one_and_loads_nothing() -> None:
+    found = {}
+    for stream in (False, True):
+        torch.manual_seed(3)
+        worker = Worker(policy=Colocated(stream_sync=stream))
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+        loaded = worker.actor.counters.loaded_bytes
+        with worker.manager.phase("weight_sync") as phase:
+            assert worker.actor.state is SYNC
+            assert bool(worker.actor.resident_bytes) is not stream
+            found[stream] = flat(worker.actor.weights(bucket_bytes=5000))
+            assert (worker.actor.counters.loaded_bytes == loaded) is stream
+            phase.switch("train")
+            learn(worker.net, worker.adam, 1)
+            phase.switch("weight_sync")
+            found[stream] |= {f"{k}.later": v for k, v in flat(worker.actor.weights()).items()}
+        assert_nothing_resident(worker.manager)
+    assert_same(found[True], found[False])
+
+
+def test_weights_info_moves_nothing_in_any_state() -> None:
+    worker = Worker()
+    infos = [worker.actor.weights_info()]
+    with worker.manager.phase("log_prob") as phase:
+        for name in ("log_prob", "train", "weight_sync", "values"):
+            phase.switch(name)
+            records = len(worker.manager.journal)
+            infos.append(worker.actor.weights_info())
+            assert len(worker.manager.journal) == records
+    assert all(info == infos[0] for info in infos)
+    assert [i.name for i in infos[0]] == list(worker.values)
+
+
+def test_what_is_not_built_has_no_weights_and_what_is_no_module_publishes_none() -> None:
+    worker = Worker()
+    late = worker.manager.register("late", Lazy(net), role="teacher")
+    assert late.weights_info() == []
+    with pytest.raises(PhaseError):
+        late.weights()
+    with pytest.raises(RegistrationError, match="kind optimizer"):
+        worker.optimizer.weights_info()
+
+
+def test_a_compiled_wrapper_publishes_the_names_of_the_model(manager: Any) -> None:
+    model = net()
+    wrapper = torch.compile(model, backend="eager")
+    actor = manager.register("actor", wrapper, role="actor")
+    with manager.phase("weight_sync"):
+        assert list(flat(actor.weights())) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+# --- into an engine
+
+
+def test_a_sync_into_an_engine_makes_it_equal(manager: Any) -> None:
+    model, inner = net(), net()
+    engine = TorchEngine(inner)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    actor = manager.register("actor", model, role="actor")
+    manager.register("adam", adam)
+    rollout = manager.register("rollout", engine, role="rollout")
+    assert (rollout.kind, rollout.object) == ("engine", engine)
+    for seed in range(3):
+        with manager.phase("rollout") as phase:
+            inner(batch(seed))
+            assert actor.resident_bytes == 0
+            phase.switch("train")
+            assert rollout.resident_bytes == 0
+            learn(model, adam, seed)
+            phase.switch("weight_sync")
+            for bucket in actor.weights(bucket_bytes=2000):
+                engine.update_weights(bucket)
+        assert_same(dict(inner.state_dict()), dict(actor.state_dict()))
+    assert [info.name for info in rollout.weights_info()] == [info.name for info in actor.weights_info()]
+    assert_nothing_resident(manager)
+
+
+def test_an_engine_refuses_what_it_does_not_have() -> None:
+    engine = TorchEngine(net())
+    with pytest.raises(EngineError, match=r"'9\.weight' is not in"):
+        engine.update_weights([("9.weight", torch.zeros(1))])
+    with pytest.raises(EngineError, match=r"shape \(3,\)"):
+        engine.update_weights([("0.bias", torch.zeros(3))])
+    before = engine.module[0].bias.detach().clone()
+    engine.update_weights([("0.bias", torch.zeros(64, dtype=torch.float64))])
+    assert engine.module[0].bias.dtype is before.dtype
+    assert not engine.module[0].bias.any()
+
+
+def test_an_engine_of_ones_own() -> None:
+    class Own(Engine):
+        def __init__(self) -> None:
+            self.parts = [net(), net()]
+
+        def modules(self) -> list[torch.nn.Module]:
+            return list(self.parts)
+
+        def update_weights(self, bucket: Any) -> None:
+            raise EngineError("not today")
+
+    manager, engine = make_manager(), Own()
+    handle = manager.register("rollout", engine)
+    with manager.phase("rollout"):
+        assert all(part(batch()).isfinite().all() for part in engine.parts)
+    with pytest.raises(Exception, match="'rollout' is CPU_OFFLOADED"):
+        engine.parts[1](batch())
+    with pytest.raises(RegistrationError, match="publishes no weights"):
+        handle.weights_info()
+    assert_nothing_resident(manager)
+    with pytest.raises(RegistrationError, match="registered already"):
+        manager.register("again", engine.parts[0])
