@@ -108,6 +108,8 @@ class Borders:
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
         with self.border():
+            if error is not None:
+                self._leave_inner(phase)
             opened = self._require_innermost(phase, "leave")
             below = self.stack[:-1]
             began = time.monotonic()
@@ -312,7 +314,7 @@ class Borders:
 
     def _require_innermost(self, phase: Phase, what: str) -> Open:
         opened = phase._open
-        if opened is None:
+        if opened is None or opened not in self.stack:
             raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
         if self.stack[-1] is not opened:
             raise PhaseError(f"cannot {what}: phase {self.stack[-1].name!r} is open inside phase {opened.name!r}; leave it first")
@@ -367,6 +369,13 @@ class Borders:
             finally:
                 self._lock.release()
 
+    def _leave_inner(self, phase: Phase) -> None:
+        """An exception passes through a phase: what is open inside cannot be left by its own `with` any more."""
+        if phase._open in self.stack:
+            for inner in self.stack[self.stack.index(phase._open) + 1 :]:
+                inner.is_abandoned = True
+            self._sweep_abandoned()
+
     def _sweep_abandoned(self) -> None:
         while self.stack and self.stack[-1].is_abandoned:
             gone, below = self.stack[-1], self.stack[:-1]
@@ -374,7 +383,7 @@ class Borders:
             self.stack = below  # only now: what an interrupt stops is done again at the next border
             self._journal.enter_phase(self.phase_name)
             for failure in failures:
-                logger.error("leaving abandoned phase %s: %s", gone.name, failure)
+                logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
 
     def _sweep_gone(self) -> None:
         while self._gone:

@@ -123,7 +123,8 @@ class Journal:
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
         """Count an attempt that left the source state."""
         counters.failures[reason_of(error)] += 1
-        logger.warning("%s: %s failed: %s", handle, trigger, error)
+        # As text: a handler that keeps its records must not keep the traceback, and with it the phase and the model.
+        logger.warning("%s: %s failed: %s", handle, trigger, str(error))
 
     def _observe(self, operation: str, seconds: float) -> None:
         self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, seconds)] += 1

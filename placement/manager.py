@@ -31,7 +31,10 @@ def _leave_all(borders: Borders, entered: list[Phase]) -> None:
     if borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
         return
     while entered:
-        entered.pop().__exit__(None, None, None)
+        phase = entered.pop()
+        if borders.stack and borders.stack[-1] is phase._open:
+            phase.__exit__(None, None, None)
+        del phase  # one with another inside it closes when that does, as any phase that nobody holds
     if not borders.stack:  # whoever still holds a phase leaves it without the manager
         borders.close()
 

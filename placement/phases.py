@@ -30,6 +30,17 @@ def here() -> Any:
     return task if task is not None else threading.current_thread()
 
 
+def checked(name: str) -> str:
+    """A phase's name.
+
+    Raises:
+        TypeError: it is no string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a phase has a string for a name, not {name!r}")
+    return name
+
+
 def names_of(only: Iterable[str] | None) -> tuple[str, ...] | None:
     """`only=` as a tuple.
 
@@ -69,7 +80,7 @@ class Phase:
         self._open: Open | None = None
         self._manager = keeps_alive
         self._borders = borders
-        self._wanted = (name, names_of(only), holder)
+        self._wanted = (checked(name), names_of(only), holder)
         self._was_entered = False
 
     @property
@@ -98,7 +109,7 @@ class Phase:
         """
         if self._open is None:
             raise PhaseError(f"cannot switch to {name!r}: the phase is not open")
-        self._borders.switch(self, name, names_of(only))
+        self._borders.switch(self, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
         """Leave a handle on the device at the end of this phase, for the next one.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from placement.errors import PhaseError, RegistrationError
+from placement.memory.host import upload
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ def _copy(handle: Handle, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     with torch.no_grad():
         value = tensor.detach()
         shown = handle.holding.over_host(value) if handle.is_streaming and handle.holding is not None else None
-        source = value if shown is None else shown  # what lies in no range (empty, or on the CPU by right) is readable where it is
-        return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(source)
+        copy = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        # What lies in no range (empty, or on the CPU by right) is readable where it is.
+        return copy.copy_(value) if shown is None else upload(copy, shown)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

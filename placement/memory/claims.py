@@ -24,7 +24,7 @@ class _Table:
     """Ranges that do not overlap, sorted: first address, end, owner. Each change is a single store, so that no interrupt cuts it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection inside may drop a manager, which takes its ranges out
         self._ranges: list[tuple[int, int, weakref.ref[Owner]]] = []
 
     def add(self, owner: Owner, base: int, nbytes: int) -> None:

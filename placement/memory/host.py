@@ -20,7 +20,7 @@ import torch
 from placement.errors import HostMemoryError
 from placement.memory.base import HostSlab
 from placement.memory.host_available import available_bytes, free_huge_bytes
-from placement.memory.host_reserve import Register, Reservation, promised_bytes
+from placement.memory.host_reserve import SPAN_BYTES, Register, Reservation, cut_at, promised_bytes, wait_until_ready
 
 PAGE = mmap.PAGESIZE
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -97,6 +97,19 @@ def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
+def upload(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`target.copy_(source)` for a source in a slab: torch copies in one call, and the driver refuses one across two registrations."""
+    is_plain = type(source) is type(target) is torch.Tensor and source.dtype == target.dtype
+    if not is_plain or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
+        return target.copy_(source)  # torch goes by way of memory of its own
+    wait_until_ready(source.data_ptr(), source.nbytes)
+    into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+    for address, nbytes in cut_at(SPAN_BYTES, source.data_ptr(), source.nbytes):
+        start = address - source.data_ptr()
+        into[start : start + nbytes].copy_(out_of[start : start + nbytes])
+    return target
+
+
 def check_span(offset: int, nbytes: int, size: int) -> None:
     """Raise ValueError unless `[offset, offset + nbytes)` lies within `size` bytes."""
     if offset < 0 or nbytes < 0 or offset + nbytes > size:
@@ -125,7 +138,7 @@ class Slab(HostSlab):
         self.nbytes = nbytes
         self.address = 0
         size = round_up(nbytes, PAGE)
-        self._memory = memory = Reservation(size)  # promised before it is compared: two that ask at once see each other
+        self._memory = memory = Reservation(self, size)  # promised before it is compared: two that ask at once see each other
         self.ready = memory.ready
         try:
             if nbytes:

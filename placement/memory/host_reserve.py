@@ -63,6 +63,7 @@ class Reservation:
     The slab holds it, and so does a thread while it works on a piece: the memory goes when the last of them has let go.
 
     Args:
+        slab: when it dies, no further piece is begun.
         nbytes: promised from now on: whoever asks for memory is told that it is taken.
 
     Attributes:
@@ -70,7 +71,9 @@ class Reservation:
         undo: what to call before unmapping.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, slab: object, nbytes: int) -> None:
+        self._dead: list[object] = []
+        self._slab = weakref.ref(slab, self._dead.append)  # plain C: no interrupt can cut it short
         self.ready = threading.Event()
         self.undo: list[Callable[[], None]] = []
         self.untouched = [nbytes]
@@ -99,6 +102,10 @@ class Reservation:
         return functools.partial(_count_down, self._let_go, len(self._pieces), self.ready)
 
     @property
+    def is_wanted(self) -> bool:
+        return not self._dead and not _pool.stopping.is_set()
+
+    @property
     def reason(self) -> str | None:
         """Why something is not registered: the first in address order."""
         return next((span.reason for span in self.spans if span.pinned is False), None)
@@ -112,14 +119,14 @@ class Reservation:
 
         def progress(done: int) -> bool:
             self.untouched[index] -= done
-            return not _pool.stopping.is_set()
+            return self.is_wanted
 
         try:
             reason = self._touch(address, nbytes, progress) if self._touch else None
         except BaseException as exc:  # the reason is reported; nobody above this thread could be told
             reason = f"{type(exc).__name__}: {exc}"
         span.reason = reason or span.reason
-        if next(span.arrived) == len(span.pieces) and not _pool.stopping.is_set():
+        if next(span.arrived) == len(span.pieces) and self.is_wanted:
             self._pin(span)
 
     def _pin(self, span: _Span) -> None:
@@ -164,8 +171,8 @@ class _Pool:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
             fresh = [threading.Thread(target=self._work, name="placement-host", daemon=True) for _ in range(most - len(self._threads))]
             self._threads.update(fresh)
-        for thread in fresh:
-            thread.start()
+            for thread in fresh:  # they begin when the lock is free: a thread's stack cannot be mapped while another one touches
+                thread.start()
 
     def hurry(self, reservation: Reservation) -> None:
         """Somebody waits for it: before everything else."""
@@ -181,7 +188,7 @@ class _Pool:
                 ref, remaining = self._queue[0]
                 index = next(remaining, None)
                 reservation = None if index is None else ref()
-                if reservation is not None and index is not None:
+                if reservation is not None and index is not None and reservation.is_wanted:
                     return reservation, index
                 self._queue.popleft()
             self._threads.discard(threading.current_thread())

@@ -66,6 +66,14 @@ class Worker:
         self.committed: dict[str, str] = {}
         """Digest of each handle's values as the last thing that changed them left it."""
 
+    def register_few(self) -> Worker:
+        """The actor, its optimizer and the rollout engine: enough for a move in each direction."""
+        self.manager.register("rollout", self.engine, role="rollout")
+        self.manager.register("actor", self.actor, role="actor")
+        self.manager.register("actor.optimizer", self.optimizers[0])
+        self.commit(*self.manager.handles)
+        return self
+
     def register(self) -> Worker:
         """Register everything, the actor and its kind first, then what steps them."""
         register = self.manager.register
@@ -119,6 +127,15 @@ class Worker:
             self.engine.update_weights(bucket)
         self.commit("rollout")
         yield "weight_sync"
+
+    def train_actor(self) -> None:
+        """Forward, backward and step of the actor, and a second backward pass whose gradients stay."""
+        for _ in range(2):
+            nn.functional.cross_entropy(self.actor.train()(self.tokens), self.tokens).backward()
+            if _ == 0:
+                self.optimizers[0].step()
+                self.optimizers[0].zero_grad()
+        self.commit("actor", "actor.optimizer")
 
     def train(self) -> None:
         """Forward, backward and step of both models. The gradients are dropped, as a step does."""

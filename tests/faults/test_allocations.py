@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
-from placement.testing import InjectedFault
 from placement.errors import DeviceMemoryError, HostMemoryError
-from tests.faults.harness import Worker, check_left, check_sound, check_values, many_cases
+from placement.states import State
+from placement.testing import InjectedFault
+from tests.faults.harness import Worker, as_bytes, check_left, check_sound, check_values, hidden_bytes, many_cases
 
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
@@ -52,6 +54,8 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
     while True:
         worker = Worker().register()
         identity = worker.identity()
+        with worker.manager.phase("log_prob"):
+            hidden = {name: hidden_bytes(worker.manager.handles[name]) for name in ("actor", "ref")}
         worker.device.fail(operation, at=points + 1, forever=forever)
         error = run_until_it_fails(worker)
         if not worker.device.fired:
@@ -61,13 +65,13 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
         points += 1
         where = f"{operation} call {points}"
         assert error is not None, f"{where} failed and nobody was told"
-        worker.manager.check_integrity() if not forever else None
+        worker.manager.check_integrity()
         check_values(worker)
         if operation in ("host", "reserve", "create"):
             check_left(worker)
         worker.device.clear()
         with worker.manager.phase("log_prob"):
-            pass
+            assert {name: hidden_bytes(worker.manager.handles[name]) for name in hidden} == hidden
         check_left(worker)
         worker.run_step()
         check_left(worker)
@@ -77,3 +81,103 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
     assert points
     with capsys.disabled():
         print(f"\n{points} calls of {operation} failed {'for ever' if forever else 'once'}: nothing lost, nothing left", end="")
+
+
+def make_extra() -> tuple[nn.Module, list[bytes]]:
+    extra = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12))
+    return extra, [as_bytes(tensor) for tensor in extra.state_dict().values()]
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
+def test_every_call_of_register_failed(operation: str, forever: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Inside a phase that wants the new handle, so that it is loaded too: a failed registration leaves the object as it was."""
+    points = 0
+    while True:
+        worker = Worker().register_few()
+        extra, before = make_extra()
+        with worker.manager.phase("reward"):
+            worker.device.fail(operation, at=points + 1, forever=forever)
+            try:
+                worker.manager.register("extra", extra, role="reward")
+            except FAULTS:
+                assert "extra" not in worker.manager.handles or (operation, forever) == ("sync", True)
+            else:
+                assert not worker.device.fired
+            worker.device.clear()
+            assert [as_bytes(tensor) for tensor in extra.state_dict().values()] == before
+        check_left(worker)
+        fired = worker.device.fired
+        if fired:
+            points += 1
+            worker.manager.register("extra", extra, role="reward")
+        worker.manager.close()
+        assert [as_bytes(tensor) for tensor in extra.state_dict().values()] == before
+        if not fired:
+            break
+    with capsys.disabled():
+        print(f"\n{points} calls of {operation} failed {'for ever' if forever else 'once'} during register(): nothing changed", end="")
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+def test_a_device_that_fails_while_handles_leave(forever: bool) -> None:
+    """unregister() inside a phase and close() wait for the device; when that fails the handle stays, complete, and can leave later."""
+    worker = Worker().register_few()
+    with worker.manager.phase("log_prob"):
+        worker.manager.unregister("actor.optimizer")
+        worker.device.fail("sync", forever=forever)
+        with pytest.raises(InjectedFault):
+            worker.manager.unregister("actor")
+        assert worker.device.fired
+        worker.device.clear()
+        del worker.committed["actor.optimizer"]
+        check_sound(worker)
+        check_values(worker)
+        worker.manager.unregister("actor")
+        assert [as_bytes(tensor) for tensor in worker.actor.state_dict().values()]
+    assert set(worker.manager.handles) == {"rollout"}
+    worker.manager.close()
+
+
+def test_a_failed_restore_is_a_note_on_the_users_exception() -> None:
+    worker = Worker().register_few()
+    with pytest.raises(ZeroDivisionError) as caught, worker.manager.phase("log_prob"):
+        worker.device.fail("copy", forever=True)
+        worker.device.fail("sync", forever=True)
+        raise ZeroDivisionError
+    assert any("injected fault" in note for note in caught.value.__notes__)
+    assert worker.device.fired
+    assert worker.manager.handles["actor"].state is State.GPU_RESIDENT, "it stays where it is complete"
+    assert worker.manager.snapshot().pairing_violations == 1
+    worker.device.clear()
+    with worker.manager.phase("values"):
+        assert worker.manager.handles["actor"].resident_bytes == 0, "the next border takes it off"
+    check_left(worker)
+
+
+def test_a_failed_restore_without_another_exception_is_raised() -> None:
+    worker = Worker().register_few()
+    with pytest.raises(InjectedFault, match="sync") as caught, worker.manager.phase("log_prob"):
+        worker.device.fail("sync", forever=True)
+    assert any("leaving phase 'log_prob'" in note for note in caught.value.__notes__)
+    worker.device.clear()
+    with worker.manager.phase("rollout"):
+        pass
+    check_left(worker)
+
+
+def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() -> None:
+    """Gradients are not reserved for: the exit says so, and what was written is not lost."""
+    worker = Worker().register_few()
+    with pytest.raises(HostMemoryError), worker.manager.phase("train"):
+        worker.train_actor()
+        gradients = [as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None]
+        worker.device.fail("host", forever=True)
+    assert worker.device.fired
+    assert worker.manager.handles["actor"].state is State.GPU_RESIDENT
+    check_sound(worker)
+    check_values(worker)
+    worker.device.clear()
+    with worker.manager.phase("log_prob"):
+        assert [as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None] == gradients
+    check_left(worker)

@@ -5,12 +5,13 @@ a user does: leave the `with`, drop the traceback, open the next phase.
 
 What the sweep makes good by itself, because no signal arrives there: the interpreter looks for signals after calls and on jumps, never
 between the last bytecode of a `with` body and the call of its `__exit__`. An exception that a tracer raises just there skips
-`torch.no_grad().__exit__`, so grad mode is restored after each case.
+`torch.no_grad().__exit__`, so grad mode is restored after each case. And one between the registration of a hook with torch and the note
+that we take of it leaves a hook that does nothing, because it knows its handle weakly.
 """
 
 from __future__ import annotations
 
-import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 import placement
-from tests.faults.harness import Worker, as_bytes, check_left, check_sound, digest, hidden_bytes, many_cases
+from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 
 CAPACITY_BYTES = 256 * 1024
@@ -40,12 +41,13 @@ class Case:
     """A worker and one operation on it, which can be repeated."""
 
     def __init__(self) -> None:
-        self.worker = Worker(CAPACITY_BYTES).register()
+        self.worker = Worker(CAPACITY_BYTES).register_few()
         self.manager = self.worker.manager
-        for _ in range(2):
-            self.worker.run_step()
+        with self.manager.phase("train"):
+            self.worker.train_actor()
+            self.worker.actor.zero_grad()
         with self.manager.phase("log_prob"):
-            self.hidden = {name: hidden_bytes(self.manager.handles[name]) for name in ("actor", "ref")}
+            self.hidden = hidden_bytes(self.manager.handles["actor"])
 
     def prepare(self) -> None:
         """What comes before the operation, undisturbed."""
@@ -56,11 +58,9 @@ class Case:
 
     def check(self) -> None:
         """After recovery: everything is as the last commit left it."""
-        gc.collect()
         with self.manager.phase("log_prob"):
             check_sound(self.worker)
-            for name, before in self.hidden.items():
-                assert hidden_bytes(self.manager.handles[name]) == before, name
+            assert hidden_bytes(self.manager.handles["actor"]) == self.hidden
         check_left(self.worker)
 
 
@@ -76,24 +76,21 @@ class Exit(Case):
 
     def run(self, tracing: Tracing) -> None:
         with self.manager.phase("train"):
-            for optimizer in self.worker.optimizers:
-                optimizer.state.clear()
-            self.worker.train()
-            self.worker.critic(self.worker.states).square().mean().backward()
-            self.gradients = [as_bytes(p.grad) for p in self.worker.critic.parameters() if p.grad is not None]
+            self.worker.optimizers[0].state.clear()
+            self.worker.train_actor()
+            self.gradients = [as_bytes(p.grad) for p in self.worker.actor.parameters() if p.grad is not None]
             tracing.on()
         tracing.off()
 
     def check(self) -> None:
-        gc.collect()
-        with self.manager.phase("values"):
-            assert [as_bytes(p.grad) for p in self.worker.critic.parameters() if p.grad is not None] == self.gradients
-        self.worker.critic.zero_grad()
+        with self.manager.phase("log_prob"):
+            assert [as_bytes(p.grad) for p in self.worker.actor.parameters() if p.grad is not None] == self.gradients
+            self.worker.actor.zero_grad()
         super().check()
 
 
 class Switch(Case):
-    """Both directions: the optimizers and the critic leave, the rollout engine comes, the actor stays."""
+    """Both directions: the optimizer leaves, the rollout engine comes, the actor stays."""
 
     def run(self, tracing: Tracing) -> None:
         with self.manager.phase("train") as step:
@@ -114,9 +111,14 @@ class Nested(Case):
 class EnterLeave(Case):
     def run(self, tracing: Tracing) -> None:
         tracing.on()
-        self.manager.enter("values")
+        self.manager.enter("log_prob")
         self.manager.leave()
         tracing.off()
+
+    def check(self) -> None:
+        while self.manager.snapshot().phases:
+            self.manager.leave()  # an interrupted leave() is called again
+        super().check()
 
 
 class Extra(Case):
@@ -139,7 +141,6 @@ class Extra(Case):
         assert [as_bytes(p) for p in self.extra.parameters()] == self.before
         assert self.extra[1].weight is self.extra[0].weight
         self.extra(torch.zeros(1, 12))
-        assert not self.extra._forward_pre_hooks
         check_sound(self.worker)
 
 
@@ -203,13 +204,18 @@ def record(make: Callable[[], Case]) -> tuple[Case, dict[Point, int]]:
     return case, dict(recorder.visits)
 
 
-def sweep(make: Callable[[], Case], error: type[BaseException]) -> tuple[int, int]:
-    """Interrupt at every point. Returns the numbers of points and of cases.
+def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point], swallowed: list[Any]) -> tuple[int, int]:
+    """Interrupt at every point that is not known, and make it known. Returns the numbers of points and of cases.
+
+    Args:
+        swallowed: types of what the interpreter could only report, because it was raised in `__del__`.
 
     Raises:
         AssertionError: with the first cases that left something behind.
     """
     case, points = record(make)
+    points = {point: visits for point, visits in points.items() if point not in known}
+    known.update(points)
     problems: list[str] = []
     cases = 0
     for point, visits in points.items():
@@ -217,12 +223,13 @@ def sweep(make: Callable[[], Case], error: type[BaseException]) -> tuple[int, in
             cases += 1
             tracing = Interrupter(point, visit, error)
             where = describe(point, visit)
+            swallowed.clear()
             case.prepare()
             raised = interrupted(case, tracing)
             torch.set_grad_enabled(True)
             try:
                 assert tracing.fired, "never reached"
-                assert isinstance(raised, error), f"{raised!r} came out instead"
+                assert isinstance(raised, error) or swallowed == [error], f"{raised!r} came out instead"
                 del raised
                 case.check()
             except Exception as problem:
@@ -236,11 +243,35 @@ def sweep(make: Callable[[], Case], error: type[BaseException]) -> tuple[int, in
     return len(points), cases
 
 
-OPERATIONS: list[type[Case]] = [Entry, Exit, Switch, Nested, EnterLeave, Register, RegisterInPhase, Unregister, BuildLazy]
+OPERATIONS: list[type[Case]] = [Entry, EnterLeave, Switch, Nested, Exit, Register, Unregister, RegisterInPhase, BuildLazy]
 
 
+@pytest.fixture
+def swallowed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: found.append(report.exc_type))
+    return found
+
+
+@pytest.fixture(scope="module")
+def known() -> set[Point]:
+    return set()
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.__name__)
-def test_interrupted_at_every_bytecode(operation: type[Case], capsys: pytest.CaptureFixture[str]) -> None:
-    points, cases = sweep(operation, KeyboardInterrupt)
+def test_interrupted_at_every_bytecode(
+    operation: type[Case], known: set[Point], swallowed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each distinct bytecode once at its first and once at its last visit, in the first operation that reaches it."""
+    points, cases = sweep(operation, KeyboardInterrupt, known, swallowed)
     with capsys.disabled():
-        print(f"\n{operation.__name__}: interrupted at {points} bytecodes, {cases} cases, 0 inconsistent", end="")
+        print(f"\n{operation.__name__}: interrupted at {points} more bytecodes, {cases} cases, 0 inconsistent", end="")
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+def test_other_exceptions_at_every_tenth_bytecode(error: type[BaseException], known: set[Point], swallowed: list[Any]) -> None:
+    """The kind of exception makes no difference: one operation, in strides."""
+    _, points = record(Switch)
+    skipped = {point for index, point in enumerate(points) if index % 10}
+    assert sweep(Switch, error, skipped, swallowed)[0]

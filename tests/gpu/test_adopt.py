@@ -19,6 +19,7 @@ from placement.memory import adopt, cuda_pool
 from placement.memory.adopt import Adoption, Claim
 from placement.memory.base import Chunk, Copy, HostSlab
 from placement.memory.cuda import CudaDevice
+from placement.memory.host_reserve import SPAN_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -198,6 +199,7 @@ def test_a_storage_that_dies_before_another_moves_in_changes_no_place(device: Cu
 
 def test_a_dead_slab_is_not_registered_any_more(device: CudaDevice) -> None:
     slab = device.host(3 * MIB)
+    assert slab.ready.wait(60)
     assert slab.pinned
     address = slab.address
     assert device._driver.failed("cuMemHostGetFlags", address) is None
@@ -206,9 +208,9 @@ def test_a_dead_slab_is_not_registered_any_more(device: CudaDevice) -> None:
 
 
 def test_a_copy_across_registrations_is_whole(device: CudaDevice) -> None:
-    nbytes = (1 << 30) + 32 * MIB
-    slab = device.host(nbytes)
-    start = (1 << 30) - 5 * MIB - 3
+    slab = device.host(2 * SPAN_BYTES)
+    border = -(slab.address + 16 * MIB) % SPAN_BYTES + 16 * MIB
+    start = border - 5 * MIB - 3
     source = torch.randint(0, 255, (9 * MIB,), dtype=torch.uint8, device="cuda")
     device.copy([Copy(source.data_ptr(), slab.address + start, source.nbytes)], "to_host")
     device.sync()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 
-from placement import Lazy, Manager, NotResidentError, Plan, State, View
+from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.model.architectures import Plain, backward
 
@@ -91,3 +92,26 @@ def test_an_exit_that_wants_an_unbuilt_lazy_on_the_device_leaves_it_to_the_next_
         assert late.state is State.GPU_RESIDENT
         late.object(torch.zeros(4, 32))
     manager.check_integrity()
+
+
+def test_a_log_that_keeps_its_records_keeps_no_phase_open(caplog: pytest.LogCaptureFixture) -> None:
+    manager, device = manager_on()
+    net = Plain()
+    manager.register("actor", net, role="actor")
+    phase = manager.phase("checkpoint").__enter__()
+    device.fail("create")
+    with pytest.raises(DeviceMemoryError):
+        phase.switch("log_prob")
+    assert "create" in caplog.text
+    del phase
+    gc.collect()
+    assert manager.phase_name == "idle"
+
+
+def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_nothing() -> None:
+    manager, _ = manager_on()
+    manager.enter("rollout")
+    phase = manager.phase("train").__enter__()
+    del manager
+    gc.collect()
+    phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test

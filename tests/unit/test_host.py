@@ -76,6 +76,18 @@ def test_a_swapped_storage_holds_the_memory_too() -> None:
     assert not mapped(address)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64, torch.bool])
+def test_uploads_are_whole_however_they_are_cut(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SPAN_BYTES", 4099)  # borders in the middle of elements
+    slab = Slab(40_000)
+    source = slab.view(0, 40_000).copy_(torch.arange(40_000) % 2).view(dtype)
+    for part in (source, source[5:].reshape(5, -1) if source[5:].numel() % 5 == 0 else source[5:], source[::3], source[:0], source[1]):
+        target = torch.zeros_like(part, memory_format=torch.contiguous_format)
+        assert host.upload(target, part) is target
+        assert torch.equal(target.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8))
+    assert torch.equal(host.upload(torch.zeros(source.numel(), dtype=torch.float32), source), source.float())
+
+
 def test_views_stay_within_the_slab() -> None:
     slab = Slab(100)
     assert slab.view(100, 0).numel() == 0

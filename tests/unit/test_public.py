@@ -23,10 +23,7 @@ LAYERS = (
 """Who may import whom: a layer imports itself and those before it. `engines.base` defines a kind of handle, so the registry knows it."""
 UPWARD = {
     ("handle", "sync"),  # inside methods: a handle publishes
-    ("guards", "handle"),  # for annotations
-    ("engines", "handle"),
     ("manager", "observe"),  # inside `serve`
-    ("settings", "resolve"),
     ("resolve", "policies"),
 }
 """Imports against the layers: each inside a function or for annotations alone, which `test_no_module_imports_upwards` checks."""

@@ -44,6 +44,7 @@ def test_defaults() -> None:
     settings = Settings.from_any({})
     assert settings == Settings() == Settings.from_any(None)
     assert (settings.device, settings.policy, settings.budget_bytes, settings.worker_role) == ("auto", "colocated", None, "hybrid")
+    assert settings.pinned_limit_bytes is None
     assert (settings.strict, settings.headroom, settings.journal_length, settings.phases) == (False, 0.2, 4096, {})
 
 
@@ -79,7 +80,8 @@ def test_from_a_mapping() -> None:
 def test_from_toml(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
-        'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\nworker_role = "trainer"\nstrict = true\n'
+        'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\npinned_limit_bytes = "96GiB"\n'
+        'worker_role = "trainer"\nstrict = true\n'
         'headroom = 0.1\njournal_length = 16\n[phases]\ndistill = ["actor", "teacher"]\n',
     )
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
