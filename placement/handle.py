@@ -192,7 +192,7 @@ class Handle:
         if self.state is State.CPU_OFFLOADED and self.holding.on_device:
             raise IntegrityError(f"{self.name!r} is {self.state}, but its bytes are on the device")
         for index, r in enumerate(self.holding.ranges):
-            sizes = tuple(chunk.nbytes for chunk in r.chunks)
+            sizes = tuple(r.chunks[position].nbytes for position in sorted(r.chunks))
             wanted = r.chunk_sizes if on_device else ()
             if sizes != wanted:
                 raise IntegrityError(

@@ -6,6 +6,7 @@ serves entries and switches; `retreat` takes every handle as far as it goes and 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from placement.handle import Handle
 from placement.journal import Journal, Record
 from placement.machine import Node, path
 from placement.memory.base import Device
+from placement.memory.exchange import Exchange
 from placement.memory.holding import Moved
 from placement.memory.stock import Stock
 from placement.states import Plan, State, Trigger
@@ -22,11 +24,10 @@ from placement.states import Plan, State, Trigger
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN),
-    (Trigger.OFFLOAD,),
-    (Trigger.LOAD,),
+    _MOVES,
     tuple(Trigger),
 )
-"""The order of a border: what ends, what leaves, what comes, what begins. It frees before it loads."""
+"""The order of a border: what ends, what moves (both directions at once), what begins."""
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:
@@ -73,6 +74,8 @@ class Reconciler:
         self._journal = journal
         self._strict = strict
         self._stock = Stock(device)
+        self._moved: dict[Handle, Moved] = {}
+        """What the present border's exchange has moved, until the handles' transitions take it over."""
         self._complaints: list[Exception] = []
         """What must be raised, but only once the border is complete: raising at once would leave the handle half-way."""
 
@@ -94,9 +97,21 @@ class Reconciler:
             holding.look()  # state that its first step has born lies in torch's memory until the first offload, and has to count
         if trigger not in _MOVES:
             return Moved()
-        if trigger is Trigger.LOAD:
-            return holding.load(self._stock)
-        moved = holding.offload(self._stock)
+        moved = self._moved.pop(handle, None)
+        if moved is None:  # not part of a border's exchange: recovery, or what the exchange could not do
+            moved = self._exchange([handle] if trigger is Trigger.OFFLOAD else [], [handle] if trigger is Trigger.LOAD else [])[handle]
+        self._complain(handle, moved)
+        return moved
+
+    def _exchange(self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False) -> dict[Handle, Moved]:
+        """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
+        by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
+        exchange = Exchange(self._device, self._stock, early_release=early_release)
+        moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
+        return dict.fromkeys((*leaving, *coming), Moved()) | {by_holding[holding]: each for holding, each in moved.items()}
+
+    def _complain(self, handle: Handle, moved: Moved) -> None:
+        """Note what must be raised once the border is complete."""
         handle.stray_references, handle.strays = moved.stray_references, moved.strays
         if moved.rewritten_chunks:
             self._complaints.append(
@@ -112,7 +127,6 @@ class Reconciler:
                     "What they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
                 )
             )
-        return moved
 
     def record(self, handle: Handle, trigger: Trigger, source: State, target: State, began_seconds: float, moved: Moved) -> None:
         """Write one state change into the journal, with the time since `began_seconds`."""
@@ -128,7 +142,7 @@ class Reconciler:
             phase=self._journal.phase,
             nbytes=moved.copied_bytes,
             skipped_bytes=moved.skipped_bytes,
-            seconds=now - began_seconds,
+            seconds=moved.seconds or now - began_seconds,
         )
         self._journal.record(handle.counters, record)
 
@@ -186,6 +200,7 @@ class Reconciler:
             self._go_back(handles, sources, error)
             raise
         finally:
+            self._moved = {}
             self._stock.release()
 
     def retreat(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
@@ -204,6 +219,9 @@ class Reconciler:
                 except Exception as error:
                     errors.append(error)
             for step in _STEPS:
+                if step is _MOVES:
+                    with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
+                        self._move_together(paths, early_release=True)
                 for handle, triggers in paths:
                     try:
                         self._run(handle, triggers, step)
@@ -211,6 +229,7 @@ class Reconciler:
                         errors.append(error)
                         triggers.clear()
         finally:
+            self._moved = {}
             self._stock.release()
         return errors + self._take_complaints()
 
@@ -223,8 +242,24 @@ class Reconciler:
                 handle.require_sound(wanted[0])
                 paths.append((handle, wanted))
         for step in _STEPS:
+            if step is _MOVES:
+                self._move_together(paths)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
+
+    def _move_together(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False) -> None:
+        """The bytes of every load and offload that is due, in one exchange; the transitions that follow find them moved."""
+        leaving = [handle for handle, triggers in paths if triggers[:1] == [Trigger.OFFLOAD] and handle.holding is not None]
+        coming = [handle for handle, triggers in paths if triggers[:1] == [Trigger.LOAD] and handle.holding is not None]
+        if not leaving and not coming:
+            return
+        try:
+            self._moved = self._exchange(leaving, coming, early_release=early_release)
+        except BaseException as error:
+            if not early_release:
+                for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
+                    self._journal.failed(handle.counters, handle.name, trigger, error)
+            raise
 
     def _run(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
         """Fire the triggers of a path that belong to this step, taking them off the list."""
@@ -234,7 +269,7 @@ class Reconciler:
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
         """Settle every handle. Those that fail are broken, and stop only who needs to move them."""
         errors: list[Exception] = []
-        for handle in handles.values():
+        for handle in sorted(handles.values(), key=lambda each: each.node[1]):  # who gives memory up before who needs it back
             try:
                 self.settle(handle)
             except Exception as error:

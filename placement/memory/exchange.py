@@ -13,7 +13,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -92,7 +92,7 @@ class Exchange:
                 holding.settle(self._stock)
             raise
         seconds = time.monotonic() - began
-        return {holding: each.lasting(seconds) for holding, each in moved.items()}
+        return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
     # --- what leaves
 
@@ -108,17 +108,27 @@ class Exchange:
             self._enqueue(leaving[-1])
         if leaving:
             self._fill(fresh=WINDOW, longest=1)
-        for batch in itertools.chain.from_iterable(each.batches for each in leaving):
-            if batch.mark is not None:
-                self._device.wait(batch.mark)
-            self._vacate(batch)
-            self._fill(fresh=0, longest=_BATCH)
+        for each in leaving:
+            for batch in each.batches:
+                if batch.mark is not None:
+                    self._device.wait(batch.mark)
+                each.holding.vacate(batch.range, batch.first, batch.last, self._stock)
+                if self._early_release and not self._coming:
+                    self._stock.release()
+                self._fill(fresh=0, longest=_BATCH)
         if leaving:
             self._device.wait(self._device.mark("to_host"))  # newborn state has no chunks of its own to wait for
+        return self._decide(leaving)
+
+    def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:
+        """Everything that leaves is complete on the host."""
         moved = {}
         for each in leaving:
-            moved[each.holding] = each.holding.commit_offload(each.fresh, each.prints, each.copied_bytes, each.skipped_bytes, each.rewritten_chunks)
+            references, strays = each.holding.commit_offload(each.fresh, each.prints)
             each.holding.settle(self._stock)
+            moved[each.holding] = Moved(0.0, each.copied_bytes, each.skipped_bytes, each.rewritten_chunks, references, strays)
+            each.fresh = ()  # its claims hold the storages
+        for each in leaving:
             each.holding.count_uses()
         if any(each.is_first for each in leaving):
             self._device.trim()  # what torch freed would stay in its cache, invisible to other processes
@@ -156,16 +166,6 @@ class Exchange:
             mark = self._device.mark("to_host") if wanted else None
             yield _Batch(r, first + start, first + min(start + _BATCH, len(dirty)), mark)
 
-    def _vacate(self, batch: _Batch) -> None:
-        """Take the memory from behind chunks whose bytes are on the host."""
-        r = batch.range
-        start, stop = r.starts[batch.first], r.starts[batch.last - 1] + r.chunk_sizes[batch.last - 1]
-        self._device.unmap(r.adoption.addresses, stop - start, start)
-        for index in range(batch.first, batch.last):
-            r.give(index, self._stock)
-        if self._early_release and not self._coming:
-            self._stock.release()
-
     # --- what comes
 
     def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
@@ -177,8 +177,9 @@ class Exchange:
             self._device.order()
         moved = {}
         for holding in holdings:
-            moved[holding] = holding.commit_load()
+            holding.commit_load()
             holding.settle(self._stock)
+            moved[holding] = Moved(copied_bytes=sum(r.nbytes for r in holding.ranges))
             holding.look()
         return moved
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from placement.adapters.base import Adapter, Owned
-from placement.errors import RegistrationError
+from placement.errors import DeviceMemoryError, RegistrationError
 from placement.memory import adopt
 from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES
@@ -26,8 +26,9 @@ from placement.memory.zeroed import Place, Zeroed
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a move did, in bytes."""
+    """What a move did, in bytes, and how long it took."""
 
+    seconds: float = 0.0
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
@@ -59,6 +60,8 @@ class Holding:
         """Whether it began to leave placement for good: an interrupted `rehome` must be called again before anything moves."""
         self._is_settled = True
         """Whether everything is in line with the decision. False from before the first change of a move to the end of `settle`."""
+        self._is_vacating = False
+        """Whether chunks may have been given up that no decision has taken from us yet."""
         self._is_copying = False
         """Whether copies to the device may be under way that no decision has taken over yet."""
         self._reserved: HostSlab | None = None
@@ -197,7 +200,7 @@ class Holding:
             raise
         was_on_device = any(claim.storage.device == self.device.torch_device for claim in (*stay, *loose))
         del stay, loose, fresh
-        self._count_uses()
+        self.count_uses()
         if was_on_device:
             self.device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
 
@@ -221,75 +224,95 @@ class Holding:
         if gone:
             self.ranges = tuple(r for r in self.ranges if r not in gone)
 
-    # --- moving
+    # --- moving: the steps of an `Exchange`, in their order
 
-    def load(self, stock: Stock) -> Moved:
-        """Put memory behind every range and start the copies. The current stream waits for them; the host does not.
-
-        Raises:
-            DeviceMemoryError: no memory; everything is as before.
-        """
-        if self.on_device:
-            return Moved()
+    def begin_move(self, stock: Stock) -> None:
+        """From here to the end of `settle` nothing may be taken for granted."""
         self._is_settled = False
-        copied = 0
-        try:
-            self.drop_dead(stock)
-            self._take_in_from_elsewhere()
-            for r in self.ranges:
-                r.chunks = stock.take(r.chunk_sizes)
-                self.device.map(r.adoption.addresses, r.chunks)
-            self._is_copying = True
-            for r in self.ranges:
-                self.device.copy(r.copies(), "to_device")
-                copied += r.nbytes
-            self.device.order()
-            for r in self.ranges:
-                if r.prints is None:
-                    r.prints = self._fingerprint(r)
-            self.on_device = True
-        except BaseException:
-            self.settle(stock)
-            raise
-        self.settle(stock)
-        self.look()
-        return Moved(copied_bytes=copied)
-
-    def offload(self, stock: Stock) -> Moved:
-        """Copy to the host what changed, then put poison behind every range and give the chunks to `stock`.
-
-        Raises:
-            HostMemoryError: no host memory for state born since; everything stays on the device.
-        """
+        self.drop_dead(stock)
         if not self.on_device:
-            return Moved()
-        self.device.sync()
-        self._is_settled = False
-        try:
-            self.drop_dead(stock)
-            moved, is_first = self._leave()
-        except BaseException:
-            self.settle(stock)
-            raise
-        self.settle(stock)
-        self._count_uses()
-        if is_first:
-            self.device.trim()  # what torch freed by this adoption would stay in its cache, invisible to other processes
-        return moved
+            self._is_copying = True
+            self._take_in_from_elsewhere()
 
-    def _leave(self) -> tuple[Moved, bool]:
-        """Everything up to the decision: host copies complete, newborn state saved. Returns also whether state was taken in for good."""
-        before = self.ranges
+    def take_in_newborn(self) -> tuple[tuple[Range, ...], bool]:
+        """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good."""
         stay, loose = self.newborn()
-        fresh = tuple(r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None)
-        copied, skipped, changed = self._save(before)
-        copied += sum(claim.storage.nbytes() for claim in (*stay, *loose))
+        return tuple(r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None), bool(stay)
+
+    def commit_offload(self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]]) -> tuple[int, str]:
+        """Every byte is in the slabs: decide. Returns the stray references and the names of what they hold."""
+        before = self.ranges
+        for r, now in prints:
+            r.prints = now
         self.handed.point_to(self.over_host)
         surplus = {entry.name: entry.surplus() for r in before for entry in r.placed}
-        names = [name for name, count in surplus.items() if count][:8]
         self._keep(before + fresh)
         self.on_device = False
-        return Moved(copied, skipped, changed, sum(surplus.values()), ", ".join(names)), bool(stay)
+        return sum(surplus.values()), ", ".join([name for name, count in surplus.items() if count][:8])
+
+    def commit_load(self) -> None:
+        """Every byte is on its way, and the current stream waits for it: decide."""
+        for r in self.ranges:
+            if r.prints is None:
+                r.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
+        self.on_device = True
+
+    def settle(self, stock: Stock) -> None:
+        """Bring everything in line with the decision. Idempotent; the second half of every move and the whole of recovery.
+
+        What was given up and cannot be had back decides otherwise: then the rest goes to the host, too.
+        """
+        if self._is_settled:
+            return
+        if self.on_device:
+            for r in self.ranges:
+                if r.claims is not None:  # saved for an offload that did not come; what was set aside for it is kept for the next
+                    self._reserved = r.slab
+            self._drop([r for r in self.ranges if r.claims is not None or not r.is_alive], stock)
+            stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
+            if self._is_vacating:
+                self.on_device = self._have_back(stock)
+            self.handed.point_to(self.over_device)
+        if not self.on_device:
+            if self._is_copying:
+                self.device.sync()
+            for r in self.ranges:
+                self._vacate(r, stock)
+                r.move_in()
+            self.handed.point_to(self.over_host)
+            self.loose_bytes = 0
+        self._is_copying = self._is_vacating = False
+        self._is_settled = True
+
+    def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
+        """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
+        self._is_vacating = True
+        self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
+        for index in range(first, last):
+            r.give(index, stock)
+
+    def _have_back(self, stock: Stock) -> bool:
+        """An offload that was broken off: the chunks that it gave up come back and are filled from the slab, which has their bytes.
+
+        Returns False where their memory is gone; then what is left was copied to the host, which has everything.
+        """
+        self.device.sync()
+        missing = {r: r.missing() for r in self.ranges}
+        try:
+            chunks = iter(stock.take([r.chunk_sizes[index] for r, indices in missing.items() for index in indices]))
+        except DeviceMemoryError:
+            for r in self.ranges:
+                r.prints = None
+                self.device.copy(r.copies(sorted(r.chunks)), "to_host")
+            self.device.sync()
+            return False
+        for r, indices in missing.items():
+            r.chunks.update(zip(indices, chunks, strict=False))
+            self.device.unmap(r.adoption.addresses, r.nbytes)  # an interrupt may have come anywhere: start from poison
+            self.device.map(r.adoption.addresses, [r.chunks[index] for index in range(len(r.chunk_sizes))])
+            self.device.copy(r.copies(indices), "to_device")
+        self.device.order()
+        return True
 
     def zeroed(self) -> list[Place]:
         """Gradients that were zeroed in place while offloaded; for `take_zeroed`, once all holdings were asked."""
@@ -298,7 +321,7 @@ class Holding:
     def take_zeroed(self, places: list[Place]) -> None:
         self._zeroed.take(places, self.ranges)
 
-    def _count_uses(self) -> None:
+    def count_uses(self) -> None:
         """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
         self._zeroed.note(self.ranges)
         for r in self.ranges:
@@ -306,57 +329,18 @@ class Holding:
                 if entry.use_count == 0:
                     entry.use_count = entry.uses()
 
-    def _save(self, ranges: tuple[Range, ...]) -> tuple[int, int, int]:
-        """Make the slabs equal to the device. Returns bytes copied, bytes skipped, chunks of a readonly object that differ."""
-        copied = skipped = changed = 0
-        saved: list[tuple[Range, torch.Tensor]] = []
-        for r in ranges:
-            now = self._fingerprint(r).cpu()
-            known = None if r.prints is None else r.prints.cpu()
-            dirty = [True] * len(r.chunk_sizes) if known is None else (now != known).tolist()
-            if self.readonly and known is not None and not r.loose:  # gradients of a readonly module may come and change
-                changed, skipped = changed + sum(dirty), skipped + r.nbytes
-                continue
-            copies = r.copies(dirty)
-            r.prints = None  # from here on the slab is neither the old content nor the new
-            self.device.copy(copies, "to_host")
-            moved = sum(c.nbytes for c in copies)
-            copied, skipped = copied + moved, skipped + r.nbytes - moved
-            saved.append((r, now))
-        self.device.sync()
-        for r, now in saved:
-            r.prints = now
-        return copied, skipped, changed
-
-    def settle(self, stock: Stock) -> None:
-        """Bring everything in line with the decision. Idempotent; the second half of every move and the whole of recovery."""
-        if self._is_settled:
-            return
-        if self.on_device:
-            for r in self.ranges:
-                if r.claims is not None:  # saved for an offload that did not come; what was set aside for it is kept for the next
-                    self._reserved = r.slab
-            self._drop([r for r in self.ranges if r.claims is not None or not r.is_alive], stock)
-            self.handed.point_to(self.over_device)
-        else:
-            if self._is_copying:
-                self.device.sync()
-            for r in self.ranges:
-                self._vacate(r, stock)
-                r.move_in()
-            self.handed.point_to(self.over_host)
-            self.loose_bytes = 0
-        self._is_copying = False
-        self._is_settled = True
-
     def _vacate(self, r: Range, stock: Stock) -> None:
         if r.chunks:
             self.device.unmap(r.adoption.addresses, r.nbytes)
-            stock.give(r.chunks)
-            r.chunks = ()
+            for index in list(r.chunks):
+                r.give(index, stock)
 
-    def _fingerprint(self, r: Range) -> torch.Tensor:
-        return fingerprints(self.device.view(r.adoption.addresses, 0, r.nbytes), r.used_sizes)
+    def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
+        """Of chunks `first` up to `last` (not included), where they lie on the device; int64, enqueued on the current stream."""
+        sizes = r.used_sizes[first:last]
+        if not sizes:
+            return torch.empty(0, dtype=torch.int64)
+        return fingerprints(self.device.view(r.adoption.addresses, r.starts[first], sum(sizes)), sizes)
 
     # --- reading and leaving
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.memory.adopt import Adoption, Claim
 from placement.memory.base import Chunk, Copy, Device, HostSlab
+from placement.memory.stock import Stock
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -52,8 +53,8 @@ class Placed:
 class Range:
     """Addresses, the slab that mirrors them byte for byte, and what is behind them now.
 
-    `chunks` is empty while poison is behind the addresses. It is stored before the driver is asked to map them and
-    cleared after it has unmapped them, so that an interrupt in between leaves too much on record, never too little.
+    `chunks` holds what is behind the addresses, by index; where it has none there is poison. A chunk is entered before the driver
+    is asked to map it and taken out after it has been unmapped, so that an interrupt leaves too much on record, never too little.
     """
 
     def __init__(self, device: Device, adoption: Adoption, slab: HostSlab, claims: tuple[Claim, ...], loose: bool) -> None:
@@ -72,7 +73,9 @@ class Range:
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
         self.placed: tuple[Placed, ...] = ()
-        self.chunks: tuple[Chunk, ...] = ()
+        self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
+        """Of each chunk, bytes from the first address."""
+        self.chunks: dict[int, Chunk] = {}
         self.prints: torch.Tensor | None = None
         """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what was fingerprinted."""
 
@@ -96,20 +99,31 @@ class Range:
 
     @property
     def resident_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks)
+        if len(self.chunks) == len(self.chunk_sizes):
+            return self.device_bytes
+        return sum(self.chunk_sizes[index] for index in self.chunks)
 
-    def copies(self, wanted: Sequence[bool] | None = None) -> list[Copy]:
-        """The runs of chunks to copy (all, or the wanted ones), neighbours joined and cut to the used length."""
+    def missing(self) -> list[int]:
+        """The chunks that are not there."""
+        return [index for index in range(len(self.chunk_sizes)) if index not in self.chunks]
+
+    def give(self, index: int, stock: Stock) -> None:
+        """Hand an unmapped chunk to the stock. It is in both for a moment rather than in neither: `settle` counts it once."""
+        chunk = self.chunks.get(index)
+        if chunk is not None:
+            stock.give((chunk,))
+            del self.chunks[index]
+
+    def copies(self, wanted: Iterable[int] | None = None) -> list[Copy]:
+        """The runs to copy for these chunks (ascending; None: all), neighbours joined and cut to the used length."""
         runs: list[Copy] = []
-        start = 0
-        for index, nbytes in enumerate(self.used_sizes):
-            if wanted is None or wanted[index]:
-                if runs and runs[-1].device_address + runs[-1].nbytes == self.adoption.addresses.base + start:
-                    last = runs.pop()
-                    runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
-                else:
-                    runs.append(Copy(self.adoption.addresses.base + start, self.slab.address + start, nbytes))
-            start += nbytes
+        for index in range(len(self.chunk_sizes)) if wanted is None else wanted:
+            start, nbytes = self.starts[index], self.used_sizes[index]
+            if runs and runs[-1].device_address + runs[-1].nbytes == self.adoption.addresses.base + start:
+                last = runs.pop()
+                runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
+            else:
+                runs.append(Copy(self.adoption.addresses.base + start, self.slab.address + start, nbytes))
         return runs
 
     def outside(self) -> list[Placed]:

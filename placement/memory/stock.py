@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from placement.errors import DeviceMemoryError
@@ -27,6 +28,23 @@ class Stock:
         """Add chunks that are behind no address any more; a chunk that is in stock already is not added again."""
         known = {id(chunk) for chunk in self._chunks}
         self._chunks.extend(chunk for chunk in chunks if id(chunk) not in known)
+
+    def count(self, sizes: Sequence[int], fresh: int) -> int:
+        """How many of these sizes, from the first on, the stock can serve with at most `fresh` chunks from the driver."""
+        held = Counter(chunk.nbytes for chunk in self._chunks)
+        for served, size in enumerate(sizes):
+            if held[size]:
+                held[size] -= 1
+            elif fresh:
+                fresh -= 1
+            else:
+                return served
+        return len(sizes)
+
+    def forget(self, chunks: Iterable[Chunk]) -> None:
+        """Drop chunks that turned out to be behind addresses still."""
+        kept = {id(chunk) for chunk in chunks}
+        self._chunks = [chunk for chunk in self._chunks if id(chunk) not in kept]
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
         """Chunks of exactly these sizes: from the stock, the rest from the driver.
