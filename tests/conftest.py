@@ -24,3 +24,4 @@ def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("PLACEMENT_"):
             monkeypatch.delenv(name)
     torch.manual_seed(0)
+    torch.set_grad_enabled(True)  # a test that interrupts at every bytecode can hit torch's own switch
