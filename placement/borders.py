@@ -157,6 +157,7 @@ class Borders:
             self.check_process()
             if self._busy:
                 raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a border")
+            grad_was_on = torch.is_grad_enabled()
             try:
                 try:
                     self._busy = True
@@ -169,7 +170,9 @@ class Borders:
                 finally:
                     self._busy = False
             finally:
-                self._busy = False  # again, because an interrupt can fall between the end of the body and the first one
+                # Again, because an interrupt can fall between the end of the body and the first one, or inside torch's own switch.
+                self._busy = False
+                torch.set_grad_enabled(grad_was_on)
 
     def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
         """Make the plan for a phase and carry it out, all or nothing."""

@@ -79,7 +79,7 @@ class Manager:
         self.journal = Journal(self.settings.journal_length)
         self._borders = Borders(self.device, self.policy, self.settings, self.journal)
         self._entered: list[Phase] = []
-        # Not __del__: a collection has unmapped the device's memory before it calls that. This one keeps the borders alive until it has run.
+        # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
         weakref.finalize(self, _leave_all, self._borders, self._entered).atexit = False
 
     @classmethod

@@ -101,4 +101,4 @@ def _require_syncing(handle: Handle, begun: int | None = None) -> None:
             "with manager.phase('weight_sync')"
         )
     if begun is not None and begun != _times_begun(handle):
-        raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync; call weights() again: values may have changed half-way")
+        raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync, and values may have changed; call weights() again")

@@ -8,7 +8,7 @@ what the object holds, wherever it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,6 +46,12 @@ class Handed:
         self._tensors = [ref for ref in self._tensors if ref() is not None] if len(self._tensors) % 256 == 255 else self._tensors
         self._tensors.append(weakref.ref(tensor))
         return tensor
+
+    def disown(self, live: Iterable[torch.Tensor]) -> None:
+        """Forget tensors that are the object's own now: `load_state_dict` of an optimizer takes over the tensors that it is given."""
+        if self._tensors:
+            own = {id(tensor) for tensor in live}
+            self._tensors = [ref for ref in self._tensors if (tensor := ref()) is not None and id(tensor) not in own]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for ref in self._tensors:

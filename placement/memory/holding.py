@@ -214,7 +214,15 @@ class Holding:
 
     def drop_dead(self, stock: Stock) -> None:
         """Return ranges that no tensor uses any more (dropped gradients, replaced optimizer state)."""
-        self._drop([r for r in self.ranges if not r.is_alive], stock)
+        self._drop(self._dead(), stock)
+
+    def _dead(self) -> list[Range]:
+        """Ranges without a storage of theirs, and without one that came from a state dict of ours and lies at the same addresses."""
+        dead = [r for r in self.ranges if not r.is_alive]
+        if not dead:
+            return []
+        used = [owned.tensor.untyped_storage().data_ptr() for owned in self.adapter.owned()]
+        return [r for r in dead if not any(0 <= address - r.adoption.addresses.base < r.nbytes for address in used)]
 
     def _drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
@@ -229,6 +237,8 @@ class Holding:
     def begin_move(self, stock: Stock) -> None:
         """From here to the end of `settle` nothing may be taken for granted."""
         self._is_settled = False
+        if self.on_device:
+            self.handed.disown(owned.tensor for owned in self.adapter.owned())
         self.drop_dead(stock)
         if not self.on_device:
             self._is_copying = True
@@ -268,7 +278,7 @@ class Holding:
             for r in self.ranges:
                 if r.claims is not None:  # saved for an offload that did not come; what was set aside for it is kept for the next
                     self._reserved = r.slab
-            self._drop([r for r in self.ranges if r.claims is not None or not r.is_alive], stock)
+            self._drop([*(r for r in self.ranges if r.claims is not None), *self._dead()], stock)
             stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
             if self._is_vacating:
                 self.on_device = self._have_back(stock)

@@ -232,7 +232,7 @@ def promised_bytes() -> int:
 
 def wait_until_ready(address: int, nbytes: int) -> None:
     """Wait until nothing in `[address, address + nbytes)` is still to be registered; its slab comes first from now on."""
-    for reservation in _reservations():
+    for reservation in [] if _pool.stopping.is_set() else _reservations():  # at interpreter exit nobody would come
         if not reservation.ready.is_set() and any(span.meets(address, nbytes) for span in reservation.spans):
             _pool.hurry(reservation)
             reservation.ready.wait()

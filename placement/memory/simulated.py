@@ -99,7 +99,7 @@ class SimulatedDevice(Device):
         if self._shared:
             weakref.finalize(self, self._shared.leave).atexit = False
         self._file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it while the interpreter ends
         os.ftruncate(self._file, _FILE_BYTES)
         self._end = chunk_bytes
         # By file offset. The ledger is `_held`, the bytes of every chunk that holds memory; no sum is kept beside. A chunk that

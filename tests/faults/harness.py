@@ -130,11 +130,10 @@ class Worker:
 
     def train_actor(self) -> None:
         """Forward, backward and step of the actor, and a second backward pass whose gradients stay."""
-        for _ in range(2):
-            nn.functional.cross_entropy(self.actor.train()(self.tokens), self.tokens).backward()
-            if _ == 0:
-                self.optimizers[0].step()
-                self.optimizers[0].zero_grad()
+        nn.functional.cross_entropy(self.actor.train()(self.tokens), self.tokens).backward()
+        self.optimizers[0].step()
+        self.optimizers[0].zero_grad()
+        nn.functional.cross_entropy(self.actor(self.tokens), self.tokens).backward()
         self.commit("actor", "actor.optimizer")
 
     def train(self) -> None:
@@ -234,5 +233,6 @@ def check_left(worker: Worker) -> None:
     assert worker.manager.snapshot().phases == ()
     check_sound(worker)
     check_values(worker)
-    assert {name: str(handle.state) for name, handle in worker.manager.handles.items() if handle.state is not placement.State.CPU_OFFLOADED} == {}
+    states = {name: handle.state for name, handle in worker.manager.handles.items()}
+    assert {name: state for name, state in states.items() if state is not placement.State.CPU_OFFLOADED} == {}
     assert worker.device.memory().chunk_bytes == 0

@@ -141,7 +141,7 @@ def test_a_device_that_fails_while_handles_leave(forever: bool) -> None:
 
 def test_a_failed_restore_is_a_note_on_the_users_exception() -> None:
     worker = Worker().register_few()
-    with pytest.raises(ZeroDivisionError) as caught, worker.manager.phase("log_prob"):
+    with pytest.raises(ZeroDivisionError) as caught, worker.manager.phase("log_prob"):  # noqa: PT012
         worker.device.fail("copy", forever=True)
         worker.device.fail("sync", forever=True)
         raise ZeroDivisionError
@@ -169,7 +169,7 @@ def test_a_failed_restore_without_another_exception_is_raised() -> None:
 def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() -> None:
     """Gradients are not reserved for: the exit says so, and what was written is not lost."""
     worker = Worker().register_few()
-    with pytest.raises(HostMemoryError), worker.manager.phase("train"):
+    with pytest.raises(HostMemoryError), worker.manager.phase("train"):  # noqa: PT012
         worker.train_actor()
         gradients = [as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None]
         worker.device.fail("host", forever=True)

@@ -53,6 +53,8 @@ class Shadow:
     strays: list[torch.Tensor] = field(default_factory=list)
     dicts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     """State dicts that a user holds; they follow the handle."""
+    full_dicts: list[dict[str, Any]] = field(default_factory=list)
+    """The last state dict of an optimizer as it was given, to be loaded back."""
     is_tainted: bool = False
     """Readonly and written on the device; `facts` has the registered values, which come back with the next offload."""
     offloads: int = 0

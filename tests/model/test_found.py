@@ -10,7 +10,7 @@ import torch
 
 from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View
 from placement.testing import Faults, InjectedFault, SimulatedDevice
-from tests.model.architectures import Plain, backward
+from tests.model.architectures import Plain, backward, state_of
 
 
 class Table:
@@ -115,3 +115,45 @@ def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_not
     del manager
     gc.collect()
     phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test
+
+
+@pytest.mark.parametrize("taken", ["on the device", "offloaded"])
+def test_a_state_dict_of_ours_may_be_loaded_back_into_the_optimizer(taken: str) -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    optimizer = torch.optim.AdamW(net.head.parameters())
+    manager.register("actor", net, role="actor")
+    adam = manager.register("optimizer", optimizer)
+    with manager.phase("train"):
+        backward(net, 0)
+        optimizer.step()
+        before = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
+    with manager.phase("train") as step:
+        saved = optimizer.state_dict()
+        if taken == "offloaded":
+            step.switch("checkpoint")
+            step.switch("log_prob")
+            saved = optimizer.state_dict()
+            step.switch("restore")
+        optimizer.load_state_dict(saved)
+    del saved
+    assert adam.resident_bytes == 0
+    assert optimizer.state[net.head.weight]["exp_avg"].isnan().all()
+    with manager.phase("train"):
+        after = state_of(optimizer)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not [finding for finding in manager.audit().findings if finding.what in ("leak", "drift")]
+
+
+def test_a_state_dict_of_ours_may_be_assigned_to_the_module() -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    actor = manager.register("actor", net, role="actor")
+    manager.register("optimizer", torch.optim.SGD(net.head.parameters()))
+    saved, before = actor.state_dict(), {name: tensor.clone() for name, tensor in actor.state_dict().items()}
+    with manager.phase("restore"):
+        net.load_state_dict(saved, assign=True)
+    del saved
+    assert all(torch.equal(tensor, before[name]) for name, tensor in actor.state_dict().items())
+    assert net.head.weight.isnan().all()

@@ -172,11 +172,14 @@ class Values(World):
         shadow.learn()
 
     @when(is_optimizer, trains)
-    @rule(index=ANY)
-    def reload_optimizer(self, index: int) -> None:
+    @rule(index=ANY, was_held=st.booleans())
+    def reload_optimizer(self, index: int, was_held: bool) -> None:
+        """Load back a state dict of its own, one taken in another state too."""
         shadow = self.pick(index, is_optimizer, trains)
+        held = shadow.full_dicts.pop() if was_held and shadow.full_dicts else shadow.object.state_dict()
+        shadow.full_dicts.clear()
         shadow.dicts.clear()
-        shadow.object.load_state_dict(shadow.object.state_dict())
+        shadow.object.load_state_dict(held)
         shadow.learn()
 
     @when(has_state_dict)
@@ -185,6 +188,8 @@ class Values(World):
         shadow = self.pick(index, has_state_dict)
         if len(shadow.dicts) < 3:
             shadow.dicts.append(shadow.state_dict())
+            if is_optimizer(shadow):
+                shadow.full_dicts[:] = [shadow.object.state_dict()]
 
     @when(is_module, is_syncing)
     @rule(index=ANY, bucket_bytes=st.sampled_from([1, 4096, 1 << 20]))
@@ -240,6 +245,7 @@ class Values(World):
         shadow.object.register_parameter(f"lora_{len(shadow.facts)}", added)
         for optimizer in shadow.optimizers:
             optimizer.object.add_param_group({"params": [added]})
+            optimizer.full_dicts.clear()  # they know nothing of the new parameter
             optimizer.learn()
         shadow.learn()
 

@@ -114,7 +114,7 @@ def test_stray_references_are_counted_named_and_forgotten() -> None:
 
 def test_strict_raises_for_stray_references_after_the_border_is_complete() -> None:
     worker = Worker(strict=True)
-    with pytest.raises(IntegrityError, match=r"1 references to storages of 'actor' .*0\.weight"):  # noqa: SIM117, PT012
+    with pytest.raises(IntegrityError, match=r"1 references to storages of 'actor' .*0\.weight"):  # noqa: SIM117
         with worker.manager.phase("log_prob"):
             mine = worker.net[0].weight.detach()
     assert mine.isnan().all()

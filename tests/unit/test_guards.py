@@ -72,9 +72,9 @@ def test_a_step_with_everything_resident_but_not_in_training(phase: str, state: 
 
 def test_a_step_whose_owner_is_not_training_names_the_owner() -> None:
     worker = Worker(policy="resident")
-    with worker.manager.phase("log_prob"), worker.manager.phase("train", only=["actor.optimizer"]):
-        with pytest.raises(PhaseError, match=r"would change 'actor', which is GPU_RESIDENT"):
-            worker.adam.step()
+    manager, message = worker.manager, r"would change 'actor', which is GPU_RESIDENT"
+    with manager.phase("log_prob"), manager.phase("train", only=["actor.optimizer"]), pytest.raises(PhaseError, match=message):
+        worker.adam.step()
 
 
 def test_loading_a_state_dict_belongs_into_restore() -> None:

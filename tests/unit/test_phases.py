@@ -24,7 +24,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             outcome.append((work(), None))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
+        except BaseException as error:  # handed to the caller
             outcome.append((None, error))
 
     thread = threading.Thread(target=run, name="helper")
@@ -505,7 +505,7 @@ def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
 def test_an_exception_in_the_body_propagates_and_the_device_is_empty(kind: type[BaseException]) -> None:
     worker = Worker()
     mine = kind("mine")
-    with pytest.raises(kind) as caught:  # noqa: SIM117
+    with pytest.raises(kind) as caught:  # noqa: SIM117, PT012
         with worker.manager.phase("train"):
             with worker.manager.phase("log_prob"):
                 raise mine

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +27,12 @@ def in_child(work: Callable[[], None]) -> None:
     pid = os.fork()
     if pid == 0:
         os.close(reader)
+        signal.alarm(20)  # a child that hangs fails its test
+        torch.set_num_threads(1)  # OpenMP's threads did not come along
         message = b""
         try:
             work()
-        except BaseException:  # noqa: BLE001 - sent to the parent
+        except BaseException:  # sent to the parent
             message = traceback.format_exc().encode()
         os.write(writer, message)
         os._exit(0)
@@ -53,11 +57,11 @@ def test_a_forked_child_can_use_nothing_of_the_parents_manager(phase: str | None
     def child() -> None:
         manager = worker.manager
         refused(lambda: worker.net(batch()))
-        refused(lambda: worker.net.state_dict())
-        refused(lambda: worker.actor.state_dict())
-        refused(lambda: worker.adam.state_dict())
+        refused(worker.net.state_dict)
+        refused(worker.actor.state_dict)
+        refused(worker.adam.state_dict)
         refused(lambda: worker.net.load_state_dict({}))
-        refused(lambda: worker.adam.step())
+        refused(worker.adam.step)
         refused(lambda: manager.phase("values").__enter__())
         refused(lambda: manager.enter("values"))
         refused(lambda: manager.register("x", net()))
@@ -110,7 +114,7 @@ def test_a_child_may_have_a_manager_of_its_own() -> None:
 
 def test_a_data_loader_with_forked_workers_inside_a_phase() -> None:
     worker = Worker()
-    data = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    data: Any = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=4, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
     with worker.manager.phase("train"):
         assert [int(part.sum()) for part in data] == [6, 22, 38]
         learn(worker.net, worker.adam)
@@ -135,26 +139,18 @@ with manager.phase("train"):
 @pytest.mark.parametrize(
     ("code", "status", "error"),
     [
-        ("", 0, ""),
-        ("phase = manager.phase('train').__enter__()", 0, ""),
         ("manager.enter('train'); held = actor.state_dict()", 0, ""),
-        ("sys.exit(3)", 3, ""),
         ("with manager.phase('train'): sys.exit(3)", 3, ""),
         ("phase = manager.phase('train').__enter__(); sys.exit(3)", 3, ""),
-        ("with manager.phase('train'): raise ValueError('mine')", 1, "ValueError: mine"),
         ("manager.enter('train'); raise ValueError('mine')", 1, "ValueError: mine"),
         ("def steps():\n    with manager.phase('train'):\n        yield\ngenerator = steps(); next(generator)", 0, ""),
         ("server = manager.serve(); manager.enter('train'); sys.exit(4)", 4, ""),
         (
-            "ready = threading.Event()\n"
-            "def work():\n    with manager.phase('train'):\n        ready.set(); threading.Event().wait()\n"
-            "threading.Thread(target=work, daemon=True).start(); ready.wait(); sys.exit(5)",
-            5,
-            "",
-        ),
-        (
-            "def work():\n    while True:\n        with manager.phase('train'): pass\n"
-            "threading.Thread(target=work, daemon=True).start(); sys.exit(6)",
+            (
+                "ready = threading.Event()\n"
+                "def work():\n    with manager.phase('train'):\n        ready.set(); threading.Event().wait()\n"
+                "threading.Thread(target=work, daemon=True).start(); ready.wait(); sys.exit(6)"
+            ),
             6,
             "",
         ),

@@ -16,7 +16,21 @@ LAYERS = (
     ("states", "errors"),
     ("settings", "snapshot", "machine", "journal", "memory", "adapters"),
     ("handle",),
-    ("manager", "phases", "borders", "reconcile", "registry", "guards", "views", "budget", "audit", "sync", "resolve", "engines", "testing"),
+    (
+        "manager",
+        "phases",
+        "borders",
+        "reconcile",
+        "registry",
+        "guards",
+        "views",
+        "budget",
+        "audit",
+        "sync",
+        "resolve",
+        "engines",
+        "testing",
+    ),
     ("observe", "policies"),
     ("cli", "integrations"),
 )
@@ -57,7 +71,7 @@ def module_files() -> list[Path]:
 
 
 def part_of(name: str) -> str:
-    """"placement.memory.base" -> "memory"."""
+    """ "placement.memory.base" -> "memory"."""
     return name.split(".")[1] if "." in name else ""
 
 
@@ -83,9 +97,36 @@ def test_all_is_sorted_and_names_everything_public() -> None:
 
 
 def test_the_documented_names_are_there() -> None:
-    names = """Manager Handle Lazy Phase Settings State Plan View HandleView Snapshot Audit Finding WeightInfo Engine policies testing
-    PlacementError RegistrationError PolicyError PhaseError NotResidentError DeviceMemoryError HostMemoryError IntegrityError
-    BrokenHandleError EngineError GroupError CoordinatorLost""".split()
+    names = [
+        "Manager",
+        "Handle",
+        "Lazy",
+        "Phase",
+        "Settings",
+        "State",
+        "Plan",
+        "View",
+        "HandleView",
+        "Snapshot",
+        "Audit",
+        "Finding",
+        "WeightInfo",
+        "Engine",
+        "policies",
+        "testing",
+        "PlacementError",
+        "RegistrationError",
+        "PolicyError",
+        "PhaseError",
+        "NotResidentError",
+        "DeviceMemoryError",
+        "HostMemoryError",
+        "IntegrityError",
+        "BrokenHandleError",
+        "EngineError",
+        "GroupError",
+        "CoordinatorLost",
+    ]
     assert set(names) <= set(placement.__all__)
     for name in names:
         if name.endswith(("Error", "Lost")):

@@ -1,0 +1,146 @@
+"""What every `Device` does when parts of a range get memory and give it up. Sizes are multiples of the device's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from placement.memory.base import Device
+from tests.contract.ranges import is_poison, loaded, poisoned, random_bytes, read, whole
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_leaves_and_comes_back_and_the_rest_stays(device: Device, part: int) -> None:
+    addresses, chunks, content = loaded(device)
+    start, nbytes = part * device.chunk_bytes, chunks[part].nbytes
+    for _ in range(2):
+        device.unmap(addresses, nbytes, start)
+        device.unmap(addresses, nbytes - 1, start)
+        assert is_poison(device, addresses, start, nbytes)
+        assert torch.equal(read(device, addresses, 0, start), content[:start])
+        assert torch.equal(read(device, addresses, start + nbytes, addresses.nbytes - start - nbytes), content[start + nbytes :])
+        device.sync()
+        device.map(addresses, [chunks[part]], start)
+        assert torch.equal(whole(device, addresses).cpu(), content)
+    assert not device.heal_poison()
+
+
+def test_full_chunks_change_hands_one_by_one(device: Device) -> None:
+    size = device.chunk_bytes
+    giving, chunks, content = loaded(device)
+    taking = poisoned(device, 4 * size)
+    for index in range(2):
+        device.unmap(giving, size, index * size)
+        device.map(taking, [chunks[index]], (3 - index) * size)
+        assert is_poison(device, giving, 0, (index + 1) * size)
+        assert is_poison(device, taking, 0, (3 - index) * size)
+    assert torch.equal(read(device, taking, 2 * size, 2 * size), torch.cat([content[size : 2 * size], content[:size]]))
+    assert torch.equal(read(device, giving, 2 * size, device.granularity), content[2 * size :])
+    device.sync()
+    device.unmap(taking, taking.nbytes)
+    device.unmap(giving, giving.nbytes)
+    device.map(giving, chunks)
+    assert torch.equal(whole(device, giving).cpu(), content)
+    assert device.memory().chunk_bytes == sum(chunk.nbytes for chunk in chunks)
+
+
+def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
+    size, short = device.chunk_bytes, device.granularity
+    addresses = poisoned(device, 2 * size + short)
+    view = whole(device, addresses)
+    for start in (0, size, 2 * size):
+        device.map(addresses, [device.create(short)], start)
+        device.view(addresses, start, short).zero_()
+        device.sync()
+    expected = torch.full((addresses.nbytes,), 0xFF, dtype=torch.uint8)
+    for start in (0, size, 2 * size):
+        expected[start : start + short] = 0
+    assert torch.equal(view.cpu(), expected)
+    device.unmap(addresses, short, size)
+    expected[size : size + short] = 0xFF
+    assert torch.equal(view.cpu(), expected)
+    full = device.create(size)
+    device.map(addresses, [full], size)
+    device.view(addresses, size, size).fill_(1)
+    device.sync()
+    expected[size : 2 * size] = 1
+    assert torch.equal(view.cpu(), expected)
+    device.unmap(addresses, addresses.nbytes)
+    assert (view == 0xFF).all()
+    assert not device.heal_poison()
+
+
+def test_a_range_that_is_covered_bit_by_bit(device: Device) -> None:
+    size, step = device.chunk_bytes, device.granularity
+    addresses = device.reserve(2 * size)
+    for nbytes in (step, 2 * step, size - step, size, 2 * size):
+        device.unmap(addresses, nbytes)
+        assert is_poison(device, addresses, 0, nbytes)
+    other = device.reserve(2 * size)
+    device.map(other, [device.create(size)], size)
+    device.view(other, size, size).zero_()
+    device.unmap(other, size)
+    assert is_poison(device, other, 0, size)
+    assert (device.view(other, size, size) == 0).all()
+
+
+def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:
+    addresses, _, content = loaded(device)
+    size, step = device.chunk_bytes, device.granularity
+    elsewhere = poisoned(device, addresses.nbytes)
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: device.unmap(addresses, size, step), "not a multiple"),
+        (lambda: device.unmap(addresses, size, -size), "not a multiple"),
+        (lambda: device.unmap(addresses, size, 2 * size), "not within"),
+        (lambda: device.unmap(addresses, step), "in two"),
+        (lambda: device.unmap(addresses, size + step), "in two"),
+        (lambda: device.map(addresses, [device.create(step)], size), "in two"),
+        (lambda: device.map(elsewhere, [device.create(size)], step), "not a multiple"),
+        (lambda: device.map(elsewhere, [device.create(size)], 2 * size), "not within"),
+        (lambda: device.map(elsewhere, [device.create(step), device.create(size)]), "each but the last"),
+        (lambda: device.map(elsewhere, [device.create(size + step)]), "and none more"),
+    ]
+    for call, why in refused:
+        with pytest.raises(ValueError, match=why):
+            call()
+    assert torch.equal(whole(device, addresses).cpu(), content)
+    assert is_poison(device, elsewhere, 0, elsewhere.nbytes)
+
+
+def test_random_parts_match_a_model(device: Device) -> None:
+    rng = random.Random(2)
+    size, step = device.chunk_bytes, device.granularity
+    ranges = [poisoned(device, 3 * size + step), poisoned(device, 3 * size + step)]
+    chunks = [*(device.create(size) for _ in range(4)), device.create(step)]
+    contents = [random_bytes(chunk.nbytes) for chunk in chunks]
+    for chunk, content in zip(chunks, contents, strict=True):
+        device.map(ranges[0], [chunk], 0)
+        device.view(ranges[0], 0, chunk.nbytes).copy_(content)
+        device.sync()
+        device.unmap(ranges[0], chunk.nbytes)
+    free, places = set(range(len(chunks))), [dict[int, int](), dict[int, int]()]
+    for _ in range(60):
+        which, slot, count = rng.randrange(2), rng.randrange(4), rng.randrange(1, 4)
+        if rng.random() < 0.5:
+            last = min(slot + count, 4)
+            nbytes = min(last * size, ranges[which].nbytes) - slot * size
+            device.unmap(ranges[which], nbytes, slot * size)
+            free |= {places[which].pop(index) for index in range(slot, last) if index in places[which]}
+        else:
+            room = [index for index in range(slot, min(slot + count, 3)) if index not in places[which]]
+            taken = sorted(free - {4})[: len(room)] if room == [*range(slot, slot + len(room))] else []
+            if slot == 3 and 4 in free and slot not in places[which]:
+                taken = [4]
+            device.map(ranges[which], [chunks[index] for index in taken], slot * size)
+            places[which].update({slot + i: index for i, index in enumerate(taken)})
+            free -= set(taken)
+        for addresses, held in zip(ranges, places, strict=True):
+            expected = torch.full((addresses.nbytes,), 0xFF, dtype=torch.uint8)
+            for index, chunk_index in held.items():
+                content = contents[chunk_index]
+                expected[index * size : index * size + len(content)] = content
+            assert torch.equal(whole(device, addresses).cpu(), expected)
+    assert not device.heal_poison()
