@@ -27,7 +27,7 @@ from placement.states import IDLE, Plan, State, View
 
 _WRONG_WRITE = (
     "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
-    "is as it was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names what is off the device."
+    "is as it was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names what is offloaded."
 )
 
 
@@ -177,8 +177,6 @@ class Borders:
     def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
         """Make the plan for a phase and carry it out, all or nothing."""
         handles = self._handles
-        if self.poison_was_written():
-            raise IntegrityError(_WRONG_WRITE)
         self.measure()  # what others freed or took since the last border
         try:
             plan = self._plan_for(name, only, enclosing)
@@ -186,12 +184,15 @@ class Borders:
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self.registry.build(handle)
                     plan = self._plan_for(name, only, enclosing)  # its bytes count from now on
-            check_fits(self._view(name), plan)
+            room_bytes = check_fits(self._view(name), plan)
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
+        # An offload waits for the device anyway; what only loads, or moves nothing, must not.
+        if self.poison_was_written(wait=any(h.node[1] and not plan.on_device(h.name) for h in handles.values())):
+            raise IntegrityError(_WRONG_WRITE)
         self._count_decisions(plan)
-        self.reconciler.advance(handles, plan)
+        self.reconciler.advance(handles, plan, room_bytes)
         self._expire_keeps(plan)
         self.measure()
         return plan
@@ -264,8 +265,7 @@ class Borders:
             plan = self.base_plan()
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
-            check_fits(self._view(self.phase_name), plan)
-            self.reconciler.advance(self._handles, plan)
+            self.reconciler.advance(self._handles, plan, check_fits(self._view(self.phase_name), plan))
         except BaseException:
             for each, plan in zip(stack, plans, strict=True):
                 each.plan = plan
@@ -347,12 +347,13 @@ class Borders:
         self.memory = self._device.memory()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
-    def poison_was_written(self) -> bool:
+    def poison_was_written(self, wait: bool = True) -> bool:
+        """Whether something wrote into offloaded memory; without waiting, a late answer comes at a later border."""
         holdings = [handle.holding for handle in self._handles.values() if handle.holding is not None]
         zeroed = [(holding, places) for holding in holdings if (places := holding.zeroed())]
         for holding, places in zeroed:  # zero_grad() may be called anywhere: no wrong write
             holding.take_zeroed(places)
-        written = self._device.heal_poison()
+        written = self._device.heal_poison(wait)
         self._journal.wrong_writes += written
         return written
 

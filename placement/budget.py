@@ -36,15 +36,18 @@ class Budget:
         self._others_bytes[phase] = max(memory.torch_reserved_bytes, self._others_bytes.get(phase, 0))
 
 
-def check_fits(view: View, plan: Plan) -> None:
+def check_fits(view: View, plan: Plan) -> int:
     """Refuse a plan that does not fit, before a byte moves.
+
+    Returns:
+        Bytes that the budget leaves beside what the handles hold now.
 
     Raises:
         DeviceMemoryError: with a table of who holds and who wants how much.
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:
-        return
+        return max(0, view.budget_bytes - sum(handle.resident_bytes for handle in view.handles.values()))
     raise DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'

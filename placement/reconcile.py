@@ -24,10 +24,11 @@ from placement.states import Plan, State, Trigger
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN),
-    _MOVES,
+    (Trigger.OFFLOAD,),
+    (Trigger.LOAD,),
     tuple(Trigger),
 )
-"""The order of a border: what ends, what moves (both directions at once), what begins."""
+"""The order of a border: what ends, what leaves, what comes, what begins. The bytes of the two in the middle move together."""
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:
@@ -74,6 +75,7 @@ class Reconciler:
         self._journal = journal
         self._strict = strict
         self._stock = Stock(device)
+        self._room_bytes = 0
         self._moved: dict[Handle, Moved] = {}
         """What the present border's exchange has moved, until the handles' transitions take it over."""
         self._complaints: list[Exception] = []
@@ -103,10 +105,11 @@ class Reconciler:
         self._complain(handle, moved)
         return moved
 
-    def _exchange(self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False) -> dict[Handle, Moved]:
+    def _exchange(self, leaving: Sequence[Handle], coming: Sequence[Handle], early_release: bool = False) -> dict[Handle, Moved]:
         """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
-        exchange = Exchange(self._device, self._stock, early_release=early_release)
+        room_bytes = min(self._device.memory().free_bytes, self._room_bytes) if leaving and coming else 0
+        exchange = Exchange(self._device, self._stock, room_bytes=room_bytes, early_release=early_release)
         moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
         return dict.fromkeys((*leaving, *coming), Moved()) | {by_holding[holding]: each for holding, each in moved.items()}
 
@@ -123,7 +126,7 @@ class Reconciler:
         if moved.stray_references and self._strict:
             self._complaints.append(
                 IntegrityError(
-                    f"{moved.stray_references} references to storages of {handle.name!r} were alive when it was offloaded ({moved.strays}). "
+                    f"{moved.stray_references} references to storages of {handle.name!r} were alive at its offload ({moved.strays}). "
                     "What they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
                 )
             )
@@ -183,14 +186,18 @@ class Reconciler:
         """Whether any handle is not where the plan wants it."""
         return any(handle.node != target_of(handle, plan) for handle in handles)
 
-    def advance(self, handles: Mapping[str, Handle], plan: Plan) -> None:
+    def advance(self, handles: Mapping[str, Handle], plan: Plan, room_bytes: int) -> None:
         """Bring every handle to its target, or leave every handle where it was.
+
+        Args:
+            room_bytes: what the budget leaves beside what the handles hold now: a swap may be ahead by that much.
 
         Raises:
             Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
                 its target state; complete either way.
         """
         self._settle_all(handles)
+        self._room_bytes = room_bytes
         sources = {handle.name: handle.node for handle in handles.values()}
         try:
             self._march(handles.values(), lambda handle: target_of(handle, plan))
@@ -200,7 +207,7 @@ class Reconciler:
             self._go_back(handles, sources, error)
             raise
         finally:
-            self._moved = {}
+            self._moved, self._room_bytes = {}, 0
             self._stock.release()
 
     def retreat(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
@@ -219,7 +226,7 @@ class Reconciler:
                 except Exception as error:
                     errors.append(error)
             for step in _STEPS:
-                if step is _MOVES:
+                if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
                         self._move_together(paths, early_release=True)
                 for handle, triggers in paths:
@@ -228,8 +235,9 @@ class Reconciler:
                     except Exception as error:
                         errors.append(error)
                         triggers.clear()
+            errors += self._settle_all(handles)
         finally:
-            self._moved = {}
+            self._moved, self._room_bytes = {}, 0
             self._stock.release()
         return errors + self._take_complaints()
 
@@ -242,7 +250,7 @@ class Reconciler:
                 handle.require_sound(wanted[0])
                 paths.append((handle, wanted))
         for step in _STEPS:
-            if step is _MOVES:
+            if step is _STEPS[1]:
                 self._move_together(paths)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
@@ -254,11 +262,10 @@ class Reconciler:
         if not leaving and not coming:
             return
         try:
-            self._moved = self._exchange(leaving, coming, early_release=early_release)
+            self._moved = self._exchange(leaving, coming, early_release)
         except BaseException as error:
-            if not early_release:
-                for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
-                    self._journal.failed(handle.counters, handle.name, trigger, error)
+            for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
+                self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
 
     def _run(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:

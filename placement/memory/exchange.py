@@ -61,13 +61,15 @@ class Exchange:
 
     Args:
         stock: where chunks go that nobody takes, and come from.
+        room_bytes: what may be taken from the driver before anything was given up.
         early_release: give chunks that nobody is waiting for back to the driver while the rest is still being copied. Going back
             after a failure may then have to ask the driver for memory.
     """
 
-    def __init__(self, device: Device, stock: Stock, *, early_release: bool = False) -> None:
+    def __init__(self, device: Device, stock: Stock, *, room_bytes: int, early_release: bool = False) -> None:
         self._device = device
         self._stock = stock
+        self._room_bytes = room_bytes
         self._early_release = early_release
         self._coming: deque[tuple[Range, int]] = deque()
 
@@ -86,10 +88,13 @@ class Exchange:
         try:
             moved = self._offload(out, into)
             moved |= self._load(into)
-        except BaseException:
-            # Who gives memory up first, so that who needs it back finds it.
+        except BaseException as error:
+            # Who gives memory up first, so that who needs it back finds it. Who cannot settle now is settled at the next border.
             for holding in sorted((*out, *into), key=lambda each: each.on_device):
-                holding.settle(self._stock)
+                try:
+                    holding.settle(self._stock)
+                except Exception as unsettled:
+                    error.add_note(f"placement: {holding.name!r} could not go back yet: {unsettled}")
             raise
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
@@ -107,7 +112,7 @@ class Exchange:
             leaving.append(_Leaving(holding, *holding.take_in_newborn()))
             self._enqueue(leaving[-1])
         if leaving:
-            self._fill(fresh=WINDOW, longest=1)
+            self._fill(fresh=self._window(), longest=1)
         for each in leaving:
             for batch in each.batches:
                 if batch.mark is not None:
@@ -119,6 +124,11 @@ class Exchange:
         if leaving:
             self._device.wait(self._device.mark("to_host"))  # newborn state has no chunks of its own to wait for
         return self._decide(leaving)
+
+    def _window(self) -> int:
+        """Chunks of what comes that find room beside everything that leaves."""
+        sizes = itertools.accumulate(r.chunk_sizes[index] for r, index in itertools.islice(self._coming, WINDOW))
+        return sum(nbytes <= self._room_bytes for nbytes in sizes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:
         """Everything that leaves is complete on the host."""

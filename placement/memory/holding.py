@@ -297,9 +297,9 @@ class Holding:
     def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
         self._is_vacating = True
-        self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
-        for index in range(first, last):
+        for index in range(first, last):  # first, so that what is on record is mapped, whenever an interrupt comes
             r.give(index, stock)
+        self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
 
     def _have_back(self, stock: Stock) -> bool:
         """An offload that was broken off: the chunks that it gave up come back and are filled from the slab, which has their bytes.
@@ -307,20 +307,26 @@ class Holding:
         Returns False where their memory is gone; then what is left was copied to the host, which has everything.
         """
         self.device.sync()
-        missing = {r: r.missing() for r in self.ranges}
+        missing = [(r, index) for r in self.ranges for index in r.missing()]
+        for r, index in missing:
+            self.device.unmap(r.adoption.addresses, r.chunk_sizes[index], r.starts[index])
         try:
-            chunks = iter(stock.take([r.chunk_sizes[index] for r, indices in missing.items() for index in indices]))
+            for r, index in missing:
+                (chunk,) = stock.take([r.chunk_sizes[index]])
+                try:
+                    self.device.map(r.adoption.addresses, (chunk,), r.starts[index])
+                    self.device.copy(r.copies((index,)), "to_device")
+                except BaseException:
+                    self.device.unmap(r.adoption.addresses, r.chunk_sizes[index], r.starts[index])
+                    stock.give((chunk,))
+                    raise
+                r.chunks[index] = chunk  # last: what is on record has its bytes
         except DeviceMemoryError:
             for r in self.ranges:
                 r.prints = None
                 self.device.copy(r.copies(sorted(r.chunks)), "to_host")
             self.device.sync()
             return False
-        for r, indices in missing.items():
-            r.chunks.update(zip(indices, chunks, strict=False))
-            self.device.unmap(r.adoption.addresses, r.nbytes)  # an interrupt may have come anywhere: start from poison
-            self.device.map(r.adoption.addresses, [r.chunks[index] for index in range(len(r.chunk_sizes))])
-            self.device.copy(r.copies(indices), "to_device")
         self.device.order()
         return True
 

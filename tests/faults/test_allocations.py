@@ -64,9 +64,15 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
             break
         points += 1
         where = f"{operation} call {points}"
-        assert error is not None, f"{where} failed and nobody was told"
+        if error is None:  # one failure at an exit is made good at the same border; then the metrics tell
+            assert operation in ("map", "copy", "sync"), f"{where} failed and nobody was told"
+            assert not forever
+            assert any(shot.failures for shot in worker.manager.snapshot().handles), f"{where} failed and nobody was told"
         worker.manager.check_integrity()
-        check_values(worker)
+        broken = {name for name, handle in worker.manager.handles.items() if handle.broken}
+        # In the middle of a swap, a link that stays dead leaves handles that can go neither way, and say so until it answers again.
+        assert not broken or (forever and operation in ("copy", "sync"))
+        check_values(worker, except_for=broken)
         if operation in ("host", "reserve", "create"):
             check_left(worker)
         worker.device.clear()
