@@ -196,7 +196,9 @@ class Reconciler:
             Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
                 its target state; complete either way.
         """
-        self._settle_all(handles)
+        for error in self._settle_all(handles):
+            if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
+                raise error
         self._room_bytes = room_bytes
         sources = {handle.name: handle.node for handle in handles.values()}
         try:
@@ -274,7 +276,7 @@ class Reconciler:
             self._fire(handle, triggers.pop(0))
 
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
-        """Settle every handle. Those that fail are broken, and stop only who needs to move them."""
+        """Settle every handle, as far as it goes. Returns what went wrong."""
         errors: list[Exception] = []
         for handle in sorted(handles.values(), key=lambda each: each.node[1]):  # who gives memory up before who needs it back
             try:

@@ -240,8 +240,8 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
                 unreached += 1
                 continue
             try:
-                # Also as the cause of our own error: what is no interrupt and comes out of a policy is a PolicyError.
-                told = isinstance(raised, error) or isinstance(getattr(raised, "__cause__", None), error) or swallowed == [error]
+                # An ordinary exception may come out as an error of ours: PolicyError from a policy, BrokenHandleError while settling.
+                told = isinstance(raised, (error, placement.PlacementError)) or swallowed == [error]
                 assert told, f"{raised!r} came out instead"
                 del raised
                 case.check()
