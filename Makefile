@@ -22,7 +22,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP)
-	@set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@$(BIN)/python -m bench.run $(ARGS)
 
 # torch first and alone, so that pip takes the file of the index that the machine is set up for (CPU or CUDA).
 $(STAMP): pyproject.toml constraints.txt

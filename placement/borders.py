@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from placement import views
-from placement.budget import Budget, check_fits
+from placement.budget import check_fits
 from placement.errors import IntegrityError, PhaseError, PlacementError, PolicyError
 from placement.handle import Handle
 from placement.journal import Journal, logger
-from placement.memory.base import Device
+from placement.memory.base import Device, DeviceMemory
 from placement.phases import Open, Phase, check_holder
+from placement.planner import Planner
 from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
-from placement.states import IDLE, Plan, State, View
+from placement.states import IDLE, Plan, State
 
 _WRONG_WRITE = (
     "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
@@ -36,10 +37,7 @@ class Borders:
 
     def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal) -> None:
         self._device = device
-        self._policy = policy
-        self._settings = settings
         self._journal = journal
-        self._budget = Budget(settings.budget_bytes, settings.headroom)
         self.reconciler = Reconciler(device, journal, strict=settings.strict)
         self._gone: deque[Handle] = deque()
         self.registry = Registry(device, self.reconciler, lambda: self.phase_name, self._gone.append)
@@ -52,8 +50,7 @@ class Borders:
         self.kept: frozenset[str] = frozenset()
         self.left_behind: tuple[Handle, ...] = ()
         """On the device although the last border wanted them off it."""
-        self._history: deque[str] = deque(maxlen=64)
-        self.memory = device.memory()
+        self._planner = Planner(policy, settings, self._handles, device.memory())
         self.peak_bytes = 0
 
     @property
@@ -74,7 +71,7 @@ class Borders:
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
                 phase._open = opened
-                self._history.append(name)
+                self._planner.began(name)
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
                 self.stack, phase._open = stack, None
@@ -86,7 +83,7 @@ class Borders:
         with self.border():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.stack[:-1]
-            enclosing, kept = below[-1].plan if below else self._idle_plan(), self.kept
+            enclosing, kept = below[-1].plan if below else self._planner.idle(self.kept), self.kept
             began = time.monotonic()
             self._finish(opened)
             try:
@@ -98,7 +95,7 @@ class Borders:
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*below, following)
                 phase._open = following
-                self._history.append(name)
+                self._planner.began(name)
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
                 self.stack, phase._open, self.kept = (*below, opened), opened, kept
@@ -184,7 +181,7 @@ class Borders:
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self.registry.build(handle)
                     plan = self._plan_for(name, only, enclosing)  # its bytes count from now on
-            room_bytes = check_fits(self._view(name), plan)
+            room_bytes = check_fits(self._planner.view(name, self._outer(), self.kept), plan)
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
@@ -198,7 +195,7 @@ class Borders:
         return plan
 
     def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
-        plan = views.ask(self._policy, self._view(name))
+        plan = self._planner.plan(name, self._outer(), self.kept)
         chosen = views.meant(only, self._handles)
         return plan if chosen is None else plan.limited_to(chosen, enclosing)
 
@@ -217,40 +214,20 @@ class Borders:
         if below:
             return below[-1].plan, []
         try:
-            return self._idle_plan(), []
+            return self._planner.idle(self.kept), []
         except PolicyError as error:
             return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
 
-    def _idle_plan(self) -> Plan:
-        return views.ask(self._policy, self._view(IDLE))
-
     def base_plan(self) -> Plan:
         """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
-        plan = self.stack[-1].plan if self.stack else self._idle_plan()
+        plan = self.stack[-1].plan if self.stack else self._planner.idle(self.kept)
         for name in self.kept:
             plan = plan.also(name, State.GPU_RESIDENT)
         return plan
 
-    def _view(self, phase: str) -> View:
-        handles = self._handles
-        held = sum(handle.resident_bytes for handle in handles.values())
-        return View(
-            phase=phase,
-            enclosing=self.stack[-1].name if self.stack else None,
-            upcoming=self._upcoming(phase),
-            handles={name: views.handle_view(handle, self.kept) for name, handle in handles.items()},
-            budget_bytes=self._budget.limit(phase, self.memory, held),
-            worker_role=self._settings.worker_role,
-            phases=self._settings.phases,
-        )
-
-    def _upcoming(self, phase: str) -> tuple[str, ...]:
-        """What followed the last time this phase began, up to its return."""
-        history = tuple(self._history)
-        for index in range(len(history) - 1, -1, -1):
-            if history[index] == phase:
-                return history[index + 1 :]
-        return ()
+    def _outer(self) -> str | None:
+        """The innermost open phase, None outside every phase: what encloses the one that is about to begin."""
+        return self.stack[-1].name if self.stack else None
 
     def join(self, handle: Handle) -> None:
         """Bring a newly registered handle where the present phase wants it.
@@ -265,7 +242,8 @@ class Borders:
             plan = self.base_plan()
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
-            self.reconciler.advance(self._handles, plan, check_fits(self._view(self.phase_name), plan))
+            room_bytes = check_fits(self._planner.view(self.phase_name, None, self.kept), plan)
+            self.reconciler.advance(self._handles, plan, room_bytes)
         except BaseException:
             for each, plan in zip(stack, plans, strict=True):
                 each.plan = plan
@@ -299,17 +277,21 @@ class Borders:
             self._device.close()
             self.is_closed = True
 
+    @property
+    def memory(self) -> DeviceMemory:
+        """As measured at the last border."""
+        return self._planner.memory
+
     def budget_bytes(self) -> int:
         """Device bytes that the handles may hold together now."""
-        held = sum(handle.resident_bytes for handle in list(self._handles.values()))
-        return self._budget.limit(self.phase_name, self.memory, held)
+        return self._planner.budget_bytes(self.phase_name)
 
     def _extend_plans(self, handle: Handle) -> None:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
-        below = self._idle_plan()
+        below = self._planner.idle(self.kept)
         for each in self.stack:
-            asked = views.ask(self._policy, self._view(each.name))
+            asked = self._planner.plan(each.name, self._outer(), self.kept)
             meant = views.meant(None if each.only is None else [name for name in each.only if name in self._handles], self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed)
@@ -325,7 +307,7 @@ class Borders:
 
     def _finish(self, opened: Open) -> None:
         self.measure()
-        self._budget.observe(opened.name, self.memory)
+        self._planner.over(opened.name)
 
     def _worth_keeping(self, opened: Open) -> frozenset[str]:
         """What the phase wanted kept and is on the device: a keep carries residency, it loads nothing."""
@@ -344,7 +326,7 @@ class Borders:
             self._journal.decisions["keep" if on is wanted else "load" if wanted else "offload"] += 1
 
     def measure(self) -> None:
-        self.memory = self._device.memory()
+        self._planner.memory = self._device.memory()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
     def poison_was_written(self, wait: bool = True) -> bool:

@@ -1,0 +1,79 @@
+"""Asking the policy: what it is shown, what phases are known to come, and the budget behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from placement import views
+from placement.budget import Budget
+from placement.handle import Handle
+from placement.memory.base import DeviceMemory
+from placement.settings import Settings
+from placement.states import IDLE, Plan, View
+
+_HISTORY = 64
+
+
+class Planner:
+    """Makes plans for one manager. Moves nothing.
+
+    Args:
+        handles: the manager's, in registration order; read at each call.
+    """
+
+    def __init__(self, policy: Any, settings: Settings, handles: Mapping[str, Handle], memory: DeviceMemory) -> None:
+        self._policy = policy
+        self._settings = settings
+        self._handles = handles
+        self._budget = Budget(settings.budget_bytes, settings.headroom)
+        self._history: deque[str] = deque(maxlen=_HISTORY)
+        self.memory = memory
+        """As last measured."""
+
+    def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
+        """The policy's plan for a phase.
+
+        Raises:
+            PolicyError: it has none.
+        """
+        return views.ask(self._policy, self.view(phase, enclosing, kept))
+
+    def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
+        """Where everything belongs outside every phase."""
+        return self.plan(IDLE, None, kept)
+
+    def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
+        """What the policy may know."""
+        handles = {name: views.handle_view(handle, kept) for name, handle in self._handles.items()}
+        return View(
+            phase=phase,
+            enclosing=enclosing,
+            upcoming=self._upcoming(phase),
+            handles=handles,
+            budget_bytes=self._budget.limit(phase, self.memory, sum(handle.resident_bytes for handle in handles.values())),
+            worker_role=self._settings.worker_role,
+            phases=self._settings.phases,
+        )
+
+    def budget_bytes(self, phase: str) -> int:
+        """Device bytes that the handles may hold together in a phase, as things are now."""
+        held = sum(handle.resident_bytes for handle in list(self._handles.values()))
+        return self._budget.limit(phase, self.memory, held)
+
+    def began(self, phase: str) -> None:
+        """A phase is open now: part of the cycle."""
+        self._history.append(phase)
+
+    def over(self, phase: str) -> None:
+        """A phase ends now: remember what others came to need in it."""
+        self._budget.observe(phase, self.memory)
+
+    def _upcoming(self, phase: str) -> tuple[str, ...]:
+        """What followed the last time this phase began, up to its return."""
+        history = tuple(self._history)
+        for index in range(len(history) - 1, -1, -1):
+            if history[index] == phase:
+                return history[index + 1 :]
+        return ()
