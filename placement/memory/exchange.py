@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,6 +26,8 @@ WINDOW = 4
 """Chunks that a swap may create before the first one is given up: the measured least that keeps both directions busy."""
 _BATCH = 4
 """Chunks that are vacated together. Fewer cost more driver calls, more leave a longer rest after the last copy."""
+_FIRST = 2
+"""Chunks that are mapped before the first copy of a load; then twice as many each time, under the copies."""
 _LEAD = 4
 """Chunks whose fingerprints are asked first, so that the link has work while the others are computed."""
 
@@ -46,14 +48,19 @@ class _Leaving:
     """One holding that goes to the host."""
 
     holding: Holding
-    fresh: tuple[Range, ...]
-    is_first: bool
+    fresh: tuple[Range, ...] = ()
+    is_first: bool = False
     """Whether state was taken in for good, whose old memory torch now caches."""
     batches: list[_Batch] = field(default_factory=list)
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
+
+    def take_in_newborn(self) -> None:
+        """Start saving what was born since the last offload."""
+        self.fresh, self.is_first = self.holding.take_in_newborn()
+        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
 
 class Exchange:
@@ -106,13 +113,16 @@ class Exchange:
             self._device.sync()
         for holding in (*holdings, *coming):
             holding.begin_move(self._stock)
-        self._coming.extend((r, index) for holding in coming for r in holding.ranges for index in range(len(r.chunk_sizes)))
-        leaving = []
-        for holding in holdings:
-            leaving.append(_Leaving(holding, *holding.take_in_newborn()))
-            self._enqueue(leaving[-1])
-        if leaving:
-            self._fill(fresh=self._window(), longest=1)
+        self._expect(r for holding in coming for r in holding.ranges)
+        leaving = [_Leaving(holding) for holding in holdings]
+        for each in leaving:
+            self._enqueue(each)
+        self._fill(fresh=self._window() if leaving else _FIRST, longest=1 if leaving else _FIRST, once=not leaving)
+        # The link has work; only now look at every tensor of every object.
+        for each in leaving:
+            each.take_in_newborn()
+        for holding in coming:
+            self._expect(holding.take_in_from_elsewhere())
         for each in leaving:
             for batch in each.batches:
                 if batch.mark is not None:
@@ -124,6 +134,9 @@ class Exchange:
         if leaving:
             self._device.wait(self._device.mark("to_host"))  # newborn state has no chunks of its own to wait for
         return self._decide(leaving)
+
+    def _expect(self, ranges: Iterable[Range]) -> None:
+        self._coming.extend((r, index) for r in ranges for index in range(len(r.chunk_sizes)))
 
     def _window(self) -> int:
         """Chunks of what comes that find room beside everything that leaves."""
@@ -147,7 +160,6 @@ class Exchange:
     def _enqueue(self, leaving: _Leaving) -> None:
         """Ask what changed, enqueue the copies of that, and cut it all into batches."""
         holding = leaving.holding
-        leaving.copied_bytes += sum(claim.nbytes for r in leaving.fresh for claim in r.claims or ())
         for r in holding.ranges:
             known = None if r.prints is None else r.prints.cpu()
             is_kept = holding.readonly and known is not None and not r.loose  # a readonly module's gradients may change
@@ -179,7 +191,7 @@ class Exchange:
     # --- what comes
 
     def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
-        longest = 2
+        longest = 2 * _FIRST
         while self._coming:  # the link starts with the first few chunks; the longer it has work, the more may be mapped at once
             self._fill(fresh=longest, longest=longest, once=True)
             longest *= 2
@@ -190,7 +202,6 @@ class Exchange:
             holding.commit_load()
             holding.settle(self._stock)
             moved[holding] = Moved(copied_bytes=sum(r.nbytes for r in holding.ranges))
-            holding.look()
         return moved
 
     def _fill(self, *, fresh: int, longest: int, once: bool = False) -> None:

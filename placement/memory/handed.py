@@ -53,6 +53,9 @@ class Handed:
             own = {id(tensor) for tensor in live}
             self._tensors = [ref for ref in self._tensors if (tensor := ref()) is not None and id(tensor) not in own]
 
+    def __bool__(self) -> bool:
+        return bool(self._tensors)
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         for ref in self._tensors:
             tensor = ref()

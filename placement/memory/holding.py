@@ -204,13 +204,17 @@ class Holding:
         if was_on_device:
             self.device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
 
-    def _take_in_from_elsewhere(self) -> None:
-        """Adopt what was added on another device while the object was offloaded (adapters created on the CPU)."""
+    def take_in_from_elsewhere(self) -> tuple[Range, ...]:
+        """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
+        before, here = self.ranges, 0
         for loose, claims in enumerate(self.newborn()):
+            here += sum(c.nbytes for c in claims if c.storage.device == self.device.torch_device)
             fresh = self._take_in([c for c in claims if c.storage.device != self.device.torch_device], bool(loose))
             if fresh is not None:
                 self._keep((*self.ranges, fresh))
                 fresh.move_in()
+        self.loose_bytes = here
+        return self.ranges[len(before) :]
 
     def drop_dead(self, stock: Stock) -> None:
         """Return ranges that no tensor uses any more (dropped gradients, replaced optimizer state)."""
@@ -237,12 +241,10 @@ class Holding:
     def begin_move(self, stock: Stock) -> None:
         """From here to the end of `settle` nothing may be taken for granted."""
         self._is_settled = False
-        if self.on_device:
+        self._is_copying = not self.on_device
+        if self.on_device and self.handed:
             self.handed.disown(owned.tensor for owned in self.adapter.owned())
         self.drop_dead(stock)
-        if not self.on_device:
-            self._is_copying = True
-            self._take_in_from_elsewhere()
 
     def take_in_newborn(self) -> tuple[tuple[Range, ...], bool]:
         """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good."""

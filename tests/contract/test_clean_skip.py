@@ -1,0 +1,387 @@
+"""Clean-skip: who writes how into a parameter does not matter. What was written is never stale, and nothing else is copied."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from placement import IntegrityError, Manager
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.contract.collectives import COLLECTIVES, run_collectives
+
+CHUNK = 16384
+SIDE = 64
+"""A parameter of SIDE x SIDE floats fills one chunk."""
+
+
+class Blocks(nn.Module):
+    """Three parameters of one chunk each, and a buffer in a fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.written, self.last = (nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(SIDE, SIDE))
+
+
+class Worker:
+    """A registered model with an optimizer that has no state, and a twin that placement does not know."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = Blocks() if model is None else model
+        self.twin = copy.deepcopy(self.model)
+        self.manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+        self.handle = self.manager.register("actor", self.model, role="actor")
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.manager.register("sgd", self.sgd)
+        self.size = sum(r.nbytes for r in self.handle.holding.ranges) if self.handle.holding else 0
+
+    def visit(self, write: Callable[[Any], object] | None = None) -> tuple[int, int]:
+        """A training phase that writes; returns the bytes that its offload copied and skipped."""
+        before = self.handle.counters.offloaded_bytes, self.handle.counters.skipped_bytes
+        with self.manager.phase("train"):
+            if write is not None:
+                write(self.model)
+        after = self.handle.counters.offloaded_bytes, self.handle.counters.skipped_bytes
+        return after[0] - before[0], after[1] - before[1]
+
+    def check(self) -> None:
+        """The values are the twin's: on the host, and on the device after a load."""
+        assert_equal(self.handle.state_dict(), self.twin.state_dict())
+        with self.manager.phase("train"):
+            assert_equal(dict(self.model.state_dict()), self.twin.state_dict())
+        assert_nothing_resident(self.manager)
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Equal as bytes."""
+    assert list(found) == list(wanted)
+    different = [name for name in wanted if not found[name].contiguous().view(torch.uint8).equal(wanted[name].contiguous().view(torch.uint8))]
+    assert different == []
+
+
+# --- writers of one parameter
+
+
+def in_no_grad(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.add_(1)
+
+
+def in_inference_mode(p: nn.Parameter) -> None:
+    with torch.inference_mode():
+        p.mul_(2)
+
+
+def through_a_view(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.view(-1)[100:104].zero_()
+
+
+def through_an_old_view(p: nn.Parameter) -> None:
+    rows = p.data.t()[3:5]
+    with torch.no_grad():
+        rows.fill_(7)
+
+
+def by_item(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p[5, 5] = 0.25
+
+
+def by_out(p: nn.Parameter) -> None:
+    torch.add(p.detach(), 1, out=p.data)
+
+
+def by_numpy(p: nn.Parameter) -> None:
+    p.detach().numpy()[0, 0] = 3.0
+
+
+def by_ctypes(p: nn.Parameter) -> None:
+    ctypes.memset(p.data_ptr() + 4 * 77, 0x3F, 4)
+
+
+def by_storage(p: nn.Parameter) -> None:
+    p.untyped_storage()[9] = 1
+
+
+def by_thread(p: nn.Parameter) -> None:
+    thread = threading.Thread(target=lambda: p.data.sub_(1))
+    thread.start()
+    thread.join()
+
+
+def by_foreach(p: nn.Parameter) -> None:
+    torch._foreach_mul_([p.data], 0.5)
+
+
+def by_fused_kernel(p: nn.Parameter) -> None:
+    torch._fused_sgd_(
+        [p.data],
+        [torch.ones_like(p)],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.5,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+
+
+@torch.library.custom_op("placement_tests::scribble", mutates_args=())
+def scribble(x: torch.Tensor) -> torch.Tensor:
+    """Claims to write into nothing, as a careless kernel does."""
+    x.numpy().__imul__(3)
+    return torch.zeros(())
+
+
+def by_undeclared_custom_op(p: nn.Parameter) -> None:
+    scribble(p.detach())
+
+
+def by_hook(p: nn.Parameter) -> None:
+    handle = p.register_post_accumulate_grad_hook(lambda each: each.data.add_(each.grad if each.grad is not None else 0))
+    p.square().sum().backward()
+    handle.remove()
+    p.grad = None
+
+
+def by_load_state_dict(p: nn.Parameter) -> None:
+    nn.ParameterDict({"p": p}).load_state_dict({"p": torch.full((SIDE, SIDE), 2.5)})
+
+
+ONE: dict[str, Callable[[nn.Parameter], object]] = {
+    "no_grad in place": in_no_grad,
+    "inference_mode in place": in_inference_mode,
+    "data in place": lambda p: p.data.mul_(2),
+    "data copy_": lambda p: p.data.copy_(torch.ones(SIDE, SIDE)),
+    "detach in place": lambda p: p.detach().add_(1),
+    "view": through_a_view,
+    "transposed slice of data": through_an_old_view,
+    "one item": by_item,
+    "out=": by_out,
+    "index_put_": lambda p: p.data.index_put_((torch.tensor([1]), torch.tensor([2])), torch.tensor(9.0)),
+    "masked_fill_": lambda p: p.data.masked_fill_(p.data > 0, 0.0),
+    "scatter_": lambda p: p.data.scatter_(0, torch.zeros(1, SIDE, dtype=torch.long), 4.0),
+    "viewed as integers": lambda p: p.data.view(torch.int32).bitwise_xor_(1),
+    "sign of a zero": lambda p: p.data.neg_(),
+    "reordered": lambda p: p.data.copy_(p.data.flip(0)),
+    "nan": lambda p: p.data.fill_(float("nan")),
+    "numpy alias": by_numpy,
+    "dlpack alias": lambda p: torch.from_dlpack(p.detach()).add_(1),
+    "ctypes": by_ctypes,
+    "untyped storage": by_storage,
+    "another thread": by_thread,
+    "_foreach": by_foreach,
+    "fused kernel": by_fused_kernel,
+    "custom op that declares no mutation": by_undeclared_custom_op,
+    "backward hook": by_hook,
+    "load_state_dict": by_load_state_dict,
+    "nn.init": lambda p: nn.init.constant_(p, 0.5),
+}
+
+
+@pytest.mark.parametrize("write", ONE.values(), ids=ONE.keys())
+def test_one_parameter_written_and_one_chunk_copied(write: Callable[[nn.Parameter], object]) -> None:
+    worker = Worker()
+    assert worker.visit() == (0, worker.size)
+    assert worker.visit(lambda model: write(model.written)) == (CHUNK, worker.size - CHUNK)
+    write(worker.twin.written)  # type: ignore[arg-type]
+    worker.check()
+    assert worker.visit() == (0, worker.size)
+
+
+# --- writers of whole modules
+
+
+def replace_all_at_once(model: Any) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 2, model.parameters())
+
+
+def load_and_assign(model: Any) -> None:
+    model.load_state_dict({name: torch.full_like(value, 1.5) for name, value in model.state_dict().items()}, assign=True)
+
+
+def give_other_storage(model: Any) -> None:
+    model.written.data = torch.full((SIDE, SIDE), 6.0)
+
+
+def swap_tensors(model: Any) -> None:
+    torch.utils.swap_tensors(model.written, nn.Parameter(torch.full((SIDE, SIDE), 8.0)))
+
+
+def average(model: Any) -> None:
+    model.mean.lerp_(model.first.detach(), 0.25)
+
+
+ALL: dict[str, tuple[Callable[[Any], object], int]] = {
+    "load_state_dict": (lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}), 4 * CHUNK),
+    "apply": (lambda model: model.apply(lambda each: [nn.init.ones_(p) for p in each.parameters(False)]), 3 * CHUNK),
+    "buffer": (average, CHUNK),
+    "vector_to_parameters": (replace_all_at_once, 3 * CHUNK),
+    "load_state_dict(assign=True)": (load_and_assign, 4 * CHUNK),
+    "data =": (give_other_storage, CHUNK),
+    "swap_tensors": (swap_tensors, CHUNK),
+}
+"""The writer, and the least that its offload copies: a new storage takes its neighbours in its old range along."""
+
+
+@pytest.mark.parametrize(("write", "least"), ALL.values(), ids=ALL.keys())
+def test_a_whole_module_written(write: Callable[[Any], object], least: int) -> None:
+    worker = Worker()
+    copied, skipped = worker.visit(write)
+    assert copied == least
+    assert copied + skipped >= worker.size
+    write(worker.twin)
+    worker.check()
+    copied, skipped = worker.visit()
+    assert copied == 0
+    assert skipped >= worker.size
+
+
+def test_the_same_values_written_again_are_no_change() -> None:
+    worker = Worker()
+    worker.visit()
+    assert worker.visit(lambda model: model.written.data.copy_(model.written.data.clone())) == (0, worker.size)
+
+
+def test_a_write_undone_is_no_change() -> None:
+    worker = Worker()
+
+    def there_and_back(model: Any) -> None:
+        model.written.data.view(torch.int32).bitwise_xor_(255)
+        model.written.data.view(torch.int32).bitwise_xor_(255)
+
+    assert worker.visit(there_and_back) == (0, worker.size)
+
+
+@pytest.mark.parametrize("write", ONE.values(), ids=ONE.keys())
+def test_a_write_into_a_readonly_handle_is_named_and_never_copied(write: Callable[[nn.Parameter], object]) -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    twin = copy.deepcopy(model)
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    handle = manager.register("ref", model, role="ref", readonly=True)
+    with pytest.raises(IntegrityError, match="'ref' is readonly, but 1 of its chunks changed"), manager.phase("log_prob"):
+        write(model.written)
+    assert handle.counters.offloaded_bytes == 0
+    with manager.phase("log_prob"):
+        assert_equal(dict(model.state_dict()), twin.state_dict())
+    assert handle.counters.offloaded_bytes == 0
+    assert_nothing_resident(manager)
+
+
+def test_batch_norm_writes_its_buffers_in_forward() -> None:
+    torch.manual_seed(0)
+    worker = Worker(nn.Sequential(nn.Linear(4096, 8, bias=False), nn.BatchNorm1d(8)))
+    data = torch.randn(5, 4096)
+
+    def forward(model: Any) -> None:
+        with torch.no_grad():
+            model(data)
+
+    copied, skipped = worker.visit(forward)
+    assert 0 < copied <= CHUNK
+    assert copied + skipped == worker.size
+    forward(worker.twin)
+    worker.check()
+    assert worker.visit() == (0, worker.size)
+
+
+# --- optimizers
+
+OPTIMIZERS = {
+    name: found
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+}
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}, "LBFGS": {"history_size": 3}}
+FUSED_ON_CPU = ("Adagrad", "Adam", "AdamW", "SGD")
+
+
+def cases() -> list[Any]:
+    """Every optimizer of this torch in every implementation that it has on the CPU."""
+    found = []
+    for name, optimizer in OPTIMIZERS.items():
+        accepted = optimizer.__init__.__code__.co_varnames[: optimizer.__init__.__code__.co_argcount + optimizer.__init__.__code__.co_kwonlyargcount]
+        found.append((name, {}))
+        found += [(name, {"foreach": True})] if "foreach" in accepted else []
+        found += [(name, {"fused": True})] if name in FUSED_ON_CPU else []
+    return [pytest.param(name, options, id="-".join([name, *options] if options else [name, "plain"])) for name, options in found]
+
+
+def trained(name: str, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[nn.Module, torch.optim.Optimizer], None]]:
+    """A model, its optimizer, and one step of it."""
+    torch.manual_seed(1)
+    is_sparse = name == "SparseAdam"
+    model: nn.Module = nn.Embedding(SIDE, SIDE, sparse=True) if is_sparse else nn.Linear(SIDE, SIDE, bias=False)
+    data = torch.arange(0, SIDE, 2) if is_sparse else torch.randn(4, SIDE)
+    optimizer = OPTIMIZERS[name](model.parameters(), **{"lr": 0.01, **OPTIONS.get(name, {}), **options})
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(data).square().mean()
+            loss.backward()
+            return float(loss)
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def state_bytes(value: Any) -> Any:
+    """A state dict as something that compares as bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: state_bytes(each) for key, each in value.items()}
+    return [state_bytes(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize(("name", "options"), cases())
+def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
+    model, optimizer, step = trained(name, options)
+    twin, its_optimizer, _ = trained(name, options)
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    handles = manager.register("actor", model, role="actor"), manager.register("optimizer", optimizer)
+    for _ in range(4):
+        before = handles[0].counters.offloaded_bytes
+        with manager.phase("train"):
+            step(model, optimizer)
+        step(twin, its_optimizer)
+        assert handles[0].counters.offloaded_bytes > before
+        assert state_bytes(handles[0].state_dict()) == state_bytes(twin.state_dict())
+        assert state_bytes(handles[1].state_dict()) == state_bytes(its_optimizer.state_dict())
+        with manager.phase("train"):
+            assert state_bytes(model.state_dict()) == state_bytes(twin.state_dict())
+            assert state_bytes(optimizer.state_dict()) == state_bytes(its_optimizer.state_dict())
+    copied = [handle.counters.offloaded_bytes for handle in handles]
+    skipped = [handle.counters.skipped_bytes for handle in handles]
+    with manager.phase("train"):
+        sizes = [sum(r.nbytes for r in handle.holding.ranges) for handle in handles if handle.holding is not None]
+    assert [handle.counters.offloaded_bytes for handle in handles] == copied
+    assert [handle.counters.skipped_bytes - before for handle, before in zip(handles, skipped, strict=True)] == sizes
+    assert_nothing_resident(manager)
+
+
+# --- collectives
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="torch has no gloo here")
+def test_collectives_under_gloo() -> None:
+    """Two ranks; each collective writes one parameter and its offload copies one chunk."""
+    found = run_collectives(CHUNK, SIDE)
+    assert found == {rank: dict.fromkeys(COLLECTIVES, (True, CHUNK)) for rank in range(2)}
