@@ -113,8 +113,6 @@ class Registry:
         return found
 
     def _bind(self, handle: Handle, target: Any, external: bool) -> None:
-        if torch.is_inference_mode_enabled():
-            raise RegistrationError(f"{handle.name!r}: register outside torch.inference_mode(), whose tensors cannot be trained again")
         adapter = self._adapter(handle, target, external)
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:

@@ -47,6 +47,10 @@ class TorchEngine(Engine):
     def modules(self) -> Sequence[torch.nn.Module]:
         return (self.module,)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The module's, readable in every state."""
+        return dict(self.module.state_dict())
+
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copy published weights into the module, cast to its types."""
         own: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))

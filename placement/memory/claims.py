@@ -7,9 +7,8 @@ same bytes against each other, so every adoption asks here first.
 from __future__ import annotations
 
 import bisect
-import threading
+import itertools
 import weakref
-from operator import itemgetter
 from typing import Protocol
 
 
@@ -17,38 +16,49 @@ class Owner(Protocol):
     name: str
 
 
-_base, _end = itemgetter(0), itemgetter(1)
-
-
 class _Table:
-    """Ranges that do not overlap, sorted: first address, end, owner. Each change is a single store, so that no interrupt cuts it."""
+    """First address, end and owner of each range. No lock: a collection in the middle may drop a manager, which takes its ranges
+    out in the same thread, and an interrupt must not leave a lock held. Each change is one dictionary operation."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection inside may drop a manager, which takes its ranges out
-        self._ranges: list[tuple[int, int, weakref.ref[Owner]]] = []
+        self._ranges: dict[int, tuple[int, weakref.ref[Owner]]] = {}
+        self._changes = itertools.count(1)
+        self._change = 0
+        self._sorted: tuple[int, list[int]] = (0, [])
+        """The first addresses of living owners, ascending, and the change up to which that holds."""
 
     def add(self, owner: Owner, base: int, nbytes: int) -> None:
-        """Enter a range. What overlaps it is of managers that were dropped: their addresses have been given out again."""
-        end = base + nbytes
-        with self._lock:
-            first = bisect.bisect_right(self._ranges, base, key=_end)
-            last = bisect.bisect_left(self._ranges, end, key=_base)
-            self._ranges[first:last] = [(base, end, weakref.ref(owner))]
+        self._ranges[base] = (base + nbytes, weakref.ref(owner))
+        self._change = next(self._changes)
 
     def remove(self, base: int) -> None:
-        with self._lock:
-            index = bisect.bisect_left(self._ranges, base, key=_base)
-            if index < len(self._ranges) and self._ranges[index][0] == base:
-                del self._ranges[index]
+        self._ranges.pop(base, None)
+        self._change = next(self._changes)
 
     def owner_of(self, address: int) -> Owner | None:
         """The owner of the range that holds an address; None where there is none, or none any more."""
-        with self._lock:
-            index = bisect.bisect_right(self._ranges, address, key=_base) - 1
+        for anew in (False, True):
+            bases = self._bases(anew)
+            index = bisect.bisect_right(bases, address) - 1
             if index < 0:
                 return None
-            _, end, owner = self._ranges[index]
-            return owner() if address < end else None
+            end, reference = self._ranges.get(bases[index], (0, None))
+            owner = reference() if reference is not None else None
+            if owner is not None:
+                return owner if address < end else None
+            # Of a manager that was dropped; its addresses may have been given out again, in other pieces.
+        return None
+
+    def _bases(self, anew: bool) -> list[int]:
+        change, bases = self._sorted
+        if anew or change != self._change:
+            change = self._change
+            for base, (_, reference) in list(self._ranges.items()):
+                if reference() is None and self._ranges.get(base, (0, None))[1] is reference:
+                    self._ranges.pop(base, None)
+            bases = sorted(self._ranges.copy())
+            self._sorted = change, bases
+        return bases
 
 
 RANGES = _Table()

@@ -65,8 +65,16 @@ class Worker:
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """Equal as bytes."""
     assert list(found) == list(wanted)
-    different = [name for name in wanted if not found[name].contiguous().view(torch.uint8).equal(wanted[name].contiguous().view(torch.uint8))]
-    assert different == []
+    assert [name for name in wanted if state_bytes(found[name]) != state_bytes(wanted[name])] == []
+
+
+def state_bytes(value: Any) -> Any:
+    """A state dict as something that compares as bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: state_bytes(each) for key, each in value.items()}
+    return [state_bytes(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 # --- writers of one parameter
@@ -151,10 +159,14 @@ def by_undeclared_custom_op(p: nn.Parameter) -> None:
 
 
 def by_hook(p: nn.Parameter) -> None:
-    handle = p.register_post_accumulate_grad_hook(lambda each: each.data.add_(each.grad if each.grad is not None else 0))
+    def step(each: torch.Tensor) -> None:
+        if each.grad is not None:
+            each.data.sub_(each.grad, alpha=0.1)
+            each.grad = None
+
+    handle = p.register_post_accumulate_grad_hook(step)
     p.square().sum().backward()
     handle.remove()
-    p.grad = None
 
 
 def by_load_state_dict(p: nn.Parameter) -> None:
@@ -334,21 +346,12 @@ def trained(name: str, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.
             optimizer.zero_grad()
             loss = model(data).square().mean()
             loss.backward()
-            return float(loss)
+            return loss.item()
 
         optimizer.step(closure)
         optimizer.zero_grad()
 
     return model, optimizer, step
-
-
-def state_bytes(value: Any) -> Any:
-    """A state dict as something that compares as bytes."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.detach().contiguous().numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: state_bytes(each) for key, each in value.items()}
-    return [state_bytes(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 @pytest.mark.parametrize(("name", "options"), cases())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import placement
 from placement.testing import assert_nothing_resident
 from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
 
@@ -262,3 +263,15 @@ def test_state_dicts_of_ordinary_optimizers_are_not_shared_containers() -> None:
         assert worker.adam.state
         assert worker.net(batch()).isfinite().all()
     assert net() is not None
+
+
+def test_an_engine_shows_its_modules_state_dict_in_every_state() -> None:
+    manager = make_manager()
+    engine = placement.TorchEngine(torch.nn.Linear(8, 4))
+    expected = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    handle = manager.register("rollout", engine, role="rollout")
+    for phase in ("idle", "rollout"):
+        with manager.phase(phase):
+            shown = handle.state_dict()
+            assert shown.keys() == expected.keys()
+            assert all(torch.equal(shown[name], expected[name]) for name in expected)
