@@ -38,7 +38,7 @@ class Borders:
     def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal) -> None:
         self._device = device
         self._journal = journal
-        self.reconciler = Reconciler(device, journal, strict=settings.strict)
+        self.reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify)
         self._gone: deque[Handle] = deque()
         self.registry = Registry(device, self.reconciler, lambda: self.phase_name, self._gone.append)
         self._handles = self.registry.handles
@@ -67,7 +67,7 @@ class Borders:
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
-                plan = self._go(name, only, enclosing)
+                plan = self._go(name, only, enclosing, stack)
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
                 phase._open = opened
@@ -91,7 +91,7 @@ class Borders:
                 for each in self.kept:
                     enclosing = enclosing.also(each, State.GPU_RESIDENT)
                 self._journal.enter_phase(name)
-                plan = self._go(name, only, enclosing)
+                plan = self._go(name, only, enclosing, below)
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*below, following)
                 phase._open = following
@@ -171,17 +171,17 @@ class Borders:
                 self._busy = False
                 torch.set_grad_enabled(grad_was_on)
 
-    def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
+    def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> Plan:
         """Make the plan for a phase and carry it out, all or nothing."""
         handles = self._handles
         self.measure()  # what others freed or took since the last border
         try:
-            plan = self._plan_for(name, only, enclosing)
+            plan = self._plan_for(name, only, enclosing, below)
             for handle in list(handles.values()):
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self.registry.build(handle)
-                    plan = self._plan_for(name, only, enclosing)  # its bytes count from now on
-            room_bytes = check_fits(self._planner.view(name, self._outer(), self.kept), plan)
+                    plan = self._plan_for(name, only, enclosing, below)  # its bytes count from now on
+            room_bytes = check_fits(self._planner.view(name, _innermost(below), self.kept), plan)
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
@@ -194,8 +194,8 @@ class Borders:
         self.measure()
         return plan
 
-    def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan) -> Plan:
-        plan = self._planner.plan(name, self._outer(), self.kept)
+    def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> Plan:
+        plan = self._planner.plan(name, _innermost(below), self.kept)
         chosen = views.meant(only, self._handles)
         return plan if chosen is None else plan.limited_to(chosen, enclosing)
 
@@ -224,10 +224,6 @@ class Borders:
         for name in self.kept:
             plan = plan.also(name, State.GPU_RESIDENT)
         return plan
-
-    def _outer(self) -> str | None:
-        """The innermost open phase, None outside every phase: what encloses the one that is about to begin."""
-        return self.stack[-1].name if self.stack else None
 
     def join(self, handle: Handle) -> None:
         """Bring a newly registered handle where the present phase wants it.
@@ -258,7 +254,7 @@ class Borders:
         self.kept -= {handle.name}
         for each in self.stack:
             each.kept.discard(handle.name)
-            each.plan = Plan({n: s for n, s in each.plan.targets.items() if n != handle.name}, each.plan.streamed - {handle.name})
+            each.plan = each.plan.without(handle.name)
         self.measure()
 
     def close(self) -> None:
@@ -290,11 +286,12 @@ class Borders:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         below = self._planner.idle(self.kept)
-        for each in self.stack:
-            asked = self._planner.plan(each.name, self._outer(), self.kept)
+        for index, each in enumerate(self.stack):
+            asked = self._planner.plan(each.name, _innermost(self.stack[:index]), self.kept)
             meant = views.meant(None if each.only is None else [name for name in each.only if name in self._handles], self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
-            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed)
+            dropped = each.plan.dropped | (below.dropped & {handle.name})
+            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def _require_innermost(self, phase: Phase, what: str) -> Open:
@@ -335,7 +332,7 @@ class Borders:
         zeroed = [(holding, places) for holding in holdings if (places := holding.zeroed())]
         for holding, places in zeroed:  # zero_grad() may be called anywhere: no wrong write
             holding.take_zeroed(places)
-        written = self._device.heal_poison(wait)
+        written = self._device.heal_poison(wait or bool(zeroed))  # a load must not change what is under the refilling
         self._journal.wrong_writes += written
         return written
 
@@ -394,3 +391,8 @@ class Borders:
         if handle is None:
             raise PhaseError(views.unknown_handle(name, self._handles))
         return handle
+
+
+def _innermost(below: tuple[Open, ...]) -> str | None:
+    """What encloses a phase that lies above these."""
+    return below[-1].name if below else None

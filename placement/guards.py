@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from placement.errors import NotResidentError, PhaseError, PlacementError
+from placement.errors import BrokenHandleError, NotResidentError, PhaseError, PlacementError
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ class StateDictGuard(_Guard):
         handle = self.handle()
         if handle is None or handle.holding is None:
             return None
+        if handle.holding.lost is not None:
+            raise BrokenHandleError(f"{handle.name!r} is broken and its values must not be saved: {handle.holding.lost}")
         with torch.inference_mode(False):  # what is handed out follows the handle later, which inference tensors cannot
             if not isinstance(owner, torch.nn.Module):
                 return self._readable(handle, state_dict)  # an optimizer's dict holds its live state: containers are copied

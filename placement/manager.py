@@ -48,7 +48,7 @@ class Manager:
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together; None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: further keywords of `Settings` (phases, strict, headroom, journal_length, pinned_limit_bytes).
+        settings: further keywords of `Settings` (phases, strict, verify, headroom, journal_length, pinned_limit_bytes).
 
     Raises:
         ValueError: a keyword is unknown or does not fit.

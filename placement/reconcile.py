@@ -17,8 +17,9 @@ from placement.journal import Journal, Record
 from placement.machine import Node, path
 from placement.memory.base import Device
 from placement.memory.exchange import Exchange
-from placement.memory.holding import Moved
+from placement.memory.holding import Holding, Moved
 from placement.memory.stock import Stock
+from placement.memory.verify import Verifier, Verify
 from placement.states import Plan, State, Trigger
 
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
@@ -70,12 +71,15 @@ class HandleMoves:
 class Reconciler:
     """Moves handles of one device. Called with the manager's lock held."""
 
-    def __init__(self, device: Device, journal: Journal, *, strict: bool) -> None:
+    def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify = "off") -> None:
         self._device = device
         self._journal = journal
         self._strict = strict
         self._stock = Stock(device)
         self._room_bytes = 0
+        self._verifier = Verifier(verify)
+        self._dropping: tuple[Holding, ...] = ()
+        """Whose gradients die at the present border."""
         self._moved: dict[Handle, Moved] = {}
         """What the present border's exchange has moved, until the handles' transitions take it over."""
         self._complaints: list[Exception] = []
@@ -109,7 +113,14 @@ class Reconciler:
         """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
         room_bytes = min(self._device.memory().free_bytes, self._room_bytes) if leaving and coming else 0
-        exchange = Exchange(self._device, self._stock, room_bytes=room_bytes, early_release=early_release)
+        exchange = Exchange(
+            self._device,
+            self._stock,
+            verifier=self._verifier,
+            room_bytes=room_bytes,
+            early_release=early_release,
+            dropping=self._dropping,
+        )
         moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
         return dict.fromkeys((*leaving, *coming), Moved()) | {by_holding[holding]: each for holding, each in moved.items()}
 
@@ -169,7 +180,8 @@ class Reconciler:
         except Exception as error:
             handle.broken = f"the device failed while a move was being completed: {error}"
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
-        handle.broken = None  # the device answers again: nothing was lost, because the decision had been stored before
+        # The device answers again: nothing was lost by the error, because the decision had been stored before.
+        handle.broken = None if holding is None else holding.lost
         state, recorded = handle.state, handle.counters.state
         if state is not recorded:
             trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
@@ -201,16 +213,31 @@ class Reconciler:
                 raise error
         self._room_bytes = room_bytes
         sources = {handle.name: handle.node for handle in handles.values()}
+        self._dropping = self._leaving_training(handles.values(), plan)
         try:
             self._march(handles.values(), lambda handle: target_of(handle, plan))
             for complaint in self._take_complaints():
                 raise complaint
+            self._finish(handles.values())
         except BaseException as error:
             self._go_back(handles, sources, error)
             raise
         finally:
-            self._moved, self._room_bytes = {}, 0
+            self._moved, self._room_bytes, self._dropping = {}, 0, ()
             self._stock.release()
+
+    def _leaving_training(self, handles: Iterable[Handle], plan: Plan) -> tuple[Holding, ...]:
+        """Whose gradients the plan drops as it takes them out of TRAINING."""
+        leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING and not h.external]
+        return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)
+
+    def _finish(self, handles: Iterable[Handle]) -> None:
+        """The border is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
+        for handle in handles:
+            if handle.holding in self._dropping and handle.state is not State.TRAINING and handle.holding.on_device:
+                handle.holding.drop_gradients()
+                handle.holding.look()
+        self._verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
         """Bring every handle as far towards its target as it goes.
@@ -219,12 +246,16 @@ class Reconciler:
             What went wrong; empty when every handle is at its target.
         """
         errors: list[Exception] = []
+        self._dropping = self._leaving_training(handles.values(), plan)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
             for handle in handles.values():
                 try:
                     self.settle(handle)
-                    paths.append((handle, list(path(handle.node, target_of(handle, plan)))))
+                    wanted = list(path(handle.node, target_of(handle, plan)))
+                    if wanted:
+                        handle.require_sound(wanted[0])
+                    paths.append((handle, wanted))
                 except Exception as error:
                     errors.append(error)
             for step in _STEPS:
@@ -238,8 +269,9 @@ class Reconciler:
                         errors.append(error)
                         triggers.clear()
             errors += self._settle_all(handles)
+            self._finish(handles.values())
         finally:
-            self._moved, self._room_bytes = {}, 0
+            self._moved, self._room_bytes, self._dropping = {}, 0, ()
             self._stock.release()
         return errors + self._take_complaints()
 
@@ -291,6 +323,10 @@ class Reconciler:
 
     def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
         """After a failed border: every handle consistent first, then back to its source, with the chunks that were given up."""
+        for holding in self._dropping:
+            if not holding.on_device:
+                cause.add_note(f"placement: the gradients of {holding.name!r} had been dropped by then, as the plan says")
+        self._dropping = ()
         for error in self._settle_all(handles):
             cause.add_note(f"placement: {error}")
         try:

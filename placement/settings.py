@@ -62,6 +62,9 @@ class Settings(BaseModel):
     """Phases of the user's own: the roles that each needs on the device."""
     strict: bool = False
     """Raise where a reference to offloaded memory is found, instead of reporting it."""
+    verify: Literal["always", "sample", "off"] = "off"
+    """Compare what a move brought with what was sent. "always": every chunk, a mode for finding bad memory. "sample": one chunk of each
+    handle that moves. Both make a load wait for its last byte, so neither is the default: links and server memory check themselves."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
     """Part of the free memory left to others in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
@@ -81,6 +84,11 @@ class Settings(BaseModel):
         if isinstance(value, bool):  # bool is an int, and a limit of one byte is nobody's wish
             raise ValueError("a number of bytes is wanted, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
         return parse_bytes(value) if isinstance(value, str) else value
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML makes of an unquoted off
 
     @field_validator("phases")
     @classmethod

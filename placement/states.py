@@ -99,15 +99,18 @@ class HandleView:
 class Plan:
     """One target state for every handle. Immutable; the methods return new plans.
 
-    `streamed` names the handles whose SYNCING is published from the host copy, without loading.
+    `streamed` names the handles whose SYNCING is published from the host copy, without loading. `dropped` names those whose
+    gradients are dead once this plan takes them out of TRAINING: they become None and are not copied. All others keep theirs.
     """
 
     targets: Mapping[str, State]
     streamed: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", MappingProxyType({n: State(s) for n, s in dict(self.targets).items()}))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
+        object.__setattr__(self, "dropped", frozenset(self.dropped))
 
     def __getitem__(self, name: str) -> State:
         return self.targets[name]
@@ -128,7 +131,13 @@ class Plan:
         chosen = set(names)
         targets = {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()}
         streamed = (self.streamed & chosen) | (enclosing.streamed - chosen)
-        return Plan(targets, streamed)
+        dropped = (self.dropped & chosen) | (enclosing.dropped - chosen)
+        return Plan(targets, streamed, dropped)
+
+    def without(self, name: str) -> Plan:
+        """This plan for a worker that has no such handle."""
+        targets = {n: s for n, s in self.targets.items() if n != name}
+        return Plan(targets, self.streamed - {name}, self.dropped - {name})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +165,9 @@ class View:
         """The phases that mean something here: the shipped ones and the user's own."""
         return (*PHASES, *(name for name in self.phases if name not in PHASES))
 
-    def total_plan(self, targets: Mapping[str, State], streamed: Iterable[str] = ()) -> Plan:
+    def total_plan(self, targets: Mapping[str, State], streamed: Iterable[str] = (), dropped: Iterable[str] = ()) -> Plan:
         """The plan with these targets and CPU_OFFLOADED for every other handle of the view."""
-        return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed))
+        return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped))
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under a plan."""

@@ -52,7 +52,7 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     forgotten = [name for name in view.handles if name not in plan.targets]
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
-    unknown = [name for name in (*plan.targets, *plan.streamed) if name not in view.handles]
+    unknown = [name for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped)) if name not in view.handles]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
     for name, state in plan.targets.items():
@@ -62,6 +62,11 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     wrong = [name for name in plan.streamed if plan.targets.get(name) is not State.SYNCING]
     if wrong:
         yield f"it streams {', '.join(map(repr, wrong))} without SYNCING"
+    for name in plan.dropped & view.handles.keys():
+        if view.handles[name].kind == "optimizer":
+            yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"
+        elif plan.targets.get(name) is State.TRAINING:
+            yield f"it drops gradients of {name!r} and wants it in TRAINING"
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:

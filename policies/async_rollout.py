@@ -23,13 +23,14 @@ class AsyncRollout:
     Args:
         optimizer_in: as in `Colocated`.
         stream_sync: as in `Colocated`, for a hybrid worker; the others hold their weights on the device.
+        drop_gradients: as in `Colocated`.
     """
 
     name = "async_rollout"
 
-    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False) -> None:
-        self._together = Colocated(optimizer_in, stream_sync=stream_sync)
-        self._apart = Resident(optimizer_in)
+    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False, drop_gradients: bool = False) -> None:
+        self._together = Colocated(optimizer_in, stream_sync=stream_sync, drop_gradients=drop_gradients)
+        self._apart = Resident(optimizer_in, drop_gradients=drop_gradients)
 
     def plan(self, view: View) -> Plan:
         """The plan for the handles of this worker's side; CPU_OFFLOADED for the other side's."""
@@ -38,4 +39,4 @@ class AsyncRollout:
         generating = {h.name for h in rollout_models(view)}
         own = {name: h for name, h in view.handles.items() if (name in generating) == (view.worker_role == "rollout")}
         plan = self._apart.plan(replace(view, handles=own))
-        return view.total_plan(plan.targets, plan.streamed)
+        return view.total_plan(plan.targets, plan.streamed, plan.dropped)

@@ -33,25 +33,32 @@ class Colocated:
             in `restore`) only, which leaves its bytes to activations during forward and backward.
         stream_sync: publish the actor's weights straight from the host copy through a small device window instead of loading
             it beside the engine. An external actor has no host copy of ours and is published as it lies.
+        drop_gradients: the gradients of a module are dead when it leaves TRAINING, as after `step()`: they become None and are not
+            copied to the host. A phase inside the training phase (a checkpoint, an evaluation between two backward passes) drops none.
+            By default gradients move like everything else.
     """
 
     name = "colocated"
 
-    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False) -> None:
+    def __init__(self, optimizer_in: OptimizerIn = "train", *, stream_sync: bool = False, drop_gradients: bool = False) -> None:
         if optimizer_in not in get_args(OptimizerIn):
             raise ValueError(f"optimizer_in must be one of {', '.join(get_args(OptimizerIn))}, not {optimizer_in!r}")
         self.optimizer_in = optimizer_in
         self.stream_sync = stream_sync
+        self.drop_gradients = drop_gradients
 
     def plan(self, view: View) -> Plan:
         """What the phase needs, and nothing else."""
         if view.phase == "checkpoint":
             return present(view)
         needs = self.needs(view)
-        if not self.stream_sync:
-            return view.total_plan(needs)
-        streamed = [name for name, state in needs.items() if state is State.SYNCING and not view.handles[name].external]
-        return view.total_plan(needs, streamed)
+        streamed: list[str] = []
+        dropped: list[str] = []
+        if self.stream_sync:
+            streamed = [name for name, state in needs.items() if state is State.SYNCING and not view.handles[name].external]
+        if self.drop_gradients and view.enclosing is None:
+            dropped = [h.name for h in stepped(view) if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING]
+        return view.total_plan(needs, streamed, dropped)
 
     def needs(self, view: View) -> dict[str, State]:
         """The state of every handle that the phase uses; `checkpoint` uses none on the device."""

@@ -22,9 +22,9 @@ class Resident(Colocated):
 
     name = "resident"
 
-    def __init__(self, optimizer_in: OptimizerIn = "train") -> None:
+    def __init__(self, optimizer_in: OptimizerIn = "train", *, drop_gradients: bool = False) -> None:
         # No streamed sync: the actor is on the device as a rule, and streaming would first have to offload it.
-        super().__init__(optimizer_in)
+        super().__init__(optimizer_in, drop_gradients=drop_gradients)
 
     def plan(self, view: View) -> Plan:
         """What the phase needs, and what may stay."""
@@ -42,7 +42,7 @@ class Resident(Colocated):
                 if handle.state is State.CPU_OFFLOADED and handle.num_bytes <= room:
                     kept.append(handle)
                     room -= handle.num_bytes
-        return view.total_plan({**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}, plan.streamed)
+        return view.total_plan({**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}, plan.streamed, plan.dropped)
 
 
 def _evicted(view: View, staying: list[HandleView], deficit: int) -> set[str]:

@@ -41,6 +41,10 @@ class Adapter(abc.ABC):
     def owned(self) -> Iterator[Owned]:
         """Every tensor that has to move with the object; what stays on the CPU by right is not among them."""
 
+    def with_gradients(self) -> Iterator[torch.Tensor]:
+        """The tensors of the object that have a gradient now."""
+        return (each.tensor for each in self.owned() if each.tensor.is_leaf and each.tensor.grad is not None)
+
     @abc.abstractmethod
     def key_objects(self) -> Sequence[Any]:
         """The objects whose identity names this registration: the module and what it wraps, the leaf optimizers, the engine."""

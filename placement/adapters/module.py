@@ -82,6 +82,12 @@ class ModuleAdapter(Adapter):
         module = self._module()
         return list(module.parameters()) if module is not None else []
 
+    def with_gradients(self) -> Iterator[torch.Tensor]:
+        """The tensors of the module that have a gradient now, those that stay on the CPU included."""
+        parameters = [each for each in self.parameters() if each.grad is not None]
+        known = {id(each) for each in parameters}
+        return itertools.chain(parameters, (each for each in super().with_gradients() if id(each) not in known))
+
     @property
     def external(self) -> str | None:
         return self._external

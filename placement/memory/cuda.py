@@ -47,13 +47,15 @@ class CudaDevice(Device):
         index: as torch counts devices.
         chunk_bytes: size of a full chunk, rounded up to the driver's granularity (2 MiB). Larger chunks block the host
             shorter, smaller ones share better.
+        peers: other GPUs whose kernels and copies may touch what lies here. None: those that this process uses by now, which
+            for a process with one GPU of many is none. Rights to a GPU that nobody uses here would cost it memory and time.
 
     Raises:
-        PlacementError: no CUDA virtual memory here; the message says what to install.
+        PlacementError: no CUDA virtual memory here, the message says what to install; or a peer cannot reach this GPU.
     """
 
-    def __init__(self, index: int = 0, *, chunk_bytes: int = 64 << 20) -> None:
-        self._driver = Driver(index)
+    def __init__(self, index: int = 0, *, chunk_bytes: int = 64 << 20, peers: Sequence[int] | None = None) -> None:
+        self._driver = Driver(index, peers)
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self.granularity = self._driver.granularity
@@ -89,8 +91,13 @@ class CudaDevice(Device):
     def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
         """The last tensor over a range is gone. A kernel that used it may still run, and would take the context down."""
         if self._driver.usable:
+            try:
+                if self.is_capturing():  # waiting now would spoil the capture
+                    return False
+            except RuntimeError:  # the device is beyond use
+                return False
             with self._driver:
-                if self._driver.failed("cuCtxSynchronize"):  # not allowed while a stream captures
+                if self._driver.failed("cuCtxSynchronize"):  # another thread captures
                     return False
                 free = functools.partial(self._driver.api.cuMemAddressFree, base, nbytes)
                 extent.end(free, functools.partial(self._ranges.owned.pop, life, None))

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,15 @@ class Driver:
 
     `with driver:` makes that context current on the calling thread, whatever thread it is. Reentrant.
 
+    Args:
+        peers: see `CudaDevice`.
+
     Raises:
-        PlacementError: there is no such device, cuda-bindings is missing, or the device has no virtual memory management.
+        PlacementError: there is no such device, cuda-bindings is missing, the device has no virtual memory management, or a peer
+            cannot reach it.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
         if not 0 <= index < torch.cuda.device_count():
             raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
         major = (torch.version.cuda or "13").split(".")[0]
@@ -59,8 +63,8 @@ class Driver:
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
-        self.access = [self._access(each) for each in (index, *_peers(index))]
-        """Who may read and write what is mapped: this device, and those that reach its memory."""
+        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]
+        """Who may read and write what is mapped: this device and its peers."""
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 
@@ -73,6 +77,22 @@ class Driver:
         access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._locate(access.location, index)
         return access
+
+    def _peers(self, index: int, wanted: Sequence[int] | None) -> list[int]:
+        if wanted is None:
+            others = [other for other in range(torch.cuda.device_count()) if other != index]
+            return [other for other in others if self._is_in_use(other) and torch.cuda.can_device_access_peer(other, index)]
+        for other in wanted:
+            if other == index or not torch.cuda.can_device_access_peer(other, index):
+                raise PlacementError(f"cuda:{other} cannot be a peer of cuda:{index}: it has no way to its memory")
+        return list(wanted)
+
+    def _is_in_use(self, index: int) -> bool:
+        """Whether this process has a context on a device. Makes none."""
+        function = "cuDevicePrimaryCtxGetState"
+        outcome = getattr(self.api, function)(self.call("cuDeviceGet", index))
+        self.value(function, outcome)
+        return bool(outcome[2])
 
     @property
     def usable(self) -> bool:
@@ -126,9 +146,3 @@ class Driver:
         except (DeviceMemoryError, RuntimeError) as exc:
             return str(exc)
         return None
-
-
-def _peers(index: int) -> list[int]:
-    """The other devices of this process that can access the memory of this one."""
-    others = [other for other in range(torch.cuda.device_count()) if other != index]
-    return [other for other in others if torch.cuda.can_device_access_peer(other, index)]

@@ -23,7 +23,7 @@ class Poison:
         with torch.cuda.stream(self._stream):
             # Kept for good: the comparison's own scratch memory lies in the same segment of torch's, and never has to be asked for.
             self._extremes = torch.empty(2, dtype=torch.int64, device=self._device)
-        self._answer = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self._answer = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)  # whatever the caller's default device is
         self._answered = torch.cuda.Event()
         self._is_comparing = False
         self.heal(wait=True)  # loads the kernels: at their first use that may wait for the whole device

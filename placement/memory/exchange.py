@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from placement.memory.base import Device, Mark
 from placement.memory.holding import Holding, Moved
 from placement.memory.range import Range
 from placement.memory.stock import Stock
+from placement.memory.verify import Span, Verifier
 
 WINDOW = 4
 """Chunks that a swap may create before the first one is given up: the measured least that keeps both directions busy."""
@@ -42,6 +43,11 @@ class _Batch:
     mark: Mark | None
     """When their bytes have arrived; None when nothing had to be copied."""
 
+    def cut(self, spans: Sequence[Span]) -> list[Span]:
+        """What of these spans is in the batch."""
+        cuts = [(r, max(first, self.first), min(last, self.last)) for r, first, last in spans if r is self.range]
+        return [(r, first, last) for r, first, last in cuts if first < last]
+
 
 @dataclass(slots=True)
 class _Leaving:
@@ -56,10 +62,14 @@ class _Leaving:
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
+    dropped: tuple[Range, ...] | None = None
+    """Ranges of gradients that are not saved; None: gradients move."""
+    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
+    """Fingerprints that the host copy has once the copies are through."""
 
     def take_in_newborn(self) -> None:
         """Start saving what was born since the last offload."""
-        self.fresh, self.is_first = self.holding.take_in_newborn()
+        self.fresh, self.is_first = self.holding.take_in_newborn(drops=self.dropped is not None)
         self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
 
@@ -71,11 +81,24 @@ class Exchange:
         room_bytes: what may be taken from the driver before anything was given up.
         early_release: give chunks that nobody is waiting for back to the driver while the rest is still being copied. Going back
             after a failure may then have to ask the driver for memory.
+        dropping: holdings whose gradients die when they leave, instead of being saved.
+        verifier: what is asked about the bytes that arrive.
     """
 
-    def __init__(self, device: Device, stock: Stock, *, room_bytes: int, early_release: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        stock: Stock,
+        *,
+        verifier: Verifier,
+        room_bytes: int,
+        early_release: bool = False,
+        dropping: Collection[Holding] = (),
+    ) -> None:
         self._device = device
         self._stock = stock
+        self._verifier = verifier
+        self._dropping = dropping
         self._room_bytes = room_bytes
         self._early_release = early_release
         self._coming: deque[tuple[Range, int]] = deque()
@@ -88,6 +111,7 @@ class Exchange:
 
         Raises:
             DeviceMemoryError, HostMemoryError: no memory. Every holding is settled, on one side or the other.
+            IntegrityError: what arrived is not what was sent; settled likewise.
         """
         began = time.monotonic()
         out = [holding for holding in leaving if holding.on_device]
@@ -114,7 +138,7 @@ class Exchange:
         for holding in (*holdings, *coming):
             holding.begin_move(self._stock)
         self._expect(r for holding in coming for r in holding.ranges)
-        leaving = [_Leaving(holding) for holding in holdings]
+        leaving = [_Leaving(holding, dropped=holding.dead_ranges() if holding in self._dropping else None) for holding in holdings]
         for each in leaving:
             self._enqueue(each)
         self._fill(fresh=self._window() if leaving else _FIRST, longest=1 if leaving else _FIRST, once=not leaving)
@@ -124,15 +148,19 @@ class Exchange:
         for holding in coming:
             self._expect(holding.take_in_from_elsewhere())
         for each in leaving:
+            chosen = self._verifier.choose(each.on_host)
             for batch in each.batches:
                 if batch.mark is not None:
                     self._device.wait(batch.mark)
+                self._verifier.check_host(each.holding, batch.cut(chosen), each.on_host)
                 each.holding.vacate(batch.range, batch.first, batch.last, self._stock)
                 if self._early_release and not self._coming:
                     self._stock.release()
                 self._fill(fresh=0, longest=_BATCH)
         if leaving:
             self._device.wait(self._device.mark("to_host"))  # newborn state has no chunks of its own to wait for
+        for each in leaving:
+            self._verifier.check_newborn(each.holding, each.fresh)
         return self._decide(leaving)
 
     def _expect(self, ranges: Iterable[Range]) -> None:
@@ -147,7 +175,7 @@ class Exchange:
         """Everything that leaves is complete on the host."""
         moved = {}
         for each in leaving:
-            references, strays = each.holding.commit_offload(each.fresh, each.prints)
+            references, strays = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
             each.holding.settle(self._stock)
             moved[each.holding] = Moved(0.0, each.copied_bytes, each.skipped_bytes, each.rewritten_chunks, references, strays)
             each.fresh = ()  # its claims hold the storages
@@ -161,6 +189,8 @@ class Exchange:
         """Ask what changed, enqueue the copies of that, and cut it all into batches."""
         holding = leaving.holding
         for r in holding.ranges:
+            if r in (leaving.dropped or ()):
+                continue
             known = None if r.prints is None else r.prints.cpu()
             is_kept = holding.readonly and known is not None and not r.loose  # a readonly module's gradients may change
             now = []
@@ -179,6 +209,7 @@ class Exchange:
                 leaving.skipped_bytes += sum(r.used_sizes[first:last]) - copied
             if not is_kept:
                 leaving.prints.append((r, torch.cat(now)))
+            leaving.on_host[r] = known if is_kept and known is not None else torch.cat(now)
 
     def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
         for start in range(0, len(dirty), _BATCH):
@@ -197,6 +228,8 @@ class Exchange:
             longest *= 2
         if holdings:
             self._device.order()
+        for holding in holdings:
+            self._verifier.check_device(holding)
         moved = {}
         for holding in holdings:
             holding.commit_load()

@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+
+logger = logging.getLogger("placement")
 
 
 def _signed(value: int) -> int:
@@ -45,17 +48,28 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=data.device)
     with torch.no_grad():
         words = data[: sum(sizes)].view(torch.int64)
-        if data.is_cuda and (kernel := _kernel()) is not None and kernel.fits(sizes):
-            return kernel.fingerprints(words, sizes, step=_signed(_STEP), mix_1=_MIX_1, mix_2=_MIX_2)  # type: ignore[no-any-return]
+        if data.is_cuda and (kernel := _kernel(data.device)) is not None and kernel.fits(sizes):
+            return _by_kernel(kernel, words, sizes)
         return _by_torch(words, sizes)
 
 
 @functools.cache
-def _kernel() -> ModuleType | None:
-    """The Triton kernel's module; None where torch came without Triton."""
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile (it needs a C compiler)."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("placement.memory.fingerprint_triton")
+    try:
+        kernel = importlib.import_module("placement.memory.fingerprint_triton")
+        _by_kernel(kernel, torch.zeros(1, dtype=torch.int64, device=device), [8])
+    except Exception as error:  # whatever a compiler's absence becomes; an offload must not fail for it
+        logger.warning("fingerprints take about three times as long: Triton's kernel does not run here: %s", error)
+        return None
+    return kernel
+
+
+def _by_kernel(kernel: ModuleType, words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    found: torch.Tensor = kernel.fingerprints(words, sizes, step=_signed(_STEP), mix_1=_MIX_1, mix_2=_MIX_2)
+    return found
 
 
 def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

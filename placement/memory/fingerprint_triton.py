@@ -6,7 +6,6 @@ Imported on first use on a CUDA device, and only there: Triton comes with torch'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -18,10 +17,10 @@ _BLOCKS_A_PROGRAM = 16  # one atomic addition for each 128 KiB read
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fingerprint(
-    words: Any,
-    out: Any,
-    num_words: Any,
-    piece_words: Any,
+    words: tl.tensor,
+    out: tl.tensor,
+    num_words: tl.tensor,
+    piece_words: tl.tensor,
     step: tl.constexpr,
     mix_1: tl.constexpr,
     mix_2: tl.constexpr,

@@ -7,13 +7,14 @@ the decision names, and `settle` brings the rest in line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from placement.adapters.base import Adapter, Owned
-from placement.errors import DeviceMemoryError, RegistrationError
+from placement.errors import DeviceMemoryError, IntegrityError, RegistrationError
 from placement.memory import adopt
 from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES
@@ -56,6 +57,12 @@ class Holding:
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
         self.handed = Handed()
         self._zeroed = Zeroed(device, adapter)
+        self.offloaded_timestamp_seconds = time.time()
+        """When the host copy became the authoritative one (Unix time); while on the device, the last time."""
+        self.lost: str | None = None
+        """What of its values is lost, and since when; None while all are there. It then stays where it is until it leaves for good."""
+        self._dropped: tuple[Range, ...] | None = None
+        """Ranges of gradients that die with the decision of this offload; None: gradients move."""
         self.is_leaving = False
         """Whether it began to leave placement for good: an interrupted `rehome` must be called again before anything moves."""
         self._is_settled = True
@@ -239,34 +246,72 @@ class Holding:
     # --- moving: the steps of an `Exchange`, in their order
 
     def begin_move(self, stock: Stock) -> None:
-        """From here to the end of `settle` nothing may be taken for granted."""
+        """From here to the end of `settle` nothing may be taken for granted.
+
+        Raises:
+            IntegrityError: values of it are lost; nothing has begun.
+        """
+        if self.lost is not None:
+            raise IntegrityError(self.lost)
         self._is_settled = False
         self._is_copying = not self.on_device
         if self.on_device and self.handed:
             self.handed.disown(owned.tensor for owned in self.adapter.owned())
         self.drop_dead(stock)
 
-    def take_in_newborn(self) -> tuple[tuple[Range, ...], bool]:
-        """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good."""
+    def dead_ranges(self) -> tuple[Range, ...]:
+        """Ranges with nothing but gradients in them: what need not be saved when gradients are dropped."""
+        dead = {gradient.untyped_storage()._cdata for gradient in self._gradients().values()}
+        living = {each.tensor.untyped_storage()._cdata for each in self.adapter.owned() if not each.loose}
+        return tuple(
+            r for r in self.ranges if r.loose and all(p.ref.expired() or p.ref.cdata in dead - living for p in r.placed)
+        )
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return {id(owner.grad): owner.grad for owner in self.adapter.with_gradients() if owner.grad is not None}
+
+    def drop_gradients(self) -> None:
+        """Set every gradient to None. Ranges that this leaves empty go at the next move."""
+        for owner in self.adapter.with_gradients():
+            owner.grad = None
+
+    def take_in_newborn(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
+        """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
+
+        Args:
+            drops: leave the gradients out; they die with the decision.
+        """
         stay, loose = self.newborn()
+        if drops:
+            dead = self._gradients()
+            loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
         return tuple(r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None), bool(stay)
 
-    def commit_offload(self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]]) -> tuple[int, str]:
-        """Every byte is in the slabs: decide. Returns the stray references and the names of what they hold."""
+    def commit_offload(
+        self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
+    ) -> tuple[int, str]:
+        """Every byte is in the slabs: decide. Returns the stray references and the names of what they hold.
+
+        Args:
+            dropped: ranges that were not saved, because every gradient becomes None with the decision; None: gradients moved.
+        """
         before = self.ranges
         for r, now in prints:
             r.prints = now
         self.handed.point_to(self.over_host)
         surplus = {entry.name: entry.surplus() for r in before for entry in r.placed}
         self._keep(before + fresh)
+        self.offloaded_timestamp_seconds = time.time()
+        self._dropped = dropped
         self.on_device = False
         return sum(surplus.values()), ", ".join([name for name, count in surplus.items() if count][:8])
 
     def commit_load(self) -> None:
         """Every byte is on its way, and the current stream waits for it: decide."""
         for r in self.ranges:
-            if r.prints is None:
+            if r.prints is None or (r.is_shown and not self.readonly):
                 r.prints = self.fingerprint(r, 0, len(r.chunk_sizes))
+            r.is_shown = False
         self.on_device = True
 
     def settle(self, stock: Stock) -> None:
@@ -288,12 +333,17 @@ class Holding:
         if not self.on_device:
             if self._is_copying:
                 self.device.sync()
+            if self._dropped is not None:
+                self.drop_gradients()
+                self._drop(self._dropped, stock)
             for r in self.ranges:
                 self._vacate(r, stock)
                 r.move_in()
             self.handed.point_to(self.over_host)
+            self._note_shown(self.handed)
             self.loose_bytes = 0
         self._is_copying = self._is_vacating = False
+        self._dropped = None
         self._is_settled = True
 
     def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
@@ -396,9 +446,16 @@ class Holding:
         if tensor.untyped_storage().nbytes() == 0:
             return tensor
         host = None if self.on_device else self.over_host(tensor)
+        self._note_shown([] if host is None else [host])
         if isinstance(tensor, torch.nn.Parameter) and host is None:
             return tensor  # asked for with keep_vars: the live parameter itself
         return self.handed.add(tensor.detach() if host is None else host)
+
+    def _note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            place = self._place(tensor)
+            if place is not None:
+                place[0].is_shown = True
 
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie."""

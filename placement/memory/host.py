@@ -91,7 +91,7 @@ def _array_type(nbytes: int) -> Any:
 def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
     """A uint8 CPU tensor over `[address, address + nbytes)`, with a storage of exactly that size, that keeps `owner` alive."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     array = _array_type(nbytes).from_address(address)
     array.owner = owner
     return torch.frombuffer(array, dtype=torch.uint8)

@@ -78,6 +78,8 @@ class Range:
         self.chunks: dict[int, Chunk] = {}
         self.prints: torch.Tensor | None = None
         """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what was fingerprinted."""
+        self.is_shown = False
+        """Whether a state dict has shown the slab, so that its holder may have written there: `prints` are of the time before."""
 
     def move_in(self) -> None:
         """Give every storage its place. Their bytes are in the slab. Idempotent, and safe to repeat after an interrupt."""

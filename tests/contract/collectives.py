@@ -43,7 +43,6 @@ def _asynchronous(target: torch.Tensor, own: torch.Tensor, rank: int) -> None:
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _all_reduce,
     "all_reduce, asynchronous": _asynchronous,
-    "all_reduce, coalesced": lambda target, own, rank: dist.all_reduce_coalesced([target]),
     "broadcast": _broadcast,
     "send and recv": _receive,
     "all_gather": lambda target, own, rank: dist.all_gather(list(target.chunk(WORLD)), own.chunk(WORLD)[rank].contiguous()),
@@ -61,7 +60,8 @@ def _rank(rank: int, port: int, chunk: int, side: int, found: Any) -> None:
     model = nn.ParameterList([nn.Parameter(torch.randn(side, side)) for _ in range(3)])
     manager = Manager(device=SimulatedDevice(64 * chunk, chunk_bytes=chunk))
     handle = manager.register("actor", model, role="actor")
-    manager.register("sgd", torch.optim.SGD(model.parameters(), lr=0.1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.register("sgd", sgd)
     results = {}
     for name, collective in COLLECTIVES.items():
         own = torch.randn(side, side)
@@ -77,6 +77,7 @@ def _rank(rank: int, port: int, chunk: int, side: int, found: Any) -> None:
             same = same and model[1].detach().equal(wanted)
         results[name] = (same, copied)
     found[rank] = results
+    del sgd  # it had to live so long: a module that no optimizer steps is not on the device in "train"
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -318,7 +319,11 @@ OPTIMIZERS = {
     for name, found in vars(torch.optim).items()
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
 }
-OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}, "LBFGS": {"history_size": 3}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "LBFGS": {"history_size": 3},
+}
 FUSED_ON_CPU = ("Adagrad", "Adam", "AdamW", "SGD")
 
 
@@ -326,14 +331,17 @@ def cases() -> list[Any]:
     """Every optimizer of this torch in every implementation that it has on the CPU."""
     found = []
     for name, optimizer in OPTIMIZERS.items():
-        accepted = optimizer.__init__.__code__.co_varnames[: optimizer.__init__.__code__.co_argcount + optimizer.__init__.__code__.co_kwonlyargcount]
+        accepted = inspect.signature(optimizer).parameters
         found.append((name, {}))
         found += [(name, {"foreach": True})] if "foreach" in accepted else []
         found += [(name, {"fused": True})] if name in FUSED_ON_CPU else []
     return [pytest.param(name, options, id="-".join([name, *options] if options else [name, "plain"])) for name, options in found]
 
 
-def trained(name: str, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[nn.Module, torch.optim.Optimizer], None]]:
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def trained(name: str, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     """A model, its optimizer, and one step of it."""
     torch.manual_seed(1)
     is_sparse = name == "SparseAdam"

@@ -148,7 +148,7 @@ def test_losses_are_bit_identical_over_20_steps(manager: placement.Manager, opti
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning", "ignore:TensorFloat32:UserWarning")  # torch's compiler
 def test_a_compiled_module_trains_the_same_without_recompiling(manager: placement.Manager) -> None:
     plain = build()
     compiled_plain = torch.compile(plain)
@@ -243,6 +243,7 @@ def test_gradients_and_their_graph_survive_an_offload(manager: placement.Manager
         optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # where transformers uses it
 def test_the_demo_computes_the_same_on_the_gpu_with_and_without_placement(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the demo needs transformers")
     from placement.cli import main

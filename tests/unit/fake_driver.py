@@ -38,6 +38,8 @@ class FakeDriver(ModuleType):
         self.errors = 0
         self.refused = ""
         self.has_virtual_memory = True
+        self.in_use = {0}
+        """Devices with a context."""
         self._next = 1 << 40
         names = ("CUmemAllocationProp", "CUmemAccessDesc")
         for name in names:
@@ -69,12 +71,15 @@ class FakeDriver(ModuleType):
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Any, ...]:
         return self._answer("cuDeviceGetAttribute", True, int(self.has_virtual_memory))
 
+    def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[Any, ...]:
+        return *self._answer("cuDevicePrimaryCtxGetState", True, 0), int(device in self.in_use)
+
     def cuMemGetAllocationGranularity(self, properties: object, option: object) -> tuple[Any, ...]:
         return self._answer("cuMemGetAllocationGranularity", True, STEP)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("cuDeviceGet", "cuDevicePrimaryCtxRetain"):
-            return lambda *_: self._answer(name, True, 1)
+            return lambda index: self._answer(name, True, index)
         if name in ("cuCtxPushCurrent", "cuCtxPopCurrent", "cuCtxSynchronize"):
             return lambda *_: self._answer(name, True)
         raise AttributeError(name)

@@ -38,6 +38,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=value: answer)
     monkeypatch.setattr(cuda, "Poison", UnwatchedPoison)
     monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
+    monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
     monkeypatch.setattr(cuda_pool, "reap", lambda: None)
     return fake
 
@@ -196,11 +197,29 @@ def test_a_mapped_chunk_that_everybody_dropped_is_held_until_it_is_unmapped(devi
 def test_peers_may_access_what_is_mapped(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda peer, index: (peer, index) in {(0, 1), (2, 1), (1, 3)})
-    device = CudaDevice(1, chunk_bytes=SIZE)
+    driver.in_use = {0, 1, 3}
+    device = CudaDevice(1, chunk_bytes=SIZE, peers=[0, 2])
     addresses = poisoned(device, SIZE + STEP)
     device.map(addresses, [device.create(SIZE)])
     assert len(driver.behind(addresses, devices=3)) == 2
     assert [each.location.id for each in device._driver.access] == [1, 0, 2]
+    in_use = CudaDevice(1)
+    assert [each.location.id for each in in_use._driver.access] == [1, 0], "not 2, which nobody uses; not 3, which cannot reach it"
+    for peer in (1, 3):
+        with pytest.raises(PlacementError, match=f"cuda:{peer} cannot be a peer of cuda:1"):
+            CudaDevice(1, peers=[peer])
+
+
+def test_a_range_that_dies_during_a_capture_goes_later(driver: FakeDriver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = poisoned(device, SIZE)
+    base = addresses.base
+    monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: True)
+    driver.calls.clear()
+    del addresses
+    assert not driver.calls, "a call of the driver may spoil the capture"
+    monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
+    device.create(STEP)
+    assert base not in driver.reserved
 
 
 def test_a_machine_without_what_it_takes_is_told_what_to_install(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from placement.memory import fingerprint
 from placement.memory.fingerprint import fingerprints
 
 Change = Callable[[torch.Tensor], object]
@@ -50,3 +56,35 @@ def test_a_piece_has_the_same_fingerprint_wherever_it_lies_and_whatever_surround
 
 def test_nothing_has_no_fingerprint() -> None:
     assert fingerprints(torch.empty(0, dtype=torch.uint8), []).shape == (0,)
+
+
+def test_the_kernel_names_nothing_that_triton_does_not_know() -> None:
+    """Triton evaluates the annotations of the arguments, too, and refuses any global name that is neither its own nor built in."""
+    spec = importlib.util.find_spec("placement.memory.fingerprint_triton")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (kernel,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    local = {argument.arg for argument in kernel.args.args}
+    compiled = [node for part in (kernel.args, *kernel.body) for node in ast.walk(part)]
+    local |= {node.id for node in compiled if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = {node.id for node in compiled if isinstance(node, ast.Name)}
+    assert used - local - set(dir(builtins)) == {"tl"}
+
+
+def test_a_kernel_that_cannot_be_compiled_is_reported_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(fingerprints=fails))
+    fingerprint._kernel.cache_clear()
+    try:
+        assert fingerprint._kernel(torch.device("cpu")) is None
+        assert fingerprint._kernel(torch.device("cpu")) is None
+    finally:
+        fingerprint._kernel.cache_clear()
+    assert [record.getMessage() for record in caplog.records if "Failed to find C compiler" in record.getMessage()] != []
+    assert len(caplog.records) == 1, "said once"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from placement import IntegrityError
-from placement.testing import assert_nothing_resident
-from tests.unit.worker import Worker, assert_same, batch, learn, net
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import CAPACITY, Worker, assert_same, batch, learn, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -133,6 +133,31 @@ def test_an_audit_takes_zeroed_gradients_for_what_they_are() -> None:
     assert worker.manager.audit().ok
     with worker.manager.phase("train"):
         assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
+
+
+class Watched(SimulatedDevice):
+    """Notes which comparisons of the poison the host waits for."""
+
+    waits: list[bool]
+
+    def heal_poison(self, wait: bool = True) -> bool:
+        self.waits.append(wait)
+        return super().heal_poison(wait)
+
+
+def test_a_load_waits_until_the_zeros_are_out_of_the_poison() -> None:
+    device = Watched(CAPACITY)
+    device.waits = []
+    worker = Worker(device=device)
+    for is_zeroed in (False, True):
+        with worker.manager.phase("train"):
+            worker.adam.zero_grad()
+            backward(worker.net)
+        if is_zeroed:
+            worker.adam.zero_grad(set_to_none=False)
+        device.waits.clear()
+        with worker.manager.phase("train"):
+            assert device.waits == [is_zeroed], "what refills them may still run when the memory behind them changes"
 
 
 def test_a_wrong_write_beside_zeroed_gradients_is_still_found() -> None:

@@ -69,6 +69,9 @@ POLICIES = [
     Resident("optimizer_step"),
     AsyncRollout(),
     AsyncRollout("optimizer_step", stream_sync=True),
+    Colocated("optimizer_step", drop_gradients=True),
+    Resident(drop_gradients=True),
+    AsyncRollout(drop_gradients=True),
 ]
 ALL = st.sampled_from([*PHASES, *OWN_PHASES])
 MOVING = st.sampled_from([p for p in (*PHASES, *OWN_PHASES) if p != "checkpoint"])
@@ -88,6 +91,7 @@ def test_plans_are_total_and_legal(policy: Policy, given: View) -> None:
     for h in given.handles.values():
         assert not (plan[h.name] is TRAIN and h.readonly)
     assert all(plan[name] is SYNC for name in plan.streamed)
+    assert all(plan[name] is not TRAIN and given.handles[name].kind != "optimizer" for name in plan.dropped)
     if given.phase != "checkpoint":
         assert not any(given.handles[name].external for name in plan.streamed)
         assert {n for n, s in plan.targets.items() if s is SYNC} <= {h.name for h in given.with_role("actor")}

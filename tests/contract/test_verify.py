@@ -1,0 +1,338 @@
+"""verify=: a byte that changes on the way or in the host copy is found and named, and the good copy is kept."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from placement import BrokenHandleError, IntegrityError, Manager, State
+from placement.memory.base import Copy, Device, Direction
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import assert_same, learn
+
+CHUNK = 16384
+SIDE = 64
+"""A parameter of SIDE x SIDE floats fills one chunk."""
+
+
+class BadLink(Faults):
+    """Changes one bit of the first run of each copy in a direction while it is told to."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.spoilt: range = range(0)
+        self.direction: Direction = "to_host"
+
+    def spoil(self, direction: Direction, *, first: int = 0, count: int = 1) -> None:
+        """Spoil `count` copies of this direction from now on, the first `first` left out."""
+        self.direction, self.spoilt = direction, range(-first, count)
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        super().copy(copies, direction)
+        if direction != self.direction or not self.spoilt:
+            return
+        number, self.spoilt = self.spoilt[0], self.spoilt[1:]
+        if number >= 0:
+            address = copies[0].device_address if direction == "to_device" else copies[0].host_address
+            at = ctypes.c_uint8.from_address(address + copies[0].nbytes // 2)
+            at.value ^= 4
+
+
+def blocks(count: int = 4) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(count)])
+
+
+class Worker:
+    """A model with plain SGD, and a reference that is readonly."""
+
+    def __init__(self, verify: str = "always", count: int = 4) -> None:
+        torch.manual_seed(0)
+        self.model, self.reference = blocks(count), blocks(3)
+        self.values = copy.deepcopy(self.model.state_dict())
+        self.reference_values = copy.deepcopy(self.reference.state_dict())
+        self.device = BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+        self.manager = Manager(device=self.device, verify=verify)
+        self.actor = self.manager.register("actor", self.model, role="actor")
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.manager.register("sgd", self.sgd)
+        self.ref = self.manager.register("ref", self.reference, role="ref", readonly=True)
+
+    def write(self) -> None:
+        """Change every value, with a twin's values to compare."""
+        for parameter in self.model:
+            parameter.data.add_(1)
+        self.values = {name: value + 1 for name, value in self.values.items()}
+
+
+def flip(handle: Any, chunk: int, at: int = 12345) -> None:
+    """Turn one bit of a host copy over."""
+    (r,) = handle.holding.ranges
+    byte = r.slab.view(r.starts[chunk] + at, 1)
+    byte.bitwise_xor_(16)
+
+
+# --- the host copy changes while it is the only one
+
+
+@pytest.mark.parametrize("after", ["registration", "a clean offload", "a dirty offload"])
+@pytest.mark.parametrize("chunk", range(4))
+def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(chunk: int, after: str) -> None:
+    worker = Worker()
+    if after != "registration":
+        with worker.manager.phase("train"):
+            if after == "a dirty offload":
+                worker.write()
+    flip(worker.actor, chunk)
+    named = rf"chunk {chunk} of 4 \({chunk}\) changed in the host copy of 'actor' after it was offloaded at \d{{4}}-\d\d-\d\dT"
+    with pytest.raises(IntegrityError, match=named), worker.manager.phase("train"):
+        pytest.fail("the phase began")
+    assert worker.actor.state is State.CPU_OFFLOADED
+    assert worker.actor.broken is not None
+    assert worker.device.memory().chunk_bytes == 0
+    assert {handle.broken for name, handle in worker.manager.handles.items() if name != "actor"} == {None}
+
+
+def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
+    worker = Worker()
+    flip(worker.actor, 2)
+    with pytest.raises(IntegrityError), worker.manager.phase("train"):
+        pass
+    for _ in range(2):
+        with pytest.raises(BrokenHandleError, match="chunk 2 of 4"), worker.manager.phase("train"):
+            pass
+        with worker.manager.phase("log_prob", only=["ref"]):
+            assert_same(dict(worker.reference.state_dict()), dict(worker.reference_values))
+    for read in (worker.actor.state_dict, worker.model.state_dict):
+        with pytest.raises(BrokenHandleError, match="must not be saved"):
+            read()
+    assert [finding.what for finding in worker.manager.audit().findings] == ["broken"]
+    assert worker.manager.snapshot().handles[0].failures == {"integrity": 1}
+
+
+def test_what_is_lost_comes_back_from_a_checkpoint() -> None:
+    worker = Worker()
+    flip(worker.actor, 0)
+    with pytest.raises(IntegrityError), worker.manager.phase("train"):
+        pass
+    worker.manager.unregister("sgd")
+    worker.manager.unregister("actor")
+    worker.model.load_state_dict(worker.values)
+    worker.manager.register("actor", worker.model, role="actor")
+    worker.manager.register("sgd", worker.sgd)
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.model.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_manager_with_a_lost_handle_closes() -> None:
+    worker = Worker()
+    flip(worker.actor, 0)
+    with pytest.raises(IntegrityError), worker.manager.phase("train"):
+        pass
+    worker.manager.close()
+    assert_same(dict(worker.reference.state_dict()), dict(worker.reference_values))
+
+
+def test_a_switch_onto_a_lost_handle_leaves_the_other_where_it_was() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob", only=["ref"]) as phase:
+        flip(worker.actor, 3)
+        with pytest.raises(IntegrityError, match="chunk 3 of 4"):
+            phase.switch("train")
+        assert (phase.name, worker.ref.state, worker.actor.state) == ("log_prob", State.GPU_RESIDENT, State.CPU_OFFLOADED)
+        assert_same(dict(worker.reference.state_dict()), dict(worker.reference_values))
+    assert worker.device.memory().chunk_bytes == 0
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_a_readonly_handle_is_no_exception(chunk: int) -> None:
+    worker = Worker()
+    flip(worker.ref, chunk)
+    with pytest.raises(IntegrityError, match=rf"chunk {chunk} of 3 \({chunk}\) changed in the host copy of 'ref'"):
+        worker.manager.enter("log_prob")
+    assert worker.ref.broken is not None
+
+
+def test_a_sample_catches_its_share() -> None:
+    caught = 0
+    for _ in range(60):
+        worker = Worker("sample")
+        with worker.manager.phase("train"):
+            worker.write()
+        flip(worker.actor, 1)
+        try:
+            worker.manager.enter("train")
+        except IntegrityError as error:
+            assert "chunk 1 of 4 (1) changed in the host copy of 'actor'" in str(error)  # noqa: PT017
+            caught += 1
+    assert 0 < caught < 60
+
+
+def test_a_sample_of_one_chunk_is_all_of_it() -> None:
+    worker = Worker("sample", count=1)
+    with worker.manager.phase("train"):
+        worker.write()
+    flip(worker.actor, 0)
+    with pytest.raises(IntegrityError, match=r"chunk 0 of 1 \(0\) changed"):
+        worker.manager.enter("train")
+
+
+def test_a_sample_leaves_the_random_numbers_of_the_script_alone() -> None:
+    import random
+
+    worker = Worker("sample")
+    random.seed(3)
+    torch.manual_seed(3)
+    before = random.getstate(), torch.get_rng_state()
+    with worker.manager.phase("train"):
+        worker.write()
+    assert random.getstate() == before[0]
+    assert torch.get_rng_state().equal(before[1])
+
+
+# --- the host copy changes while the device has the good one
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_a_skipped_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up(chunk: int) -> None:
+    worker = Worker()
+    with worker.manager.phase("train") as phase:
+        flip(worker.actor, chunk)
+        with pytest.raises(IntegrityError, match=rf"'actor': chunk {chunk} of 4 \({chunk}\) differ between the device and the host"):
+            phase.switch("log_prob", only=["ref"])
+        assert worker.actor.state is State.TRAINING
+        assert_same(dict(worker.model.state_dict()), dict(worker.values))
+        phase.switch("log_prob", only=["ref"])
+        assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_an_exit_makes_it_good_and_counts_it() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        flip(worker.actor, 1)
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    assert worker.actor.counters.failures["integrity"] == 1
+    assert worker.actor.broken is None
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob") as phase:
+        flip(worker.ref, 1)
+        with pytest.raises(IntegrityError, match="'ref': chunk 1 of 3"):
+            phase.switch("values")
+        assert worker.ref.state is State.GPU_RESIDENT
+        phase.switch("values")
+    assert_same(dict(worker.ref.state_dict()), dict(worker.reference_values))
+    assert (worker.ref.counters.offloaded_bytes, worker.ref.broken) == (0, None)
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.reference.state_dict()), dict(worker.reference_values))
+
+
+# --- the link
+
+
+def test_a_copy_that_arrives_changed_on_the_host_keeps_the_handle_on_the_device() -> None:
+    worker = Worker()
+    with worker.manager.phase("train") as phase:
+        worker.write()
+        worker.device.spoil("to_host")
+        with pytest.raises(IntegrityError, match=r"'actor': chunk 2 of 4 .* differ between the device and the host copy"):
+            phase.switch("log_prob", only=["ref"])
+        assert worker.actor.state is State.TRAINING
+        assert_same(dict(worker.model.state_dict()), dict(worker.values))
+        phase.switch("log_prob", only=["ref"])
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good() -> None:
+    worker = Worker()
+    worker.manager.enter("train")
+    worker.write()
+    worker.device.spoil("to_host", count=10**6)
+    with pytest.raises(IntegrityError, match="'actor': chunk 2 of 4"):
+        worker.manager.leave()
+    assert worker.actor.state is not State.CPU_OFFLOADED
+    assert_same(dict(worker.model.state_dict()), dict(worker.values))
+    assert worker.manager.snapshot().pairing_violations == 1
+    worker.device.spoil("to_host", count=0)
+    with worker.manager.phase("log_prob", only=["ref"]):
+        assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_again() -> None:
+    worker = Worker()
+    worker.device.spoil("to_device")
+    with pytest.raises(IntegrityError, match=r"'actor': chunk \d of 4 .* did not arrive on the device"):
+        worker.manager.enter("train")
+    assert (worker.actor.state, worker.actor.broken) == (State.CPU_OFFLOADED, None)
+    assert worker.device.memory().chunk_bytes == 0
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.model.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_state_on_its_first_way_to_the_host_is_compared_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    adam = torch.optim.AdamW(model.parameters())
+    device = BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    manager = Manager(device=device, verify="always")
+    actor, optimizer = manager.register("actor", model, role="actor"), manager.register("adam", adam)
+    with manager.phase("train") as phase:
+        learn(model, adam)
+        adam.zero_grad()
+        state = copy.deepcopy(adam.state_dict())
+        values = copy.deepcopy(model.state_dict())
+        device.spoil("to_host")
+        with pytest.raises(IntegrityError, match=r"'adam': 'state.* differs between the device and the host copy after its first offload"):
+            phase.switch("log_prob", only=["actor"])
+        assert optimizer.state is State.TRAINING
+        assert_same(adam.state_dict(), state)
+        phase.switch("log_prob", only=["actor"])
+        assert optimizer.state is State.CPU_OFFLOADED
+        assert_same(optimizer.state_dict(), state)
+    assert_same(dict(actor.state_dict()), dict(values))
+
+
+@pytest.mark.parametrize("verify", ["always", "sample", "off"])
+def test_nothing_else_changes(verify: str) -> None:
+    """The same bytes are copied, the same skipped, and the same values come out, whatever is verified."""
+    worker, plain = Worker(verify), Worker("off")
+    for each in (worker, plain):
+        for seed in range(3):
+            with each.manager.phase("train") as phase:
+                if seed != 1:
+                    each.write()
+                phase.switch("log_prob")
+        assert_nothing_resident(each.manager)
+    for name, handle in worker.manager.handles.items():
+        other = plain.manager.handles[name].counters
+        assert (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) == (other.offloaded_bytes, other.skipped_bytes)
+        assert (handle.counters.loaded_bytes, handle.counters.failures) == (other.loaded_bytes, other.failures)
+        assert_same(handle.state_dict(), plain.manager.handles[name].state_dict())
+
+
+def test_zeroed_gradients_and_others_pass() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    adam = torch.optim.AdamW(model.parameters())
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), verify="always")
+    manager.register("actor", model, role="actor")
+    manager.register("adam", adam)
+    for step in range(4):
+        with manager.phase("train"):
+            learn(model, adam, step)
+        if step % 2:
+            adam.zero_grad(set_to_none=False)
+    assert_nothing_resident(manager)
