@@ -15,7 +15,7 @@ demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

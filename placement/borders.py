@@ -105,6 +105,8 @@ class Borders:
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
         with self.border():
+            if isinstance(error, GeneratorExit) and self._is_around_others(phase):
+                return
             if error is not None:
                 self._leave_inner(phase)
             opened = self._require_innermost(phase, "leave")
@@ -334,6 +336,9 @@ class Borders:
             holding.take_zeroed(places)
         written = self._device.heal_poison(wait or bool(zeroed))  # a load must not change what is under the refilling
         self._journal.wrong_writes += written
+        if written:  # reported once: by its bytes now, not by its counter later
+            for holding in holdings:
+                holding.forget_writes()
         return written
 
     # --- what went away by itself
@@ -358,6 +363,13 @@ class Borders:
             for inner in self.stack[self.stack.index(phase._open) + 1 :]:
                 inner.is_abandoned = True
             self._sweep_abandoned()
+
+    def _is_around_others(self, phase: Phase) -> bool:
+        """A generator was closed while its caller has phases open: then its own ends with the last of them."""
+        if phase._open not in self.stack[:-1] or self.stack[-1].holder is None:
+            return False
+        self.stack[self.stack.index(phase._open)].is_abandoned = True
+        return True
 
     def _sweep_abandoned(self) -> None:
         while self.stack and self.stack[-1].is_abandoned:

@@ -73,6 +73,17 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
     raise NotResidentError(f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be {what}: {advice}")
 
 
+def _advise(handle: Handle, advice: str, *phases: str) -> str:
+    """Advice that names `phases`, or what is wrong for a caller who is in one of them already."""
+    phase = handle.phase_now()
+    if phase not in phases:
+        return advice
+    return (
+        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}). The shipped policies load what a registered optimizer "
+        "steps for 'train' and 'restore', by its role for the other phases, and of that only what is named where only= is given"
+    )
+
+
 class ForwardGuard(_Guard):
     """Pre-hook of the module's forward."""
 
@@ -81,7 +92,8 @@ class ForwardGuard(_Guard):
             return
         handle = self.handle()
         if handle is not None and is_off(handle):
-            refuse(handle, "called", "open a phase whose plan has it on the device, such as manager.phase('log_prob') or phase('train')")
+            advice = "open a phase whose plan has it on the device, such as manager.phase('log_prob') or phase('train')"
+            refuse(handle, "called", _advise(handle, advice, "log_prob", "train"))
 
 
 class CompiledCall:
@@ -115,12 +127,13 @@ class StepGuard(_Guard):
         if handle is None:
             return
         for each in (handle, *handle.owners):
+            advice = _advise(each, "call step() inside manager.phase('train')", "train")
             if is_off(each):
-                refuse(each, "stepped", "call step() inside manager.phase('train')")
+                refuse(each, "stepped", advice)
             if each.state is not State.TRAINING:
                 raise PhaseError(
                     f"step() of {handle.name!r} in phase {handle.phase_now()!r} would change {each.name!r}, which is {each.state}: "
-                    "values may change in TRAINING only; call step() inside manager.phase('train')"
+                    f"values may change in TRAINING only; {advice}"
                 )
 
 
@@ -130,7 +143,7 @@ class LoadGuard(_Guard):
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
         if handle is not None and is_off(handle):
-            refuse(handle, "given a state dict", "load it inside manager.phase('restore')")
+            refuse(handle, "given a state dict", _advise(handle, "load it inside manager.phase('restore')", "restore"))
 
 
 class StateDictGuard(_Guard):
@@ -159,9 +172,25 @@ class StateDictGuard(_Guard):
         return value
 
 
+class PartGuard(StateDictGuard):
+    """The same on a submodule, for whoever asks it alone; asked by a module around it, that one's guard answers."""
+
+    def __call__(self, owner: Any, state_dict: Any, *rest: Any) -> Any:
+        return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
+
+
+def _parts(objects: Iterable[Any]) -> Iterable[torch.nn.Module]:
+    """The submodules of a handle's modules, each once."""
+    modules = [target for target in objects if isinstance(target, torch.nn.Module)]
+    return {id(part): part for target in modules for part in target.modules() if not any(part is each for each in modules)}.values()
+
+
 def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns what removes them."""
     hooks: list[_Removable] = handle.guards  # entered one by one: an interrupt leaves none that `remove` does not know
+    for part in _parts(objects):
+        hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
+        hooks.append(part.register_state_dict_post_hook(PartGuard(handle)))
     for target in objects:
         if isinstance(target, torch.nn.Module):
             hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))

@@ -162,12 +162,12 @@ class Manager:
         """The innermost open phase; "idle" outside every phase."""
         return self._borders.phase_name
 
-    def phase(self, name: str, *, only: Iterable[str] | None = None) -> Phase:
+    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Phase:
         """A phase for a `with` statement: every handle goes where the policy wants it, and back at the end.
 
         Args:
             name: one of `placement.PHASES`, or of `Settings.phases`.
-            only: the handles meant, and the optimizers they own; all others as in the enclosing phase.
+            only: the handles meant or their names, and the optimizers they own; all others as in the enclosing phase.
 
         Raises (on entering):
             PhaseError: another thread or task holds a phase, or a graph is being captured.
@@ -176,13 +176,13 @@ class Manager:
         """
         return Phase(self._borders, name, only, here(), keeps_alive=self)
 
-    def enter(self, name: str, *, only: Iterable[str] | None = None) -> None:
+    def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that no thread owns; `leave` closes it, from any thread."""
         phase = Phase(self._borders, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
-    def switch(self, name: str, *, only: Iterable[str] | None = None) -> None:
+    def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """`Phase.switch` for the phase of the last `enter`."""
         self._last_entered(f"switch to {name!r}").switch(name, only=only)
 

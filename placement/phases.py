@@ -41,15 +41,21 @@ def checked(name: str) -> str:
     return name
 
 
-def names_of(only: Iterable[str] | None) -> tuple[str, ...] | None:
-    """`only=` as a tuple.
+def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
+    """`only=` as a tuple of names.
 
     Raises:
-        TypeError: a single string, whose letters would be taken for names.
+        TypeError: a single string, whose letters would be taken for names, or what is neither a name nor a handle.
     """
     if isinstance(only, str):
         raise TypeError(f"only= takes a list of names: only=[{only!r}]")
-    return None if only is None else tuple(only)
+    if only is None:
+        return None
+    names: tuple[Any, ...] = tuple(getattr(each, "name", each) for each in only)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"only= takes names or handles, not {name!r}")
+    return names
 
 
 def describe(holder: Any) -> str:
@@ -76,7 +82,7 @@ class Open:
 class Phase:
     """An open phase. Made by `Manager.phase`; entered once."""
 
-    def __init__(self, borders: Borders, name: str, only: Iterable[str] | None, holder: Any, keeps_alive: object = None) -> None:
+    def __init__(self, borders: Borders, name: str, only: Iterable[str | Handle] | None, holder: Any, keeps_alive: object = None) -> None:
         self._open: Open | None = None
         self._manager = keeps_alive
         self._borders = borders
@@ -100,7 +106,7 @@ class Phase:
             raise PhaseError(f"phase {self.name!r} is not open; it was left before or never entered")
         self._borders.leave(self, error)
 
-    def switch(self, name: str, *, only: Iterable[str] | None = None) -> None:
+    def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin `name` in one border: what both need stays, and both directions of the link are used.
 
         Raises:

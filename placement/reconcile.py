@@ -76,7 +76,6 @@ class Reconciler:
         self._journal = journal
         self._strict = strict
         self._stock = Stock(device)
-        self._room_bytes = 0
         self._verifier = Verifier(verify)
         self._dropping: tuple[Holding, ...] = ()
         """Whose gradients die at the present border."""
@@ -112,7 +111,7 @@ class Reconciler:
     def _exchange(self, leaving: Sequence[Handle], coming: Sequence[Handle], early_release: bool = False) -> dict[Handle, Moved]:
         """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
-        room_bytes = min(self._device.memory().free_bytes, self._room_bytes) if leaving and coming else 0
+        room_bytes = min(self._device.memory().free_bytes, self._stock.room_bytes) if leaving and coming else 0
         exchange = Exchange(
             self._device,
             self._stock,
@@ -211,7 +210,7 @@ class Reconciler:
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
                 raise error
-        self._room_bytes = room_bytes
+        self._stock.room_bytes = room_bytes
         sources = {handle.name: handle.node for handle in handles.values()}
         self._dropping = self._leaving_training(handles.values(), plan)
         try:
@@ -223,7 +222,7 @@ class Reconciler:
             self._go_back(handles, sources, error)
             raise
         finally:
-            self._moved, self._room_bytes, self._dropping = {}, 0, ()
+            self._moved, self._dropping = {}, ()
             self._stock.release()
 
     def _leaving_training(self, handles: Iterable[Handle], plan: Plan) -> tuple[Holding, ...]:
@@ -246,6 +245,7 @@ class Reconciler:
             What went wrong; empty when every handle is at its target.
         """
         errors: list[Exception] = []
+        self._stock.room_bytes = 0
         self._dropping = self._leaving_training(handles.values(), plan)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
@@ -271,7 +271,7 @@ class Reconciler:
             errors += self._settle_all(handles)
             self._finish(handles.values())
         finally:
-            self._moved, self._room_bytes, self._dropping = {}, 0, ()
+            self._moved, self._dropping = {}, ()
             self._stock.release()
         return errors + self._take_complaints()
 
@@ -327,6 +327,7 @@ class Reconciler:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} had been dropped by then, as the plan says")
         self._dropping = ()
+        self._stock.room_bytes = 0  # what was given up is enough
         for error in self._settle_all(handles):
             cause.add_note(f"placement: {error}")
         try:

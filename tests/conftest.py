@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+COUNTED = "counted"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if needs_gpu:
+    if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    if config.pluginmanager.hasplugin("xdist"):  # a file stays in one process, and whoever measures a GPU has it alone
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else item.location[0]))
+
+
+@pytest.fixture
+def counted(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Say how many cases a test went through; the end of the run shows it, passed or not."""
+
+    def note(text: str) -> None:
+        request.node.user_properties.append((COUNTED, text))
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind) if report.when == "call"]
+    lines = sorted({text for report in reports for name, text in report.user_properties if name == COUNTED})
+    if lines:
+        terminalreporter.section("cases in each sweep")
+        for line in lines:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(autouse=True)

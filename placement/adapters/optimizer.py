@@ -57,8 +57,10 @@ class OptimizerAdapter(Adapter):
         objects, leaves = _find(optimizer)
         if not leaves or not callable(getattr(optimizer, "step", None)) or isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
             raise RegistrationError(
-                f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found. "
-                f"Supported: torch.optim.Optimizer, and objects that hold such in {', '.join('.' + attribute for attribute in _WRAPPING)}. "
+                f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
+                "and it is no module and no engine. "
+                f"Supported: torch.optim.Optimizer, objects that hold such in {', '.join('.' + attribute for attribute in _WRAPPING)}, "
+                "torch.nn.Module, placement.Engine, and placement.Lazy. "
                 "What to do: register the optimizer itself (a scheduler stays as it is)."
             )
         parameters = self.parameters()

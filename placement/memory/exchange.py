@@ -102,6 +102,8 @@ class Exchange:
         self._room_bytes = room_bytes
         self._early_release = early_release
         self._coming: deque[tuple[Range, int]] = deque()
+        self._tails: deque[tuple[Range, int]] = deque()
+        """What comes, in order. Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
 
     def run(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
         """Offload the ones and load the others. Holdings that are there already are left alone.
@@ -138,6 +140,7 @@ class Exchange:
         for holding in (*holdings, *coming):
             holding.begin_move(self._stock)
         self._expect(r for holding in coming for r in holding.ranges)
+        self._limit_room(holdings, coming)
         leaving = [_Leaving(holding, dropped=holding.dead_ranges() if holding in self._dropping else None) for holding in holdings]
         for each in leaving:
             self._enqueue(each)
@@ -154,7 +157,7 @@ class Exchange:
                     self._device.wait(batch.mark)
                 self._verifier.check_host(each.holding, batch.cut(chosen), each.on_host)
                 each.holding.vacate(batch.range, batch.first, batch.last, self._stock)
-                if self._early_release and not self._coming:
+                if self._early_release and not self._coming and not self._tails:
                     self._stock.release()
                 self._fill(fresh=0, longest=_BATCH)
         if leaving:
@@ -163,8 +166,16 @@ class Exchange:
             self._verifier.check_newborn(each.holding, each.fresh)
         return self._decide(leaving)
 
+    def _limit_room(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> None:
+        """However much is free, a swap takes the window beside the larger side and leaves the rest to others."""
+        if leaving and coming:
+            gain = sum(each.num_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
+            self._stock.room_bytes = min(self._stock.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
+
     def _expect(self, ranges: Iterable[Range]) -> None:
-        self._coming.extend((r, index) for r in ranges for index in range(len(r.chunk_sizes)))
+        for r in ranges:
+            for index, size in enumerate(r.chunk_sizes):
+                (self._coming if size == self._device.chunk_bytes else self._tails).append((r, index))
 
     def _window(self) -> int:
         """Chunks of what comes that find room beside everything that leaves."""
@@ -223,7 +234,7 @@ class Exchange:
 
     def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
         longest = 2 * _FIRST
-        while self._coming:  # the link starts with the first few chunks; the longer it has work, the more may be mapped at once
+        while self._coming or self._tails:  # the first few chunks start the link; the longer it has work, the more may be mapped at once
             self._fill(fresh=longest, longest=longest, once=True)
             longest *= 2
         if holdings:
@@ -239,9 +250,10 @@ class Exchange:
 
     def _fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
         """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver."""
-        while self._coming:
-            r, first = self._coming[0]
-            wanted = [index for each, index in itertools.islice(self._coming, longest) if each is r]
+        while waiting := self._coming or self._tails:
+            r, first = waiting[0]
+            run = next(itertools.groupby(itertools.islice(waiting, longest), key=lambda each: id(each[0])))[1]
+            wanted = [index for _, index in run]
             sizes = [r.chunk_sizes[index] for index in wanted]
             served = self._stock.count(sizes, fresh)
             if not served:
@@ -252,6 +264,6 @@ class Exchange:
             self._device.map(r.adoption.addresses, chunks, r.starts[first])
             self._device.copy(r.copies(wanted[:served]), "to_device")
             for _ in range(served):
-                self._coming.popleft()
+                waiting.popleft()
             if once:
                 return

@@ -15,7 +15,7 @@ import torch
 
 from placement.adapters.base import Adapter, Owned
 from placement.errors import DeviceMemoryError, IntegrityError, RegistrationError
-from placement.memory import adopt
+from placement.memory import adopt, poisoned
 from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES
 from placement.memory.fingerprint import fingerprints
@@ -69,6 +69,12 @@ class Holding:
         """Whether everything is in line with the decision. False from before the first change of a move to the end of `settle`."""
         self._is_vacating = False
         """Whether chunks may have been given up that no decision has taken from us yet."""
+        self._versions: dict[int, int] = {}
+        """By storage in a range, the version counter of its tensors at the last look: a write in between raises it."""
+        self._versions_offloaded: dict[int, int] = {}
+        """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
+        self._moving_in: frozenset[int] = frozenset()
+        """Storages that this offload takes in: what a state dict shows of them follows by itself."""
         self._is_copying = False
         """Whether copies to the device may be under way that no decision has taken over yet."""
         self._reserved: HostSlab | None = None
@@ -103,17 +109,23 @@ class Holding:
 
     def newborn(self) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
         """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
-        known = {entry.ref.cdata for r in self.ranges for entry in r.placed if not entry.ref.expired()}
+        known = {entry.ref.cdata: r for r in self.ranges for entry in r.placed if not entry.ref.expired()}
+        versions: dict[int, int] = {}
         found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
         for owned in self.adapter.owned():
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
-            if key in known or storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
+            if key in known:
+                if not owned.loose:  # views share their base's counter
+                    versions[key] = max(versions.get(key, 0), owned.tensor._version)
+                continue
+            if storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
                 continue
             if key in found:
                 found[key][2].append(owned.tensor)
             else:
                 found[key] = (owned, storage, [owned.tensor])
+        self._versions = versions
         for tensor in self.handed:
             entry = found.get(tensor.untyped_storage()._cdata)
             if entry is not None:
@@ -134,7 +146,7 @@ class Holding:
             return True
         raise RegistrationError(
             f"{owned.name!r} of {self.name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "
-            "Register the object that owns it once."
+            "What shares storages is registered once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
         )
 
     def look(self) -> None:
@@ -208,13 +220,19 @@ class Holding:
         was_on_device = any(claim.storage.device == self.device.torch_device for claim in (*stay, *loose))
         del stay, loose, fresh
         self.count_uses()
+        self.newborn()
+        self._versions_offloaded = self._versions
         if was_on_device:
             self.device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
 
     def take_in_from_elsewhere(self) -> tuple[Range, ...]:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
         before, here = self.ranges, 0
-        for loose, claims in enumerate(self.newborn()):
+        born = self.newborn()
+        poisoned.refuse(self.device, self.name, born, self.ranges)
+        before_versions, self._versions_offloaded = self._versions_offloaded, self._versions
+        poisoned.refuse_written(self.name, before_versions, self._versions, self.ranges)
+        for loose, claims in enumerate(born):
             here += sum(c.nbytes for c in claims if c.storage.device == self.device.torch_device)
             fresh = self._take_in([c for c in claims if c.storage.device != self.device.torch_device], bool(loose))
             if fresh is not None:
@@ -228,12 +246,12 @@ class Holding:
         self._drop(self._dead(), stock)
 
     def _dead(self) -> list[Range]:
-        """Ranges without a storage of theirs, and without one that came from a state dict of ours and lies at the same addresses."""
+        """Ranges without a storage of theirs, and without one that came from a state dict of ours and lies in the same place."""
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []
-        used = [owned.tensor.untyped_storage().data_ptr() for owned in self.adapter.owned()]
-        return [r for r in dead if not any(0 <= address - r.adoption.addresses.base < r.nbytes for address in used)]
+        used = [tensor.untyped_storage().data_ptr() for tensor in (*(owned.tensor for owned in self.adapter.owned()), *self.handed)]
+        return [r for r in dead if not any(r.has(address) for address in used)]
 
     def _drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
@@ -249,10 +267,13 @@ class Holding:
         """From here to the end of `settle` nothing may be taken for granted.
 
         Raises:
-            IntegrityError: values of it are lost; nothing has begun.
+            IntegrityError: values of it are lost, or were computed from poison; nothing has begun.
         """
         if self.lost is not None:
             raise IntegrityError(self.lost)
+        if not self.on_device and self._dead():
+            # Before the dead are dropped, with the only good values in them.
+            poisoned.refuse(self.device, self.name, self.newborn(), self.ranges)
         self._is_settled = False
         self._is_copying = not self.on_device
         if self.on_device and self.handed:
@@ -282,9 +303,11 @@ class Holding:
             drops: leave the gradients out; they die with the decision.
         """
         stay, loose = self.newborn()
+        self._versions_offloaded = self._versions
         if drops:
             dead = self._gradients()
             loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
+        self._moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
         return tuple(r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None), bool(stay)
 
     def commit_offload(
@@ -298,7 +321,7 @@ class Holding:
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.handed.point_to(self.over_host)
+        self.handed.point_to(self._over_saved)
         surplus = {entry.name: entry.surplus() for r in before for entry in r.placed}
         self._keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
@@ -341,13 +364,18 @@ class Holding:
                 r.move_in()
             self.handed.point_to(self.over_host)
             self._note_shown(self.handed)
+            if self.handed:
+                self._versions_offloaded = {}
             self.loose_bytes = 0
         self._is_copying = self._is_vacating = False
-        self._dropped = None
+        self._dropped, self._moving_in = None, frozenset()
         self._is_settled = True
 
     def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
+        if not self._is_vacating and self.handed:  # another thread may be writing a checkpoint from them: never over poison
+            self.device.wait(self.device.mark("to_host"))
+            self.handed.point_to(self._over_saved)
         self._is_vacating = True
         for index in range(first, last):  # first, so that what is on record is mapped, whenever an interrupt comes
             r.give(index, stock)
@@ -381,6 +409,10 @@ class Holding:
             return False
         self.device.order()
         return True
+
+    def forget_writes(self) -> None:
+        """What was written while offloaded has been reported."""
+        self._versions_offloaded = {}
 
     def zeroed(self) -> list[Place]:
         """Gradients that were zeroed in place while offloaded; for `take_zeroed`, once all holdings were asked."""
@@ -432,9 +464,13 @@ class Holding:
         slab, offset = place[0].slab, place[1]
         return self.handed.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
 
+    def _over_saved(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None if tensor.untyped_storage()._cdata in self._moving_in else self.over_host(tensor)
+
     def over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same tensor over the range; None when its storage is not over the host copy of one."""
         place = self._place(tensor)
-        if place is None:
+        if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
             return None
         addresses, offset = place[0].adoption.addresses, place[1]
         return self.handed.over(
@@ -445,7 +481,7 @@ class Holding:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
         if tensor.untyped_storage().nbytes() == 0:
             return tensor
-        host = None if self.on_device else self.over_host(tensor)
+        host = None if self.on_device and not self._is_vacating else self.over_host(tensor)
         self._note_shown([] if host is None else [host])
         if isinstance(tensor, torch.nn.Parameter) and host is None:
             return tensor  # asked for with keep_vars: the live parameter itself
@@ -471,6 +507,8 @@ class Holding:
         target = self.device.torch_device if self.on_device else torch.device("cpu")
         if self.on_device or self._is_copying:
             self.device.sync()
+        if not self.on_device and self._is_settled:  # nothing of it may leave with poison for values
+            poisoned.put_back(self.device, self.newborn(), self.ranges)
         self.is_leaving = True
         for tensor in self.handed:  # they keep today's values; the ranges and slabs that they lie in are about to go
             with torch.no_grad():

@@ -23,6 +23,10 @@ def used_bytes(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
+Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+"""Dtype, storage offset, size and strides of a tensor."""
+
+
 @dataclass(slots=True)
 class Placed:
     """One adopted storage. Weak: a range never keeps a tensor alive."""
@@ -31,6 +35,8 @@ class Placed:
     ref: StorageWeakRef
     offset: int
     nbytes: int
+    form: Form
+    """Of the first tensor in it, as adopted."""
     use_count: int = 0
     """References right after adoption (0: not counted yet); more at an offload are somebody else's."""
 
@@ -89,10 +95,16 @@ class Range:
             self.adoption.move_in(index)
         placed = []
         for claim, offset in zip(self.claims, self.adoption.offsets, strict=True):
-            ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # rebinding gives the aliases another storage object
-            placed.append(Placed(claim.name, ref, offset, claim.nbytes))
+            first = claim.aliases[0]
+            ref = StorageWeakRef(first.untyped_storage())  # rebinding gives the aliases another storage object
+            form = (first.dtype, int(first.storage_offset()), first.size(), first.stride())
+            placed.append(Placed(claim.name, ref, offset, claim.nbytes, form))
         self.placed, self.claims = tuple(placed), None
         self.adoption.forget_claims()
+
+    def has(self, address: int) -> bool:
+        """Whether an address lies in it or in its slab."""
+        return any(0 <= address - base < self.nbytes for base in (self.adoption.addresses.base, self.slab.address))
 
     @property
     def is_alive(self) -> bool:

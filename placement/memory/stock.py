@@ -19,6 +19,8 @@ class Stock:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._chunks: list[Chunk] = []
+        self.room_bytes = 0
+        """What may be taken from the driver before anything goes back to it: what the budget leaves when a border begins."""
 
     @property
     def held_bytes(self) -> int:
@@ -65,17 +67,31 @@ class Stock:
         for index, chunk in enumerate(self._chunks):
             if chunk.nbytes == size:
                 return self._chunks.pop(index)
+        # Chunks of other sizes may stand in the way. Whoever goes back after this gets memory of its own size in exchange for ours.
+        while self._chunks and self.room_bytes < size:
+            self._make_way()
         try:
-            return self._device.create(size)
+            chunk = self._device.create(size)
         except DeviceMemoryError:
             if not self._chunks or self._device.memory().free_bytes >= size:
                 raise
-        # Chunks of other sizes stand in the way. Whoever goes back after this gets memory of its own size in exchange for ours.
-        while self._chunks and self._device.memory().free_bytes < size:
-            self._device.release(self._chunks.pop())
-        return self._device.create(size)
+            while self._chunks and self._device.memory().free_bytes < size:
+                self._make_way()
+            chunk = self._device.create(size)
+        self.room_bytes -= size
+        return chunk
 
     def release(self) -> None:
         """Return everything to the driver: the border is decided."""
         while self._chunks:
-            self._device.release(self._chunks.pop())  # out of the stock first: a released chunk must never be handed out again
+            self._release_one(len(self._chunks) - 1)
+
+    def _make_way(self) -> None:
+        """Return one chunk of the size that there is most of: tails are single, and needed for going back."""
+        count = Counter(chunk.nbytes for chunk in self._chunks)
+        self._release_one(max(range(len(self._chunks)), key=lambda index: count[self._chunks[index].nbytes]))
+
+    def _release_one(self, index: int) -> None:
+        chunk = self._chunks.pop(index)  # out of the stock first: a released chunk must never be handed out again
+        self.room_bytes += chunk.nbytes
+        self._device.release(chunk)

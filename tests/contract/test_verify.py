@@ -13,6 +13,7 @@ from torch import nn
 
 from placement import BrokenHandleError, IntegrityError, Manager, State
 from placement.memory.base import Copy, Device, Direction
+from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import assert_same, learn
 
@@ -51,13 +52,13 @@ def blocks(count: int = 4) -> nn.ParameterList:
 class Worker:
     """A model with plain SGD, and a reference that is readonly."""
 
-    def __init__(self, verify: str = "always", count: int = 4) -> None:
+    def __init__(self, verify: str = "always", count: int = 4, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model, self.reference = blocks(count), blocks(3)
         self.values = copy.deepcopy(self.model.state_dict())
         self.reference_values = copy.deepcopy(self.reference.state_dict())
         self.device = BadLink(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-        self.manager = Manager(device=self.device, verify=verify)
+        self.manager = Manager(device=self.device, verify=verify, **settings)
         self.actor = self.manager.register("actor", self.model, role="actor")
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.manager.register("sgd", self.sgd)
@@ -128,6 +129,15 @@ def test_what_is_lost_comes_back_from_a_checkpoint() -> None:
     with worker.manager.phase("train"):
         assert_same(dict(worker.model.state_dict()), dict(worker.values))
     assert_nothing_resident(worker.manager)
+
+
+def test_what_is_lost_is_not_published() -> None:
+    worker = Worker(policy=Colocated(stream_sync=True))
+    flip(worker.actor, 0)
+    with pytest.raises(IntegrityError), worker.manager.phase("train"):
+        pass
+    with pytest.raises(BrokenHandleError, match="chunk 0 of 4"), worker.manager.phase("weight_sync"):
+        pass
 
 
 def test_a_manager_with_a_lost_handle_closes() -> None:

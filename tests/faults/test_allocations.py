@@ -5,7 +5,7 @@ Two steps in a row are swept, because they differ: in the first one optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch import nn
@@ -49,7 +49,7 @@ def run_until_it_fails(worker: Worker) -> BaseException | None:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
     points = 0
     while True:
         worker = Worker().register()
@@ -85,8 +85,7 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
         assert worker.identity()[0] == identity[0]
         assert worker.identity()[2] == identity[2]
     assert points
-    with capsys.disabled():
-        print(f"\n{points} calls of {operation} failed {'for ever' if forever else 'once'}: nothing lost, nothing left", end="")
+    counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'}: nothing lost, nothing left")
 
 
 def make_extra() -> tuple[nn.Module, list[bytes]]:
@@ -96,7 +95,7 @@ def make_extra() -> tuple[nn.Module, list[bytes]]:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-def test_every_call_of_register_failed(operation: str, forever: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_call_of_register_failed(operation: str, forever: bool, counted: Callable[[str], None]) -> None:
     """Inside a phase that wants the new handle, so that it is loaded too: a failed registration leaves the object as it was."""
     points = 0
     while True:
@@ -121,8 +120,7 @@ def test_every_call_of_register_failed(operation: str, forever: bool, capsys: py
         assert [as_bytes(tensor) for tensor in extra.state_dict().values()] == before
         if not fired:
             break
-    with capsys.disabled():
-        print(f"\n{points} calls of {operation} failed {'for ever' if forever else 'once'} during register(): nothing changed", end="")
+    counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'} during register(): nothing changed")
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])

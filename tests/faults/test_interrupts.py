@@ -275,12 +275,11 @@ def known() -> set[Point]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.__name__)
 def test_interrupted_at_every_bytecode(
-    operation: type[Case], known: set[Point], swallowed: list[Any], capsys: pytest.CaptureFixture[str]
+    operation: type[Case], known: set[Point], swallowed: list[Any], counted: Callable[[str], None]
 ) -> None:
     """Each distinct bytecode once at its first and once at its last visit, in the first operation that reaches it."""
     points, cases = sweep(operation, KeyboardInterrupt, known, swallowed)
-    with capsys.disabled():
-        print(f"\n{operation.__name__}: interrupted at {points} more bytecodes, {cases} cases, 0 inconsistent", end="")
+    counted(f"{operation.__name__}: interrupted at {points} more bytecodes, {cases} cases, 0 inconsistent")
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError])

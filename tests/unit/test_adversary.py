@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
 
-from placement import IntegrityError, NotResidentError
-from placement.testing import assert_nothing_resident
-from tests.unit.worker import Worker, assert_same, batch, learn
+from placement import Handle, IntegrityError, NotResidentError
+from placement.memory.base import Addresses
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
 
 
 @pytest.mark.parametrize("taken_in", ["idle", "log_prob"])
@@ -32,4 +34,242 @@ def test_values_written_through_a_state_dict_while_offloaded_came_back_after_the
     assert_same(dict(worker.net.state_dict()), dict(worker.values))
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert worker.manager.audit().ok
+
+
+def _half(model: torch.nn.Module) -> None:
+    model.half()
+
+
+def _half_of_one_layer(model: torch.nn.Module) -> None:
+    assert isinstance(model, torch.nn.Sequential)
+    model[0].half()
+
+
+def _doubled(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def _enlarged(model: torch.nn.Module) -> None:
+    assert isinstance(model, torch.nn.Sequential)
+    old, new = model.get_parameter("2.weight"), torch.nn.Linear(64, 16)
+    with torch.no_grad():
+        new.weight[:8] = old
+    model[2] = new
+
+
+@pytest.mark.parametrize("replace", [_half, _half_of_one_layer, _doubled, _enlarged])
+def test_values_were_lost_when_they_were_replaced_while_offloaded(replace: Callable[[torch.nn.Module], None]) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    wanted = copy.deepcopy(worker.net.state_dict())
+    replace(worker.net)
+    with pytest.raises(IntegrityError, match="were replaced while it was offloaded"), worker.manager.phase("log_prob"):
+        pass
+    assert all(handle.resident_bytes == 0 for handle in worker.manager.handles.values())
+    with worker.manager.phase("log_prob"):
+        if replace is _enlarged:  # what was new beside them stays as it is
+            assert_same(worker.net.state_dict()["2.weight"], wanted["2.weight"])
+        else:
+            assert_same(dict(worker.net.state_dict()), dict(wanted))
+            worker.net(batch())
+    with worker.manager.phase("log_prob"):
+        pass
+    assert worker.manager.audit().ok
+
+
+def test_values_replaced_while_offloaded_were_lost_at_close() -> None:
+    worker = Worker()
+    worker.net.half()
+    worker.manager.close()
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_gradients_of_a_backward_outside_a_phase_spoilt_the_weights_at_the_next_step() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        loss = worker.net(batch()).square().mean()
+    loss.backward()
+    with pytest.raises(IntegrityError, match="zero_grad"), worker.manager.phase("train"):
+        pass
+    worker.adam.zero_grad()
+    with worker.manager.phase("train"):
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_new_weights_may_be_put_in_while_offloaded() -> None:
+    worker = Worker()
+    fresh = torch.nn.Linear(64, 8)
+    wanted = copy.deepcopy(fresh.state_dict())
+    worker.net[2] = fresh
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net[2].state_dict()), dict(wanted))
+    assert_nothing_resident(worker.manager)
+
+
+class Watched(SimulatedDevice):
+    """Calls `look` after memory was taken from behind addresses, where another thread may run."""
+
+    look: Callable[[], None] = staticmethod(lambda: None)
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        super().unmap(addresses, nbytes, start)
+        self.look()
+
+
+def test_a_thread_that_saved_a_state_dict_read_poison_while_the_object_was_being_offloaded() -> None:
+    device = Watched(64 << 20, chunk_bytes=8192)
+    worker = Worker(device=device)
+    looks = []
+    with worker.manager.phase("log_prob"):
+        taken = worker.net.state_dict()
+
+        def look() -> None:
+            for shown in (taken, worker.net.state_dict()):
+                assert_same(dict(shown), dict(worker.values))
+            looks.append(True)
+
+        device.look = look
+    device.look = lambda: None
+    assert looks
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(taken), dict(worker.values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_state_dict_that_was_assigned_back_no_longer_followed_the_weights() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    taken = model.state_dict()
+    with manager.phase("log_prob"):
+        model.load_state_dict(taken, assign=True)  # the old parameters die, and their range
+    for _ in range(2):
+        with manager.phase("log_prob"), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        assert_same(dict(taken), dict(model.state_dict()))
+
+
+def test_the_state_dict_of_a_submodule_was_saved_as_poison() -> None:
+    worker = Worker()
+    layer = worker.net[2]
+    shown = layer.state_dict()
+    assert_same(dict(shown), {name: worker.values[f"2.{name}"] for name in ("weight", "bias")})
+    assert list(worker.net.state_dict()) == list(worker.values)
+    with pytest.raises(NotResidentError, match="copied or pickled"):
+        copy.deepcopy(layer)
+    with pytest.raises(NotResidentError, match="copied or pickled"):
+        torch.save(layer, io.BytesIO())
+    with pytest.raises(NotResidentError, match="given a state dict"):
+        layer.load_state_dict(dict(shown))
+    with worker.manager.phase("log_prob"):
+        twin = copy.deepcopy(layer)
+    assert_same(dict(twin.state_dict()), dict(layer.state_dict()))
+    worker.manager.close()
+    assert_same(dict(twin.state_dict()), dict(layer.state_dict()))
+    assert not layer._state_dict_hooks
+
+
+def test_who_is_in_the_phase_train_was_told_to_open_the_phase_train() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    with manager.phase("train"), pytest.raises(NotResidentError, match="registered optimizer steps") as called:
+        model(batch())
+    assert "phase('train')" not in str(called.value)
+    with manager.phase("restore"), pytest.raises(NotResidentError) as loaded:
+        model.load_state_dict(net().state_dict())
+    assert "phase('restore')" not in str(loaded.value)
+    with pytest.raises(NotResidentError, match=r"phase\('train'\)"):
+        model(batch())
+
+
+def test_who_stepped_an_optimizer_that_only_leaves_out_was_told_to_open_the_phase_train() -> None:
+    worker = Worker()
+    with worker.manager.phase("train", only=["critic"]), pytest.raises(NotResidentError, match="only=") as stepped:
+        worker.adam.step()
+    assert "phase('train')" not in str(stepped.value)
+
+
+@pytest.mark.parametrize("was_loaded", [True, False])
+def test_an_update_in_place_while_offloaded_was_lost_without_a_word(was_loaded: bool) -> None:
+    worker = Worker()
+    if was_loaded:
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam)
+    wanted = copy.deepcopy(worker.net.state_dict())
+    with torch.no_grad():
+        for mine, other in zip(worker.net.parameters(), worker.critic_net.parameters(), strict=True):
+            mine.lerp_(other, 0.1)  # NaN moved towards NaN: the poison looks as before
+    with pytest.raises(IntegrityError, match="were written while it was offloaded"), worker.manager.phase("log_prob"):
+        pass
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+    assert_nothing_resident(worker.manager)
+
+
+def test_what_is_written_through_a_state_dict_while_offloaded_is_no_wrong_write() -> None:
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        shown = worker.net.state_dict()
+    shown["0.weight"].mul_(2)
+    with worker.manager.phase("log_prob"):
+        assert_same(worker.net.state_dict()["0.weight"], worker.values["0.weight"] * 2)
+
+
+def test_a_generator_that_was_closed_took_the_phase_of_its_caller_with_it() -> None:
+    worker = Worker()
+
+    def batches() -> Generator[None, None, None]:
+        with worker.manager.phase("train"):
+            yield
+
+    generator = batches()
+    next(generator)
+    with worker.manager.phase("log_prob"):
+        generator.close()
+        assert worker.manager.phase_name == "log_prob"
+        worker.net(batch())
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+def test_handles_themselves_were_refused_by_only_as_unknown_names() -> None:
+    worker = Worker()
+    with worker.manager.phase("train", only=[worker.critic]) as phase:
+        assert worker.on_device() == {"critic"}
+        both: list[str | Handle] = ["actor", worker.critic]
+        phase.switch("train", only=iter(both))
+        assert worker.on_device() == {"actor", "critic"}
+    with pytest.raises(TypeError, match="names or handles"):
+        worker.manager.phase("train", only=[3])  # type: ignore[list-item]
+
+
+def test_who_gave_no_role_was_told_to_open_the_phase_that_was_open() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model)
+    with manager.phase("log_prob"), pytest.raises(NotResidentError, match="its role: None"):
+        model(batch())
+
+
+def test_a_state_dict_read_poison_after_the_parameters_got_other_storages() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        taken = worker.net.state_dict()
+        worker.net.half().float()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    assert_same(dict(taken), dict(worker.values))
+    with worker.manager.phase("train"):
+        assert_same(dict(taken), dict(worker.values))
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+    assert_same(dict(taken), dict(worker.values))
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict(taken)
+    del taken
+    with worker.manager.phase("log_prob"):
+        pass
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert len(worker.actor.holding.ranges if worker.actor.holding else ()) == 1
     assert worker.manager.audit().ok

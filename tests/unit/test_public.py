@@ -20,6 +20,7 @@ LAYERS = (
         "manager",
         "phases",
         "borders",
+        "planner",
         "reconcile",
         "registry",
         "guards",

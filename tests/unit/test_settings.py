@@ -45,6 +45,7 @@ def test_defaults() -> None:
     assert settings == Settings() == Settings.from_any(None)
     assert (settings.device, settings.policy, settings.budget_bytes, settings.worker_role) == ("auto", "colocated", None, "hybrid")
     assert settings.pinned_limit_bytes is None
+    assert settings.verify == "off"
     assert (settings.strict, settings.headroom, settings.journal_length, settings.phases) == (False, 0.2, 4096, {})
 
 
@@ -56,6 +57,7 @@ EVERYTHING: dict[str, Any] = {
     "worker_role": "trainer",
     "phases": {"distill": ["actor", "teacher"]},
     "strict": True,
+    "verify": "sample",
     "headroom": 0.1,
     "journal_length": 16,
 }
@@ -67,6 +69,7 @@ PARSED = Settings(
     worker_role="trainer",
     phases={"distill": ("actor", "teacher")},
     strict=True,
+    verify="sample",
     headroom=0.1,
     journal_length=16,
 )
@@ -81,7 +84,7 @@ def test_from_toml(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
         'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\npinned_limit_bytes = "96GiB"\n'
-        'worker_role = "trainer"\nstrict = true\n'
+        'worker_role = "trainer"\nstrict = true\nverify = "sample"\n'
         'headroom = 0.1\njournal_length = 16\n[phases]\ndistill = ["actor", "teacher"]\n',
     )
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
@@ -109,6 +112,12 @@ def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(monke
     for suffix in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"):
         monkeypatch.setenv(f"PLACEMENT_{suffix}", "tcp://10.0.0.1:8000")
     assert Settings.from_any(None) == Settings()
+
+
+def test_an_unquoted_off_of_yaml_is_off() -> None:
+    assert Settings.from_any({"verify": False}).verify == "off"
+    with pytest.raises(ValueError, match="verify: Input should be 'always', 'sample' or 'off'"):
+        Settings.from_any({"verify": True})
 
 
 def test_settings_are_frozen_and_go_through_json() -> None:

@@ -1,0 +1,427 @@
+"""Swaps: memory changes hands chunk by chunk, within the larger side and the window, and comes back when the border fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from placement import DeviceMemoryError, Manager, Plan, View
+from placement.memory.base import Addresses, Chunk, Copy, Device, Direction, Mark
+from placement.memory.exchange import WINDOW
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import GPU, OFF, assert_same
+
+PAGE = 4096
+CHUNK = 4 * PAGE
+BEFORE, AFTER = "rollout", "eval"
+"""The phases between which the tests switch."""
+
+
+class Watched(Faults):
+    """Notes the most that chunks came to, what was copied and waited for in which order, and where each chunk was put."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.peak_bytes = 0
+        self.log: list[tuple[str, int]] = []
+        """("to_host" | "to_device" | "wait", bytes)."""
+        self.mapped: list[Chunk] = []
+
+    def create(self, nbytes: int) -> Chunk:
+        chunk = super().create(nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.memory().chunk_bytes)
+        return chunk
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        super().map(addresses, chunks, start)
+        self.mapped += chunks
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        super().copy(copies, direction)
+        self.log.append((direction, sum(run.nbytes for run in copies)))
+
+    def wait(self, mark: Mark) -> None:
+        super().wait(mark)
+        self.log.append(("wait", 0))
+
+
+class Turns:
+    """Who is on the device in which phase. Outside these phases nobody is."""
+
+    name = "turns"
+
+    def __init__(self, before: Collection[str], after: Collection[str]) -> None:
+        self.on = {BEFORE: before, AFTER: after}
+
+    def plan(self, view: View) -> Plan:
+        on = self.on.get(view.phase, ())
+        return view.total_plan({name: GPU for name in view.handles if name in on})
+
+
+def module(nbytes: int) -> nn.ParameterList:
+    """One parameter of so many bytes: a range of exactly this length."""
+    return nn.ParameterList([nn.Parameter(torch.randn(nbytes // 4))])
+
+
+class Scene:
+    """Modules by name on a tight device, and what they must hold."""
+
+    def __init__(
+        self,
+        before: Mapping[str, int],
+        after: Mapping[str, int],
+        budget_bytes: int,
+        *,
+        readonly: Collection[str] = (),
+        capacity_bytes: int = 0,
+    ) -> None:
+        torch.manual_seed(0)
+        self.device = Watched(SimulatedDevice(capacity_bytes or budget_bytes, chunk_bytes=CHUNK, granularity=PAGE))
+        self.manager = Manager(device=self.device, policy=Turns(before, after), budget_bytes=budget_bytes)
+        self.models = {name: module(nbytes) for name, nbytes in {**before, **after}.items()}
+        self.handles = {name: self.manager.register(name, model, readonly=name in readonly) for name, model in self.models.items()}
+        self.readonly = readonly
+        self.before, self.after = tuple(before), tuple(after)
+        self.note()
+
+    def note(self) -> None:
+        self.values = {name: copy.deepcopy(dict(handle.state_dict())) for name, handle in self.handles.items()}
+
+    def write(self, names: Iterable[str]) -> None:
+        """Change what may be changed, all of it or one chunk, by turns."""
+        for index, name in enumerate(name for name in names if name not in self.readonly):
+            parameter = self.models[name][0]
+            (parameter.data if index % 2 == 0 else parameter.data[: CHUNK // 8]).add_(1)
+        self.note()
+
+    def check(self, on_device: Collection[str], *, with_ledger: bool = True) -> None:
+        """These are on the device, nobody else is, and every value is what it was."""
+        assert {name for name, handle in self.handles.items() if handle.state is GPU} == set(on_device)
+        assert {name for name, handle in self.handles.items() if handle.state is OFF} == self.handles.keys() - set(on_device)
+        assert_same({name: dict(handle.state_dict()) for name, handle in self.handles.items()}, self.values)
+        if with_ledger:
+            self.manager.check_integrity()
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def side(sizes: Mapping[str, int]) -> int:
+    return sum(rounded(nbytes) for nbytes in sizes.values())
+
+
+SIDES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "equal": ({"a": 12 * CHUNK}, {"b": 12 * CHUNK}),
+    "larger comes": ({"a": 5 * CHUNK}, {"b": 13 * CHUNK}),
+    "smaller comes": ({"a": 13 * CHUNK}, {"b": 5 * CHUNK}),
+    "less than a chunk for many": ({"a": PAGE}, {"b": 9 * CHUNK}),
+    "many for less than a chunk": ({"a": 9 * CHUNK}, {"b": 100}),
+    "tails": ({"a": 7 * CHUNK + 3 * PAGE - 8}, {"b": 7 * CHUNK + PAGE + 24}),
+    "tails only": ({"a": PAGE, "b": 2 * PAGE}, {"c": 3 * PAGE}),
+    "three for two": ({"a": 4 * CHUNK, "b": 3 * CHUNK + PAGE, "c": 2 * PAGE}, {"d": 6 * CHUNK + 2 * PAGE, "e": 3 * CHUNK}),
+    "two for three": ({"d": 6 * CHUNK + 2 * PAGE, "e": 3 * CHUNK}, {"a": 4 * CHUNK, "b": 3 * CHUNK + PAGE, "c": 2 * PAGE}),
+    "one stays": ({"a": 6 * CHUNK, "s": 3 * CHUNK}, {"b": 6 * CHUNK, "s": 3 * CHUNK}),
+}
+every_side = pytest.mark.parametrize(("before", "after"), SIDES.values(), ids=SIDES.keys())
+
+
+# --- memory
+
+
+@every_side
+@pytest.mark.parametrize("window", [WINDOW, 0], ids=["window", "exactly the larger"])
+def test_the_peak_is_the_larger_side_and_the_window(before: dict[str, int], after: dict[str, int], window: int) -> None:
+    budget = max(side(before), side(after)) + window * CHUNK
+    scene = Scene(before, after, budget)
+    for _ in range(2):
+        with scene.manager.phase(BEFORE) as phase:
+            scene.write(scene.before)
+            phase.switch(AFTER)
+            scene.check(after)
+            scene.write(scene.after)
+            phase.switch(BEFORE)
+            scene.check(before)
+        scene.check(())
+    assert scene.device.peak_bytes <= budget
+    assert_nothing_resident(scene.manager)
+
+
+@every_side
+def test_the_budget_holds_where_the_device_has_more(before: dict[str, int], after: dict[str, int]) -> None:
+    """Nothing but the count of bytes stops an exchange then: short chunks are not created beside those that nobody takes."""
+    for window in (0, WINDOW * CHUNK, PAGE):
+        budget = max(side(before), side(after)) + window
+        scene = Scene(before, after, budget, capacity_bytes=8 * budget)
+        with scene.manager.phase(BEFORE) as phase:
+            scene.write(scene.before)
+            phase.switch(AFTER)
+            scene.check(after)
+            with scene.manager.phase(BEFORE):
+                scene.check(before)
+            scene.check(after)
+        assert scene.device.peak_bytes <= budget
+
+
+@every_side
+def test_room_beyond_the_window_is_not_used(before: dict[str, int], after: dict[str, int]) -> None:
+    """However much is free: memory that the activations of the next phase count on is left alone."""
+    scene = Scene(before, after, 4 * (side(before) + side(after)))
+    with scene.manager.phase(BEFORE) as phase:
+        scene.write(scene.before)
+        phase.switch(AFTER)
+        scene.check(after)
+    assert scene.device.peak_bytes <= max(side(before), side(after)) + WINDOW * CHUNK
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 16])
+def test_full_chunks_change_hands_and_none_is_asked_of_the_driver(count: int) -> None:
+    scene = Scene({"a": count * CHUNK}, {"b": count * CHUNK}, count * CHUNK)
+    with scene.manager.phase(BEFORE) as phase:
+        scene.write(["a"])
+        (old,) = scene.handles["a"].holding.ranges  # type: ignore[union-attr]
+        given = set(old.chunks.values())
+        created = scene.device.calls["create"]
+        phase.switch(AFTER)
+        assert scene.device.calls["create"] == created
+        (new,) = scene.handles["b"].holding.ranges  # type: ignore[union-attr]
+        assert set(new.chunks.values()) == given
+        scene.check({"b"})
+
+
+def test_no_more_than_the_window_is_asked_of_the_driver_where_there_is_room() -> None:
+    scene = Scene({"a": 16 * CHUNK}, {"b": 16 * CHUNK}, 64 * CHUNK)
+    with scene.manager.phase(BEFORE) as phase:
+        scene.write(["a"])
+        created = scene.device.calls["create"]
+        phase.switch(AFTER)
+        assert scene.device.calls["create"] - created == WINDOW
+
+
+def test_a_tail_is_not_taken_for_a_chunk() -> None:
+    """What is shorter than a chunk goes back to the driver, and one of the size that is wanted comes from it."""
+    scene = Scene({"a": 2 * CHUNK + PAGE}, {"b": 2 * CHUNK + 2 * PAGE}, 2 * CHUNK + 2 * PAGE)
+    with scene.manager.phase(BEFORE) as phase:
+        scene.write(["a"])
+        phase.switch(AFTER)
+        (r,) = scene.handles["b"].holding.ranges  # type: ignore[union-attr]
+        assert [r.chunks[index].nbytes for index in sorted(r.chunks)] == [CHUNK, CHUNK, 2 * PAGE]
+        scene.check({"b"})
+
+
+# --- both directions at once
+
+
+def swapped(scene: Scene) -> list[str]:
+    """What the device was asked to do in one switch in which everything is dirty, in order, a letter a chunk."""
+    with scene.manager.phase(BEFORE) as phase:
+        scene.models["a"][0].data.add_(1)
+        scene.device.log.clear()
+        phase.switch(AFTER)
+        letters = {"to_host": "o", "to_device": "i", "wait": "w"}
+        return [letters[what] * max(1, nbytes // CHUNK) for what, nbytes in scene.device.log]
+
+
+def test_what_comes_is_on_the_link_while_the_rest_leaves() -> None:
+    """Sixteen chunks each way in batches of four, nothing free: each batch that arrived is followed by four that come."""
+    scene = Scene({"a": 16 * CHUNK}, {"b": 16 * CHUNK}, 16 * CHUNK)
+    assert "".join(swapped(scene)) == "o" * 16 + "wiiii" * 4 + "w"
+
+
+def test_with_a_window_the_link_has_work_both_ways_from_the_start() -> None:
+    scene = Scene({"a": 16 * CHUNK}, {"b": 16 * CHUNK}, 20 * CHUNK)
+    order = "".join(swapped(scene))
+    assert order.index("i") < order.index("w")
+    for position, letter in enumerate(order):  # behind what was given up, never waiting for more than one batch of it
+        if letter == "w":
+            waits, came = order[:position].count("w"), order[:position].count("i")
+            assert came >= min(16, 4 * (waits + 1))
+
+
+def test_short_chunks_hold_nothing_up() -> None:
+    """A model and its optimizer come: the first one's tail is no chunk that was given up, the second one does not wait for it."""
+    scene = Scene({"a": 16 * CHUNK}, {"b": 5 * CHUNK + PAGE, "c": 9 * CHUNK + PAGE}, 16 * CHUNK)
+    order = "".join(swapped(scene)).split("w")
+    assert [each.count("i") for each in order[:5]] == [0, 4, 4, 4, 2]
+    assert scene.device.peak_bytes <= 16 * CHUNK
+
+
+def test_every_copy_out_is_under_way_before_the_first_wait() -> None:
+    scene = Scene({"a": 16 * CHUNK}, {"b": 4 * CHUNK}, 16 * CHUNK)
+    order = "".join(swapped(scene))
+    assert order[: order.index("w")] == "o" * 16
+
+
+def test_a_clean_side_is_not_waited_for() -> None:
+    """Nothing has to arrive before its memory changes hands."""
+    scene = Scene({"a": 8 * CHUNK}, {"b": 8 * CHUNK}, 8 * CHUNK)
+    with scene.manager.phase(BEFORE) as phase:
+        scene.device.log.clear()
+        phase.switch(AFTER)
+        assert [what for what, _ in scene.device.log if what == "to_host"] == []
+        assert sum(nbytes for what, nbytes in scene.device.log if what == "to_device") == 8 * CHUNK
+        scene.check({"b"})
+
+
+# --- mixtures
+
+
+def test_a_readonly_a_clean_and_a_dirty_one_leave_together() -> None:
+    sizes = {"readonly": 3 * CHUNK + PAGE, "clean": 3 * CHUNK, "dirty": 5 * CHUNK + 8}
+    scene = Scene(sizes, {"b": 11 * CHUNK + PAGE}, side(sizes), readonly={"readonly"})
+    with scene.manager.phase(BEFORE) as phase:
+        scene.models["dirty"][0].data[2 * CHUNK // 4] += 1
+        scene.note()
+        phase.switch(AFTER)
+        scene.check({"b"})
+        assert {name: h.counters.offloaded_bytes for name, h in scene.handles.items()} == {
+            "readonly": 0,
+            "clean": 0,
+            "dirty": CHUNK,
+            "b": 0,
+        }
+        phase.switch(BEFORE)
+        scene.check(sizes)
+
+
+def test_several_ranges_and_what_is_born_in_between() -> None:
+    """Gradients and a late parameter have ranges of their own; they leave with the model and come back with it."""
+    scene = Scene({"a": 4 * CHUNK}, {"b": 9 * CHUNK}, 14 * CHUNK)
+    model: Any = scene.models["a"]
+    with scene.manager.phase(BEFORE):
+        model[0].grad = torch.randn_like(model[0])
+        model.append(nn.Parameter(torch.randn(CHUNK // 4)))
+        scene.note()
+        gradient = model[0].grad.clone()
+    assert len(scene.handles["a"].holding.ranges) == 3  # type: ignore[union-attr]
+    for _ in range(2):
+        with scene.manager.phase(BEFORE) as phase:
+            assert_same(model[0].grad, gradient)
+            scene.write(["a"])
+            model[1].data.add_(1)
+            scene.note()
+            phase.switch(AFTER)
+            scene.check({"b"})
+            phase.switch(BEFORE)
+            scene.check({"a"})
+            assert_same(model[0].grad, gradient)
+    assert scene.device.peak_bytes <= 14 * CHUNK
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sizes_drawn_at_random(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def sizes(names: str) -> dict[str, int]:
+        return {name: 8 * int(torch.randint(1, 6 * CHUNK // 8, (1,), generator=draw)) for name in names}
+
+    before, after = sizes("abc"[: 1 + seed % 3]), sizes("de")
+    budget = max(side(before), side(after)) + (seed % 5) * PAGE
+    scene = Scene(before, after, budget, readonly={"a"} if seed % 2 else ())
+    for _ in range(2):
+        with scene.manager.phase(BEFORE) as phase:
+            scene.write(scene.before)
+            phase.switch(AFTER)
+            scene.check(after)
+            scene.write(scene.after)
+            phase.switch(BEFORE)
+            scene.check(before)
+    assert scene.device.peak_bytes <= budget
+    assert_nothing_resident(scene.manager)
+
+
+# --- failures
+
+FAILING = {name: SIDES[name] for name in ("equal", "larger comes", "smaller comes", "tails", "three for two", "one stays")}
+
+
+@pytest.mark.parametrize("window", [0, WINDOW], ids=["tight", "window"])
+@pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
+@pytest.mark.parametrize(("before", "after"), FAILING.values(), ids=FAILING.keys())
+def test_a_fault_at_each_call_in_turn_rolls_both_sides_back(
+    before: dict[str, int], after: dict[str, int], operation: str, window: int
+) -> None:
+    budget = max(side(before), side(after)) + window * CHUNK
+    for at in range(1, 200):
+        scene = Scene(before, after, budget)
+        with scene.manager.phase(BEFORE) as phase:
+            scene.write(scene.before)
+            scene.device.fail(operation, at=at)
+            with suppress(DeviceMemoryError, InjectedFault):
+                phase.switch(AFTER)
+            fired = scene.device.fired
+            scene.device.clear()
+            if operation != "create":  # refused once, the driver is asked again after other chunks were given back
+                assert phase.name == (BEFORE if fired else AFTER)
+            scene.check(before if phase.name == BEFORE else after)
+            phase.switch(AFTER)
+            scene.check(after)
+        scene.check(())
+        assert scene.device.peak_bytes <= budget
+        if not fired:
+            return
+    pytest.fail("the faults never came to an end")
+
+
+@pytest.mark.parametrize(("before", "after"), FAILING.values(), ids=FAILING.keys())
+def test_out_of_memory_in_the_middle_of_a_swap_rolls_both_sides_back(before: dict[str, int], after: dict[str, int]) -> None:
+    """From some chunk on the driver gives nothing more, as when another process was faster. Going back asks it for nothing."""
+    budget = max(side(before), side(after)) + WINDOW * CHUNK
+    for at in range(1, 100):
+        scene = Scene(before, after, budget)
+        with scene.manager.phase(BEFORE) as phase:
+            scene.write(scene.before)
+            scene.device.fail("create", at=at, forever=True)
+            with suppress(DeviceMemoryError):
+                phase.switch(AFTER)
+            if not scene.device.fired:
+                scene.check(after)
+                return
+            assert scene.device.fired == 1
+            scene.check(before)
+            assert phase.name == BEFORE
+        scene.check(())
+    pytest.fail("the driver never gave enough")
+
+
+def test_what_comes_does_not_fit_although_the_budget_says_so() -> None:
+    """The user's budget is more than the device has."""
+    scene = Scene({"a": 4 * CHUNK}, {"b": 9 * CHUNK}, 9 * CHUNK)
+    other = scene.device.device.create(2 * CHUNK)  # somebody else's
+    with scene.manager.phase(BEFORE) as phase:
+        scene.write(["a"])
+        for _ in range(3):
+            with pytest.raises(DeviceMemoryError):
+                phase.switch(AFTER)
+            scene.check({"a"}, with_ledger=False)
+        scene.device.device.release(other)
+        phase.switch(AFTER)
+        scene.check({"b"})
+
+
+@pytest.mark.parametrize("operation", ["map", "copy", "sync"])
+def test_a_link_that_stays_dead_loses_nothing(operation: str) -> None:
+    """Whatever cannot go back then says so, and is whole again when the device answers."""
+    for at in range(1, 100):
+        scene = Scene({"a": 7 * CHUNK + PAGE}, {"b": 7 * CHUNK + 2 * PAGE}, 9 * CHUNK)
+        scene.manager.enter(BEFORE)
+        scene.write(["a"])
+        scene.device.fail(operation, at=at, forever=True)
+        with suppress(DeviceMemoryError, InjectedFault):
+            scene.manager.switch(AFTER)
+        fired = scene.device.fired
+        scene.device.clear()
+        with suppress(DeviceMemoryError, InjectedFault):
+            scene.manager.leave()
+        with scene.manager.phase(AFTER):
+            assert {handle.broken for handle in scene.handles.values()} == {None}
+            scene.check({"b"})
+        if not fired:
+            return
+    pytest.fail("the faults never came to an end")
