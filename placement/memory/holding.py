@@ -250,11 +250,14 @@ class Holding:
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []
-        used = [tensor.untyped_storage().data_ptr() for tensor in (*(owned.tensor for owned in self.adapter.owned()), *self.handed)]
+        used = [owned.tensor.untyped_storage().data_ptr() for owned in self.adapter.owned()]
         return [r for r in dead if not any(r.has(address) for address in used)]
 
     def _drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
+        for tensor in self.handed if gone else ():  # nothing but a state dict has these values: it keeps them
+            if any(r.has(tensor.untyped_storage().data_ptr()) for r in gone):
+                tensor.data = tensor.detach().to("cpu", copy=True)
         for r in gone:
             self._vacate(r, stock)
             RANGES.remove(r.adoption.addresses.base)
