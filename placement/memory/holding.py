@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from placement.adapters.base import Adapter, Owned
-from placement.errors import DeviceMemoryError, IntegrityError, RegistrationError
+from placement.adapters.base import Adapter
+from placement.errors import DeviceMemoryError, IntegrityError
 from placement.memory import adopt, poisoned
-from placement.memory.base import Addresses, Copy, Device, HostSlab
+from placement.memory.base import Device
 from placement.memory.claims import RANGES
 from placement.memory.fingerprint import fingerprints
 from placement.memory.handed import Handed
-from placement.memory.range import Range, used_bytes
+from placement.memory.intake import Intake
+from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
 
@@ -39,11 +40,6 @@ class Moved:
     """The tensors that somebody else holds, by name."""
 
 
-def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A uint8 tensor over a whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 class Holding:
     """The ranges of one object on one device."""
 
@@ -56,6 +52,7 @@ class Holding:
         self.on_device = False
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
         self.handed = Handed()
+        self._intake = Intake(device, adapter, name, self)
         self._zeroed = Zeroed(device, adapter)
         self.offloaded_timestamp_seconds = time.time()
         """When the host copy became the authoritative one (Unix time); while on the device, the last time."""
@@ -69,16 +66,12 @@ class Holding:
         """Whether everything is in line with the decision. False from before the first change of a move to the end of `settle`."""
         self._is_vacating = False
         """Whether chunks may have been given up that no decision has taken from us yet."""
-        self._versions: dict[int, int] = {}
-        """By storage in a range, the version counter of its tensors at the last look: a write in between raises it."""
         self._versions_offloaded: dict[int, int] = {}
         """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
         self._moving_in: frozenset[int] = frozenset()
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
         self._is_copying = False
         """Whether copies to the device may be under way that no decision has taken over yet."""
-        self._reserved: HostSlab | None = None
-        self._reserved_addresses: Addresses | None = None
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
 
@@ -101,7 +94,7 @@ class Holding:
 
     @property
     def host_bytes(self) -> int:
-        return sum(r.slab.nbytes for r in self.ranges) + (self._reserved.nbytes if self._reserved is not None else 0)
+        return sum(r.slab.nbytes for r in self.ranges) + (0 if (aside := self._intake.reserved) is None else aside.nbytes)
 
     @property
     def host_pageable_bytes(self) -> int:
@@ -109,45 +102,7 @@ class Holding:
 
     def newborn(self) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
         """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
-        known = {entry.ref.cdata: r for r in self.ranges for entry in r.placed if not entry.ref.expired()}
-        versions: dict[int, int] = {}
-        found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
-        for owned in self.adapter.owned():
-            storage = owned.tensor.untyped_storage()
-            key = storage._cdata
-            if key in known:
-                if not owned.loose:  # views share their base's counter
-                    versions[key] = max(versions.get(key, 0), owned.tensor._version)
-                continue
-            if storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
-                continue
-            if key in found:
-                found[key][2].append(owned.tensor)
-            else:
-                found[key] = (owned, storage, [owned.tensor])
-        self._versions = versions
-        for tensor in self.handed:
-            entry = found.get(tensor.untyped_storage()._cdata)
-            if entry is not None:
-                entry[2].append(tensor)
-        stay: list[adopt.Claim] = []
-        loose: list[adopt.Claim] = []
-        for first, storage, aliases in found.values():
-            claim = adopt.Claim(first.name, storage, tuple(aliases))
-            (loose if first.loose else stay).append(claim)
-        return stay, loose
-
-    def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
-        """Whether another handle owns the storage: an optimizer leaves it there, a module must not claim it a second time."""
-        owner = RANGES.owner_of(storage.data_ptr())
-        if owner is None or owner is self:
-            return False
-        if self.adapter.kind == "optimizer":
-            return True
-        raise RegistrationError(
-            f"{owned.name!r} of {self.name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "
-            "What shares storages is registered once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
-        )
+        return self._intake.newborn(self.ranges, self.handed)
 
     def look(self) -> None:
         """Measure what the object owns in torch's memory."""
@@ -155,44 +110,9 @@ class Holding:
 
     # --- adopting
 
-    def _take_in(self, claims: list[adopt.Claim], loose: bool) -> Range | None:
-        """Reserve range and slab for new storages and save their bytes. They stay where they are until `move_in`."""
-        if not claims:
-            return None
-        adoption = adopt.prepare(self.device, claims, self._addresses)
-        fresh = Range(self.device, adoption, self._slab(used_bytes(adoption.nbytes)), tuple(claims), loose)
-        copies = []
-        for claim, offset in zip(claims, adoption.offsets, strict=True):
-            if claim.storage.device == self.device.torch_device:
-                copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
-            else:
-                fresh.slab.view(offset, claim.storage.nbytes()).copy_(byte_view(claim.storage))
-        if copies:
-            self.device.copy(copies, "to_host")
-        return fresh
-
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Set host memory and addresses aside for storages that are not born yet, so that their first offload cannot lack them.
-
-        Raises:
-            HostMemoryError, DeviceMemoryError: there is not enough.
-        """
-        if sizes:
-            nbytes = used_bytes(adopt.expected_bytes(self.device, sizes))
-            self._reserved_addresses = self.device.reserve(nbytes)
-            self._reserved = self.device.host(nbytes)
-
-    def _addresses(self, nbytes: int) -> Addresses:
-        if self._reserved_addresses is not None and self._reserved_addresses.nbytes >= nbytes:
-            addresses, self._reserved_addresses = self._reserved_addresses, None
-            return addresses
-        return self.device.reserve(nbytes)
-
-    def _slab(self, nbytes: int) -> HostSlab:
-        if self._reserved is not None and self._reserved.nbytes >= nbytes:
-            slab, self._reserved = self._reserved, None
-            return slab
-        return self.device.host(nbytes)
+        """Set host memory and addresses aside for storages of these sizes that are not born yet."""
+        self._intake.reserve(sizes)
 
     def _keep(self, ranges: tuple[Range, ...]) -> None:
         """Store the ranges, and tell the process whose addresses they are."""
@@ -209,7 +129,7 @@ class Holding:
         """
         stay, loose = self.newborn()
         try:
-            fresh = [r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None]
+            fresh = [r for r in (self._intake.take_in(stay, False), self._intake.take_in(loose, True)) if r is not None]
             self.device.sync()
             self._keep(tuple(fresh))
             for new in self.ranges:
@@ -221,7 +141,7 @@ class Holding:
         del stay, loose, fresh
         self.count_uses()
         self.newborn()
-        self._versions_offloaded = self._versions
+        self._versions_offloaded = self._intake.versions
         if was_on_device:
             self.device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
 
@@ -230,11 +150,11 @@ class Holding:
         before, here = self.ranges, 0
         born = self.newborn()
         poisoned.refuse(self.device, self.name, born, self.ranges)
-        before_versions, self._versions_offloaded = self._versions_offloaded, self._versions
-        poisoned.refuse_written(self.name, before_versions, self._versions, self.ranges)
+        before_versions, self._versions_offloaded = self._versions_offloaded, self._intake.versions
+        poisoned.refuse_written(self.name, before_versions, self._intake.versions, self.ranges)
         for loose, claims in enumerate(born):
             here += sum(c.nbytes for c in claims if c.storage.device == self.device.torch_device)
-            fresh = self._take_in([c for c in claims if c.storage.device != self.device.torch_device], bool(loose))
+            fresh = self._intake.take_in([c for c in claims if c.storage.device != self.device.torch_device], bool(loose))
             if fresh is not None:
                 self._keep((*self.ranges, fresh))
                 fresh.move_in()
@@ -306,12 +226,12 @@ class Holding:
             drops: leave the gradients out; they die with the decision.
         """
         stay, loose = self.newborn()
-        self._versions_offloaded = self._versions
+        self._versions_offloaded = self._intake.versions
         if drops:
             dead = self._gradients()
             loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
         self._moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
-        return tuple(r for r in (self._take_in(stay, False), self._take_in(loose, True)) if r is not None), bool(stay)
+        return tuple(r for r in (self._intake.take_in(stay, False), self._intake.take_in(loose, True)) if r is not None), bool(stay)
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
@@ -350,7 +270,7 @@ class Holding:
         if self.on_device:
             for r in self.ranges:
                 if r.claims is not None:  # saved for an offload that did not come; what was set aside for it is kept for the next
-                    self._reserved = r.slab
+                    self._intake.reserved = r.slab
             self._drop([*(r for r in self.ranges if r.claims is not None), *self._dead()], stock)
             stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
             if self._is_vacating:

@@ -15,7 +15,8 @@ import torch
 
 from placement.errors import IntegrityError
 from placement.memory.fingerprint import fingerprints
-from placement.memory.holding import Holding, byte_view
+from placement.memory.holding import Holding
+from placement.memory.intake import byte_view
 from placement.memory.range import Range
 
 Verify = Literal["always", "sample", "off"]
