@@ -24,7 +24,7 @@ from placement.planner import Planner
 from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
-from placement.states import IDLE, Plan, State
+from placement.states import IDLE, Plan, State, View
 
 _WRONG_WRITE = (
     "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
@@ -178,12 +178,12 @@ class Borders:
         handles = self._handles
         self.measure()  # what others freed or took since the last border
         try:
-            plan = self._plan_for(name, only, enclosing, below)
+            view, plan = self._plan_for(name, only, enclosing, below)
             for handle in list(handles.values()):
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self.registry.build(handle)
-                    plan = self._plan_for(name, only, enclosing, below)  # its bytes count from now on
-            room_bytes = check_fits(self._planner.view(name, _innermost(below), self.kept), plan)
+                    view, plan = self._plan_for(name, only, enclosing, below)  # its bytes count from now on
+            room_bytes = check_fits(view, plan)
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
@@ -196,10 +196,10 @@ class Borders:
         self.measure()
         return plan
 
-    def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> Plan:
-        plan = self._planner.plan(name, _innermost(below), self.kept)
+    def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> tuple[View, Plan]:
+        view, plan = self._planner.ask(name, _innermost(below), self.kept)
         chosen = views.meant(only, self._handles)
-        return plan if chosen is None else plan.limited_to(chosen, enclosing)
+        return view, plan if chosen is None else plan.limited_to(chosen, enclosing)
 
     def _retreat(self, plan: Plan) -> list[Exception]:
         """Bring every handle as far towards a plan as it goes, and count what stays behind."""

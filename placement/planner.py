@@ -38,7 +38,16 @@ class Planner:
         Raises:
             PolicyError: it has none.
         """
-        return views.ask(self._policy, self.view(phase, enclosing, kept))
+        return self.ask(phase, enclosing, kept)[1]
+
+    def ask(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> tuple[View, Plan]:
+        """What the policy was shown, and its plan.
+
+        Raises:
+            PolicyError: it has none.
+        """
+        view = self.view(phase, enclosing, kept)
+        return view, views.ask(self._policy, view)
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
         """Where everything belongs outside every phase."""
