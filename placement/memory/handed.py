@@ -8,18 +8,20 @@ what the object holds, wherever it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-Finder = Callable[[torch.Tensor], torch.Tensor | None]
+from placement.memory.base import Device
+from placement.memory.range import Range
 
 
 class Handed:
     """The living tensors of the state dicts of one object."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage that shows a place, by address, while anybody holds it."""
@@ -62,7 +64,65 @@ class Handed:
             if tensor is not None:
                 yield tensor
 
-    def point_to(self, find: Finder) -> None:
+    # --- where they point
+
+    def hand_out(self, tensor: torch.Tensor, ranges: Sequence[Range], *, from_host: bool) -> torch.Tensor:
+        """A live tensor of the object as a state dict may show it.
+
+        Args:
+            from_host: its values are in the host copy now, and no longer on the device.
+        """
+        if tensor.untyped_storage().nbytes() == 0:
+            return tensor
+        host = self.over_host(tensor, ranges) if from_host else None
+        if host is not None:
+            self.note_shown(ranges, [host])
+            return self.add(host)
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor  # asked for with keep_vars: the live parameter itself
+        return self.add(tensor.detach())
+
+    def over_host(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
+        """The same tensor over the host copy; None when its storage is not in a range.
+
+        Its storage has the size of the original, so that saving it writes no more than that.
+        """
+        place = _place(tensor, ranges)
+        if place is None:
+            return None
+        slab, offset = place[0].slab, place[1]
+        return self.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
+
+    def _over_device(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
+        """The same tensor over the range; None when its storage is not over the host copy of one."""
+        place = _place(tensor, ranges)
+        if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
+            return None
+        addresses, offset = place[0].adoption.addresses, place[1]
+        return self.over(
+            tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes())
+        )
+
+    def note_shown(self, ranges: Sequence[Range], tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """The host copies of these tensors (None: of all) can be written through from now on."""
+        for tensor in self if tensors is None else tensors:
+            place = _place(tensor, ranges)
+            if place is not None:
+                place[0].is_shown = True
+
+    def point_to_host(self, ranges: Sequence[Range], except_for: Collection[int] = ()) -> None:
+        """Point every living tensor to the host copy, but for those of storages that follow by themselves. Idempotent."""
+
+        def find(tensor: torch.Tensor) -> torch.Tensor | None:
+            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor, ranges)
+
+        self._point_to(find)
+
+    def point_to_device(self, ranges: Sequence[Range]) -> None:
+        """Point every living tensor to the device. Idempotent."""
+        self._point_to(lambda tensor: self._over_device(tensor, ranges))
+
+    def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to what `find` gives for it; None leaves it where it is. Idempotent."""
         for tensor in self:
             there = find(tensor)
@@ -71,3 +131,13 @@ class Handed:
                     tensor.data = there
         self._tensors = [ref for ref in self._tensors if ref() is not None]
         self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
+
+
+def _place(tensor: torch.Tensor, ranges: Sequence[Range]) -> tuple[Range, int] | None:
+    """The range that a tensor's storage lies in, by its device addresses or by its slab, and the storage's offset there."""
+    address = tensor.untyped_storage().data_ptr()
+    for r in ranges:
+        for base in (r.adoption.addresses.base, r.slab.address):
+            if 0 <= address - base < r.nbytes:
+                return r, address - base
+    return None

@@ -8,7 +8,7 @@ the decision names, and `settle` brings the rest in line.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class Holding:
         self.ranges: tuple[Range, ...] = ()
         self.on_device = False
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
-        self.handed = Handed()
+        self.handed = Handed(device)
         self._intake = Intake(device, adapter, name, self)
         self._zeroed = Zeroed(device, adapter)
         self.offloaded_timestamp_seconds = time.time()
@@ -244,7 +244,7 @@ class Holding:
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.handed.point_to(self._over_saved)
+        self.handed.point_to_host(self.ranges, except_for=self._moving_in)
         surplus = {entry.name: entry.surplus() for r in before for entry in r.placed}
         self._keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
@@ -275,7 +275,7 @@ class Holding:
             stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
             if self._is_vacating:
                 self.on_device = self._have_back(stock)
-            self.handed.point_to(self.over_device)
+            self.handed.point_to_device(self.ranges)
         if not self.on_device:
             if self._is_copying:
                 self.device.sync()
@@ -285,8 +285,8 @@ class Holding:
             for r in self.ranges:
                 self._vacate(r, stock)
                 r.move_in()
-            self.handed.point_to(self.over_host)
-            self._note_shown(self.handed)
+            self.handed.point_to_host(self.ranges)
+            self.handed.note_shown(self.ranges)
             if self.handed:
                 self._versions_offloaded = {}
             self.loose_bytes = 0
@@ -298,7 +298,7 @@ class Holding:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
         if not self._is_vacating and self.handed:  # another thread may be writing a checkpoint from them: never over poison
             self.device.wait(self.device.mark("to_host"))
-            self.handed.point_to(self._over_saved)
+            self.handed.point_to_host(self.ranges, except_for=self._moving_in)
         self._is_vacating = True
         for index in range(first, last):  # first, so that what is on record is mapped, whenever an interrupt comes
             r.give(index, stock)
@@ -367,54 +367,13 @@ class Holding:
 
     # --- reading and leaving
 
-    def _place(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
-        """The range that a tensor's storage lies in, by its device addresses or by its slab, and the storage's offset there."""
-        address = tensor.untyped_storage().data_ptr()
-        for r in self.ranges:
-            for base in (r.adoption.addresses.base, r.slab.address):
-                if 0 <= address - base < r.nbytes:
-                    return r, address - base
-        return None
-
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded.
-
-        Its storage has the size of the original, so that saving it writes no more than that.
-        """
-        place = self._place(tensor)
-        if place is None:
-            return None
-        slab, offset = place[0].slab, place[1]
-        return self.handed.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
-
-    def _over_saved(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return None if tensor.untyped_storage()._cdata in self._moving_in else self.over_host(tensor)
-
-    def over_device(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor over the range; None when its storage is not over the host copy of one."""
-        place = self._place(tensor)
-        if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
-            return None
-        addresses, offset = place[0].adoption.addresses, place[1]
-        return self.handed.over(
-            tensor, addresses.base + offset, lambda: self.device.view(addresses, offset, tensor.untyped_storage().nbytes())
-        )
+        """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
+        return self.handed.over_host(tensor, self.ranges)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
-        if tensor.untyped_storage().nbytes() == 0:
-            return tensor
-        host = None if self.on_device and not self._is_vacating else self.over_host(tensor)
-        self._note_shown([] if host is None else [host])
-        if isinstance(tensor, torch.nn.Parameter) and host is None:
-            return tensor  # asked for with keep_vars: the live parameter itself
-        return self.handed.add(tensor.detach() if host is None else host)
-
-    def _note_shown(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            place = self._place(tensor)
-            if place is not None:
-                place[0].is_shown = True
+        return self.handed.hand_out(tensor, self.ranges, from_host=not self.on_device or self._is_vacating)
 
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie."""
