@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.library import custom_op
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from placement import IntegrityError, Manager
@@ -148,7 +149,7 @@ def by_fused_kernel(p: nn.Parameter) -> None:
     )
 
 
-@torch.library.custom_op("placement_tests::scribble", mutates_args=())
+@custom_op("placement_tests::scribble", mutates_args=())
 def scribble(x: torch.Tensor) -> torch.Tensor:
     """Claims to write into nothing, as a careless kernel does."""
     x.numpy().__imul__(3)
