@@ -193,10 +193,6 @@ class Reconciler:
 
     # --- all handles
 
-    def needs_work(self, handles: Iterable[Handle], plan: Plan) -> bool:
-        """Whether any handle is not where the plan wants it."""
-        return any(handle.node != target_of(handle, plan) for handle in handles)
-
     def advance(self, handles: Mapping[str, Handle], plan: Plan, room_bytes: int) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 

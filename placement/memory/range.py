@@ -59,8 +59,9 @@ class Placed:
 class Range:
     """Addresses, the slab that mirrors them byte for byte, and what is behind them now.
 
-    `chunks` holds what is behind the addresses, by index; where it has none there is poison. A chunk is entered before the driver
-    is asked to map it and taken out after it has been unmapped, so that an interrupt leaves too much on record, never too little.
+    `chunks` holds what is behind the addresses, by index; where it has none there is poison. A load enters chunks before the driver
+    is asked to map them, and going back unmaps them all. An offload takes them out before they are unmapped, so that what is still
+    on record has its bytes; going back unmaps what is missing before it maps anything. So an interrupt is made good either way.
     """
 
     def __init__(self, device: Device, adoption: Adoption, slab: HostSlab, claims: tuple[Claim, ...], loose: bool) -> None:
