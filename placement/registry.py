@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from placement.adapters import adapter_for
 from placement.adapters.base import Adapter
 from placement.adapters.module import ModuleAdapter
 from placement.adapters.optimizer import OptimizerAdapter
-from placement.adapters.tensors import is_plain
+from placement.adapters.tensors import plain_parts
 from placement.engines.base import Engine, EngineAdapter
 from placement.errors import HostMemoryError, RegistrationError
 from placement.handle import Handle, Lazy
@@ -163,8 +164,8 @@ class Registry:
 
         The framework may have placed it, or it was added since the last offload (LoRA).
         """
-        if is_plain(parameter, self._device.torch_device):
-            holding = RANGES.owner_of(parameter.untyped_storage().data_ptr())
+        for _, part in itertools.islice(plain_parts(parameter, ""), 1):
+            holding = RANGES.owner_of(part.untyped_storage().data_ptr())
             found = self.handles.get(holding.name) if holding is not None else None
             if found is not None and found.holding is holding:
                 return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from tests.ranks import Ranks
 
 COUNTED = "counted"
 
@@ -30,6 +32,22 @@ def counted(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append((COUNTED, text))
 
     return note
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes with a gloo process group; `run(function, ...)` calls a function on both."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    """One process with a process group of its own: what a framework does differently in a world of one."""
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -54,6 +54,16 @@ class Adapter(abc.ABC):
         """Why the framework itself places the bytes (then they are tracked, never moved); None when we move them."""
         return None
 
+    def ready(self) -> None:
+        """Before a move off the device, with the device synchronised: give up what was gathered for computing. Idempotent."""
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of device memory that a framework keeps for the object and that nobody can move."""
+        return iter(())
+
+    def drop_caches(self) -> None:
+        """Drop what a framework rebuilds when it needs it; called once the object is on the host."""
+
     def expected_sizes(self) -> Sequence[int] | None:
         """Sizes in bytes of storages that are not born yet but will be (optimizer state); None when it cannot be told."""
         return ()

@@ -1,4 +1,4 @@
-"""The tensors of a plain `torch.nn.Module`."""
+"""The tensors of a `torch.nn.Module`, as it is and as frameworks have wrapped and sharded it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from placement.adapters.base import Adapter, Owned
 from placement.adapters.detect import external_module, refuse_module
-from placement.adapters.tensors import is_plain, nested_tensors, plain_parts, problem_of, reference, with_index
+from placement.adapters.framework import Framework
+from placement.adapters.frameworks import frameworks_of
+from placement.adapters.tensors import has_bytes, is_plain, nested_tensors, parts_of, problem_of, reference, with_index
 from placement.errors import RegistrationError
 
 # Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model.
@@ -24,7 +26,7 @@ class ModuleAdapter(Adapter):
     The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing.
 
     Args:
-        module: A plain module, or what `torch.compile` made of one.
+        module: A module, or what `torch.compile` made of one.
         name: How errors name the registration.
         compute_device: Where tensors over a range say they are (`cpu` on a simulated device).
         external: The caller says that a framework places the bytes; then nothing is refused.
@@ -45,10 +47,18 @@ class ModuleAdapter(Adapter):
         self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
         self._module: Callable[[], torch.nn.Module | None] = reference(inner)
         self._kinds: dict[type, int] = {}
+        self._shown: dict[int, torch.Tensor] = {}
         self._cpu_stays = False
+        self._frameworks: list[Framework] = frameworks_of(inner)
         self._external = "the caller says so (external=True)" if external else external_module(inner)
         if self._external is None:
+            self._external = next((reason for each in self._frameworks if (reason := each.external) is not None), None)
+        if self._external is None:
             refuse_module(name, inner)
+            for each in self._frameworks:
+                if (reason := each.refusal(self._device)) is not None:
+                    raise RegistrationError(f"{name!r}: {reason}.")
+            self.ready()
             self._cpu_stays = self._is_mixed(inner)
             for item in self._collect(inner):
                 if (problem := problem_of(item.tensor, self._device)) is not None:
@@ -62,10 +72,22 @@ class ModuleAdapter(Adapter):
         weights: list[torch.Tensor] = [*module.parameters()] or [*module.buffers()]
         return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
 
+    def ready(self) -> None:
+        for each in self._frameworks:
+            each.ready()
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        return itertools.chain.from_iterable(each.foreign() for each in self._frameworks)
+
+    def drop_caches(self) -> None:
+        for each in self._frameworks:
+            each.drop_caches()
+
     def owned(self) -> Iterator[Owned]:
         """Every tensor object, module by module in registration order: parameters with their gradients, buffers, attributes.
 
-        Gradients and tensors of a live autograd graph are loose. Tensors without elements are not among them.
+        Of a tensor that wraps others (a DTensor) those that it wraps. Gradients and tensors of a live autograd graph are loose.
+        Tensors without elements are not among them.
 
         Raises:
             RegistrationError: a tensor that cannot be moved as bytes was added after registration.
@@ -80,7 +102,10 @@ class ModuleAdapter(Adapter):
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters as an optimizer knows them: sharded ones whole, where `owned()` yields what they wrap."""
         module = self._module()
-        return list(module.parameters()) if module is not None else []
+        if module is None:
+            return []
+        stand_ins = self._stand_ins()
+        return list({id(own): own for own in (stand_ins.get(id(each), each) for each in module.parameters())}.values())
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the module that have a gradient now, those that stay on the CPU included."""
@@ -92,9 +117,13 @@ class ModuleAdapter(Adapter):
     def external(self) -> str | None:
         return self._external
 
+    def _stand_ins(self) -> dict[int, torch.Tensor]:
+        return {shown: own for each in self._frameworks for shown, own in each.stand_ins().items()}
+
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
         found: list[Owned] = []
         seen: set[int] = set()
+        self._shown = self._stand_ins()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
         while stack:
@@ -112,6 +141,9 @@ class ModuleAdapter(Adapter):
             self._add_attributes(prefix, fields, found, seen)
             if children := fields["_modules"]:
                 stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
+        for each in self._frameworks:
+            for owned in each.tensors():
+                self._add(owned.name, owned.tensor, found, seen, owned.loose)
         return found
 
     def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: set[int]) -> None:
@@ -133,17 +165,21 @@ class ModuleAdapter(Adapter):
                     self._add(path, tensor, found, seen)
 
     def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: set[int], loose: bool = False) -> None:
+        tensor = self._shown.get(id(tensor), tensor)
         if id(tensor) in seen:
             return
         seen.add(id(tensor))
-        if self._external is not None:
-            found.extend(Owned(path, part, loose) for path, part in plain_parts(tensor, name) if part.numel())
-        elif not (self._cpu_stays and tensor.is_cpu):
-            if not is_plain(tensor, self._device):
-                raise RegistrationError(f"{self._name!r}: {name!r} {problem_of(tensor, self._device)}.")
-            if tensor.numel():
-                # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
-                found.append(Owned(name, tensor, loose or not tensor.is_leaf))
+        # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
+        loose = loose or not tensor.is_leaf
+        for path, part in parts_of(tensor, name):
+            if self._external is not None:
+                if has_bytes(part):
+                    found.append(Owned(path, part, loose))
+            elif not (self._cpu_stays and part.is_cpu):
+                if not is_plain(part, self._device):
+                    raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
+                if part.numel():
+                    found.append(Owned(path, part, loose))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
             self._add(f"{name}.grad", gradient, found, seen, loose=True)
 

@@ -10,7 +10,7 @@ import torch
 
 from placement.adapters.base import Adapter, Owned
 from placement.adapters.detect import external_optimizer, refuse_optimizer
-from placement.adapters.tensors import is_plain, nested_tensors, plain_parts, problem_of, reference, with_index
+from placement.adapters.tensors import is_plain, nested_tensors, parts_of, plain_parts, problem_of, reference, with_index
 from placement.adapters.twin import twin_sizes
 from placement.errors import RegistrationError
 
@@ -68,8 +68,9 @@ class OptimizerAdapter(Adapter):
         if self._external is None:
             refuse_optimizer(name, objects)
             for index, parameter in enumerate(parameters):
-                if (problem := problem_of(parameter, self._device)) is not None:
-                    raise RegistrationError(f"{name!r}: parameter {index} {problem}.")
+                for _, part in parts_of(parameter, ""):
+                    if (problem := problem_of(part, self._device)) is not None:
+                        raise RegistrationError(f"{name!r}: parameter {index} {problem}.")
             for item in self.owned():
                 if (problem := problem_of(item.tensor, self._device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
@@ -86,19 +87,22 @@ class OptimizerAdapter(Adapter):
         leaves = self._leaves()
         parameters = _parameters(leaves)
         seen = {id(parameter) for parameter in parameters}
-        storages = {parameter.untyped_storage()._cdata for parameter in parameters if is_plain(parameter, self._device)}
+        storages = {part.untyped_storage()._cdata for each in parameters for _, part in plain_parts(each, "")}
         for leaf in leaves:
             for name, key, group, tensor in _state_of(leaf):
                 if id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
                 if self._external is not None:
-                    yield from (Owned(path, part) for path, part in plain_parts(tensor, name) if part.numel())
-                elif not (tensor.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, tensor)):
-                    if not is_plain(tensor, self._device):
-                        raise RegistrationError(f"{self._name!r}: {name!r} {problem_of(tensor, self._device)}.")
-                    if tensor.numel() and tensor.untyped_storage()._cdata not in storages:
-                        yield Owned(name, tensor)
+                    yield from (Owned(path, part) for path, part in plain_parts(tensor, name))
+                    continue
+                for path, part in parts_of(tensor, name):
+                    if part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part):
+                        continue
+                    if not is_plain(part, self._device):
+                        raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
+                    if part.numel() and part.untyped_storage()._cdata not in storages:
+                        yield Owned(path, part)
 
     def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
         """Whether a CPU tensor of the state is there by right.

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs an adapter of its own.
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -30,7 +30,7 @@ def reference(obj: Any) -> Callable[[], Any]:
 def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
     """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every boundary, so it stays cheap."""
     return (
-        type(tensor) in _PLAIN_TYPES
+        type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.device == compute_device)
         and not tensor.is_nested
@@ -43,7 +43,7 @@ def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None
     """What is wrong with a tensor and what to do about it, for an error message; None when it can be moved."""
     if is_lazy(tensor):
         return "has no shape yet: run one forward pass before registering"
-    if type(tensor) not in _PLAIN_TYPES or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if type(tensor) not in PLAIN_TYPES or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         kind = type(tensor)
         return (
             f"is a {kind.__module__}.{kind.__qualname__}: only plain tensors and parameters can be moved now; "
@@ -78,11 +78,26 @@ def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             stack.extend([(f"{path}.{key}", part) for key, part in pairs][::-1])
 
 
-def plain_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that hold a tensor's bytes: itself, or what a wrapper subclass (a DTensor) wraps."""
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        for attribute in wrapper.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(wrapper, attribute), f"{name}.{attribute}")
-    elif type(tensor) in _PLAIN_TYPES and not tensor.is_meta:
+def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that hold a tensor's bytes: itself, or what a wrapper subclass (a DTensor, a quantised weight) wraps, to any depth."""
+    if type(tensor) in PLAIN_TYPES:  # at every border for every tensor: the common case first
         yield name, tensor
+        return
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        yield name, tensor
+        return
+    for attribute in wrapper.__tensor_flatten__()[0]:
+        part = getattr(wrapper, attribute)
+        if isinstance(part, torch.Tensor):  # a DTensor lists its mesh as well
+            yield from parts_of(part, f"{name}.{attribute}")
+
+
+def has_bytes(part: torch.Tensor) -> bool:
+    """Whether a part is a plain tensor with bytes behind it."""
+    return type(part) in PLAIN_TYPES and not part.is_meta and part.numel() > 0
+
+
+def plain_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a tensor's parts that have bytes of their own."""
+    return ((path, part) for path, part in parts_of(tensor, name) if has_bytes(part))

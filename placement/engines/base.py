@@ -78,6 +78,18 @@ class EngineAdapter(Adapter):
         for adapter in self._modules:
             yield from adapter.owned()
 
+    def ready(self) -> None:
+        for adapter in self._modules:
+            adapter.ready()
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        for adapter in self._modules:
+            yield from adapter.foreign()
+
+    def drop_caches(self) -> None:
+        for adapter in self._modules:
+            adapter.drop_caches()
+
     def key_objects(self) -> Sequence[Any]:
         """The modules and the engine."""
         engine = self._engine()

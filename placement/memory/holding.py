@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from placement.adapters.base import Adapter
+from placement.adapters.tensors import parts_of
 from placement.errors import DeviceMemoryError, IntegrityError
 from placement.memory import adopt, poisoned
 from placement.memory.base import Device
@@ -199,6 +200,8 @@ class Holding:
             poisoned.refuse(self.device, self.name, self.newborn(), self.ranges)
         self._is_settled = False
         self._is_copying = not self.on_device
+        if self.on_device:
+            self.adapter.ready()
         if self.on_device and self.handed:
             self.handed.disown(owned.tensor for owned in self.adapter.owned())
         self.drop_dead(stock)
@@ -212,7 +215,9 @@ class Holding:
         )
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        return {id(owner.grad): owner.grad for owner in self.adapter.with_gradients() if owner.grad is not None}
+        """The tensors that hold the bytes of the object's gradients, by identity."""
+        gradients = [owner.grad for owner in self.adapter.with_gradients() if owner.grad is not None]
+        return {id(part): part for gradient in gradients for _, part in parts_of(gradient, "")}
 
     def drop_gradients(self) -> None:
         """Set every gradient to None. Ranges that this leaves empty go at the next move."""
@@ -290,6 +295,7 @@ class Holding:
             if self.handed:
                 self._versions_offloaded = {}
             self.loose_bytes = 0
+            self.adapter.drop_caches()
         self._is_copying = self._is_vacating = False
         self._dropped, self._moving_in = None, frozenset()
         self._is_settled = True

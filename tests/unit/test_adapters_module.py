@@ -275,14 +275,13 @@ def test_a_tensor_subclass_is_refused_and_external_ones_are_measured() -> None:
     assert names(adapter) == ["weight", "bias"]
 
 
-def test_a_wrapper_subclass_is_measured_by_what_it_wraps() -> None:
+def test_of_a_wrapper_subclass_what_it_wraps_is_moved() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     module = nn.Module()
     module.pair = TwoTensor(torch.zeros(2), torch.ones(2))
-    with pytest.raises(RegistrationError, match="TwoTensor"):
-        adapt(module)
-    assert names(adapt(module, external=True)) == ["pair.a", "pair.b"]
+    for external in (False, True):
+        assert names(adapt(module, external=external)) == ["pair.a", "pair.b"]
 
 
 def test_what_cannot_be_moved_is_an_error_when_it_is_added_later_too() -> None:

@@ -102,17 +102,6 @@ def test_fsdp2_is_refused_without_and_external_with_cpu_offload_policy(one_rank:
     assert sum(item.tensor.nbytes for item in adapter.owned()) == 2 * (4 + 2) * 4
 
 
-def test_parameters_that_are_dtensors_are_refused_in_modules_and_optimizers(one_rank: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_module
-
-    module = distribute_module(nn.Linear(2, 2), init_device_mesh("cpu", (1,)))
-    optimizer = optim.AdamW(module.parameters())
-    for obj, where in ((module, "'weight'"), (optimizer, "parameter 0")):
-        with pytest.raises(RegistrationError, match=rf"{where} is a torch\.distributed\.tensor\.DTensor: .*external=True"):
-            adapt(obj)
-
-
 def test_an_optimizer_of_cpu_shards_beside_an_accelerator_is_external(one_rank: None) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 

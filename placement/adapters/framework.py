@@ -1,0 +1,66 @@
+"""What a framework did to a module, and what that means for moving it.
+
+Once a module's storages have their place, a wrapper must not notice anything: addresses, tensor objects and aliases stay. So a
+framework is asked for little: which tensors no walk of the module finds, and what has to be undone before a move.
+"""
+
+from __future__ import annotations
+
+import abc
+import sys
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from placement.adapters.base import Owned
+
+
+def loaded_class(module: str, name: str) -> type | None:
+    """A class of a framework if the framework has been imported, else None: then nothing can be an instance of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+class Framework(abc.ABC):
+    """One framework's hand in one module tree. Every method looks anew: a wrapper may change its tensors between two calls.
+
+    It holds the module weakly, or holds nothing: once the module is gone it answers with nothing.
+    """
+
+    @classmethod
+    @abc.abstractmethod
+    def find(cls, root: torch.nn.Module) -> Framework | None:
+        """This framework's view of a module tree; None where it has no part in it.
+
+        Found by what the parts are (instances of its classes, which are not imported for it), never by how a name is spelt.
+        """
+
+    def refusal(self, compute_device: torch.device) -> str | None:
+        """Why the module cannot be moved as the framework has it, and what to do; None where it can."""
+        return None
+
+    @property
+    def external(self) -> str | None:
+        """Why the framework itself places the bytes; None when it leaves them to us."""
+        return None
+
+    def ready(self) -> None:
+        """Before tensors are enumerated for a move off the device: what was gathered for computing is given up again (reshard).
+
+        Called with the device synchronised, outside inference mode, without gradients. Idempotent. It calls no collective.
+        """
+
+    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+        """By the identity of a tensor that the module shows only for now (an unsharded parameter), the one that it has for life."""
+        return {}
+
+    def tensors(self) -> Iterator[Owned]:
+        """Tensors of the module that a walk of its parameters, buffers and attributes does not find."""
+        return iter(())
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of device memory that the framework keeps for the module and that nobody can move (a reducer's buckets)."""
+        return iter(())
+
+    def drop_caches(self) -> None:
+        """Drop what the framework rebuilds when it needs it (workspaces); called once the module is on the host."""

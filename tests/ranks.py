@@ -1,0 +1,115 @@
+"""Ranks for tests: processes with a gloo process group that stay alive, because starting one costs seconds.
+
+`run` calls one function on every rank and gives what each returned. A rank that raises fails the test with its traceback; one
+that does not answer in time (a collective that the other never called) is ended, and the next call starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+START_SECONDS = 90.0
+"""Importing torch and a framework on a busy machine of two cores."""
+
+
+class RankError(AssertionError):
+    """What a rank raised, with its traceback as text."""
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size, False, timeout=timedelta(seconds=START_SECONDS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    connection.send((True, None))
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            answer = True, function(*arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        gc.collect()  # managers and process groups of one test do not live into the next
+        connection.send(answer)
+
+
+class Ranks:
+    """`world_size` processes, started at the first `run`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._store: dist.TCPStore | None = None
+
+    def run(self, function: Callable[..., Any], *arguments: Any, deadline_seconds: float = 60.0) -> list[Any]:
+        """`function(*arguments)` on every rank, which finds its number in torch.distributed. Returns the results by rank.
+
+        Args:
+            function: of a module that can be imported; it, its arguments and what it returns are pickled.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, arguments))
+        return self._answers(deadline_seconds)
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._connections, self._processes, self._store = [], [], None
+
+    def _start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        timeout = timedelta(seconds=START_SECONDS)
+        self._store = dist.TCPStore("127.0.0.1", 0, self.world_size, True, timeout=timeout, wait_for_workers=False)
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._answers(START_SECONDS)
+
+    def _answers(self, deadline_seconds: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(answers) + len(failures) < self.world_size:
+            waiting = {self._connections[rank]: rank for rank in range(self.world_size) if rank not in answers and rank not in failures}
+            # Once a rank has failed, the others wait for it in a collective: they get little more time.
+            ready = wait(list(waiting), timeout=5.0 if failures else deadline_seconds)
+            if not ready:
+                failures |= {rank: failures.get(rank, "no answer") for rank in waiting.values()}
+                for process in self._processes:
+                    process.kill()
+                break
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    is_fine, value = connection.recv()
+                except (EOFError, ConnectionError):
+                    is_fine, value = False, "the process died"
+                (answers if is_fine else failures)[rank] = value
+        if failures:
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [answers[rank] for rank in range(self.world_size)]
