@@ -30,6 +30,7 @@ from placement.sync import WeightInfo
 
 if TYPE_CHECKING:
     from placement import policies, testing
+    from placement.observe.trace import write_trace as trace
 
 __all__ = [
     "PHASES",
@@ -65,11 +66,14 @@ __all__ = [
     "WeightInfo",
     "policies",
     "testing",
+    "trace",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`placement.policies` and `placement.testing` load when they are first used: nothing here imports a policy."""
+    """What loads when it is first used: nothing here imports a policy, a server or a checkpoint's writer."""
     if name in ("policies", "testing"):
         return importlib.import_module(f"placement.{name}")
+    if name == "trace":
+        return importlib.import_module("placement.observe.trace").write_trace
     raise AttributeError(f"module 'placement' has no attribute {name!r}")

@@ -58,6 +58,29 @@ class Record:
     """Proved clean and not copied."""
     seconds: float
     """Time the calling thread spent in it."""
+    resident_bytes: int = 0
+    """Device bytes of the handle afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """A time in which one phase was the innermost open one ("idle" outside every phase)."""
+
+    phase: str
+    begin_seconds: float
+    """`time.monotonic()`."""
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that left the source state."""
+
+    timestamp_seconds: float
+    handle: str
+    trigger: Trigger
+    reason: str
+    """One of `REASONS`."""
 
 
 @dataclass(slots=True)
@@ -86,11 +109,14 @@ class Journal:
 
     def __init__(self, length: int) -> None:
         self._records: deque[Record] = deque(maxlen=length)
+        self.failures: deque[Failure] = deque(maxlen=length)
+        """The recent ones, oldest first."""
         self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
         self._phase = IDLE
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
+        self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
         self.pairing_violations = 0
@@ -123,6 +149,7 @@ class Journal:
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
         """Count an attempt that left the source state."""
         counters.failures[reason_of(error)] += 1
+        self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
         # As text: a handler that keeps its records must not keep the traceback, and with it the phase and the model.
         logger.warning("%s: %s failed: %s", handle, trigger, str(error))
 
@@ -134,12 +161,18 @@ class Journal:
         """From now on the time counts for `phase`."""
         now = time.monotonic()
         self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + now - self._phase_since
+        self._phase_spans.append(PhaseSpan(self._phase, self._phase_since, now))
         self._phase, self._phase_since = phase, now
 
     @property
     def phase(self) -> str:
         """The phase whose time is running."""
         return self._phase
+
+    def phase_spans(self) -> tuple[PhaseSpan, ...]:
+        """The recent spans, oldest first; the open one ends now."""
+        spans, phase, since = tuple(self._phase_spans), self._phase, self._phase_since
+        return (*spans, PhaseSpan(phase, since, time.monotonic()))
 
     def phase_seconds(self) -> dict[str, float]:
         """Time in each phase, the open one included."""

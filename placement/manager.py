@@ -23,6 +23,7 @@ from placement.settings import Settings
 from placement.snapshot import Audit, Snapshot
 
 if TYPE_CHECKING:
+    from placement.observe.discovery import Identity
     from placement.observe.server import MetricsServer
 
 
@@ -245,13 +246,35 @@ class Manager:
         with self._borders.border():
             audit.check_integrity(self.handles, self.device)
 
-    def serve(self, port: int = 0, address: str = "127.0.0.1") -> MetricsServer:
-        """Serve /metrics, /healthz and /state; `server.url`, `server.close()`.
+    def serve(
+        self,
+        port: int = 0,
+        address: str = "127.0.0.1",
+        *,
+        discovery: str | os.PathLike[str] | None = None,
+        identity: Identity | None = None,
+    ) -> MetricsServer:
+        """Serve /metrics, /healthz, /state, /trace and the status page; `server.url`, `server.target`, `server.close()`.
 
         Args:
             port: 0 takes a free one.
             address: loopback unless told otherwise: whoever reaches it reads what this worker does.
+            discovery: a folder for Prometheus' file discovery, where this worker writes a file of its own until it ends; None:
+                `Settings.discovery`.
+            identity: who the worker is in its run; None: as torchrun or Slurm say.
+
+        Raises:
+            PlacementError: the address and port cannot be bound, or the folder cannot be written.
         """
+        from placement.observe.discovery import Identity
         from placement.observe.server import MetricsServer
 
-        return MetricsServer(self.snapshot, port=port, address=address)
+        if identity is None:
+            identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
+        server = MetricsServer(self.snapshot, journal=self.journal, port=port, address=address)
+        try:
+            server.announce(self.settings.discovery if discovery is None else discovery, identity)
+        except BaseException:
+            server.close()
+            raise
+        return server

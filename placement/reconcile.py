@@ -156,6 +156,7 @@ class Reconciler:
             nbytes=moved.copied_bytes,
             skipped_bytes=moved.skipped_bytes,
             seconds=moved.seconds or now - began_seconds,
+            resident_bytes=handle.resident_bytes,
         )
         self._journal.record(handle.counters, record)
 

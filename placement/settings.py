@@ -69,6 +69,10 @@ class Settings(BaseModel):
     """Part of the free memory left to others in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
     """Transitions remembered."""
+    discovery: str | None = None
+    """Folder for Prometheus' file discovery, where `Manager.serve` announces the worker."""
+    run: str | None = None
+    """The name of the run there; None: as torchrun or Slurm say."""
 
     @model_validator(mode="before")
     @classmethod

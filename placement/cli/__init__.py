@@ -12,6 +12,8 @@ from placement.errors import PlacementError
 COMMANDS = {
     "demo": "run a small GRPO job and show what was on the device, phase by phase",
     "explain": "print what a policy does: the table of phases and handles",
+    "discover": "list the workers of a discovery folder to Prometheus, and show them on one page",
+    "trace": "write what running workers did as a Chrome trace for Perfetto",
 }
 """Subcommands and what they say of themselves. Only the chosen one's module is imported."""
 

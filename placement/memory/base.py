@@ -126,6 +126,8 @@ class Device(abc.ABC):
 
     name: str
     """As users write it: "cuda:0", "simulated"."""
+    uuid: str = ""
+    """The accelerator's own name, as `nvidia-smi -L` says it; empty without one. `cuda:0` of two processes may be two GPUs."""
     torch_device: torch.device
     """Where tensors over a range say they are (`cpu` on the simulated device)."""
     granularity: int

@@ -57,6 +57,7 @@ class CudaDevice(Device):
     def __init__(self, index: int = 0, *, chunk_bytes: int = 64 << 20, peers: Sequence[int] | None = None) -> None:
         self._driver = Driver(index, peers)
         self.name = f"cuda:{index}"
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         self.torch_device = torch.device("cuda", index)
         self.granularity = self._driver.granularity
         self.chunk_bytes = self._rounded(max(chunk_bytes, 1))

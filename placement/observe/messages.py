@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from urllib.parse import parse_qs
 
 MAX_REQUEST_LINE_BYTES = 4096
 MAX_HEAD_BYTES = 16384
 METHODS = ("GET", "HEAD")
 TEXT = "text/plain; charset=utf-8"
+JSON = "application/json"
 
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _REQUEST_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
@@ -26,6 +29,24 @@ class Request:
     """Without the query."""
     headers: Mapping[str, str]
     """Names in lower case."""
+    query: str = ""
+
+    def number(self, name: str) -> float | None:
+        """A value of the query as a number; None where it is not given.
+
+        Raises:
+            RefusedError: it is no finite number of zero or more.
+        """
+        given = parse_qs(self.query).get(name)
+        if given is None:
+            return None
+        try:
+            value = float(given[-1])
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise RefusedError(HTTPStatus.BAD_REQUEST)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +57,15 @@ class Response:
     body: bytes
     content_type: str = TEXT
     headers: tuple[tuple[str, str], ...] = ()
+    rest: Iterator[bytes] | None = None
+    """A body that is too long to be held as a whole comes in pieces after `body`; its end is the end of the connection."""
 
     def encode(self, *, with_body: bool) -> bytes:
         """The bytes to send; HEAD gets the headers of GET without the body."""
         head = [
             f"HTTP/1.1 {self.status.value} {self.status.phrase}",
             f"Content-Type: {self.content_type}",
-            f"Content-Length: {len(self.body)}",
+            *([f"Content-Length: {len(self.body)}"] if self.rest is None else []),
             "Connection: close",
             "Cache-Control: no-store",
             *(f"{name}: {value}" for name, value in self.headers),
@@ -85,7 +108,8 @@ def parse_head(head: bytes) -> Request | None:
         raise RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
     if end is None:
         return None
-    return Request(request_line[1], request_line[2].partition("?")[0], _parse_headers(head[line_end + 1 : end.start()]))
+    path, _, query = request_line[2].partition("?")
+    return Request(request_line[1], path, _parse_headers(head[line_end + 1 : end.start()]), query)
 
 
 def _parse_headers(lines: bytes) -> dict[str, str]:

@@ -20,8 +20,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from placement.errors import PlacementError
+from placement.observe.http import MAX_CONNECTIONS
 from placement.observe.messages import MAX_HEAD_BYTES, MAX_REQUEST_LINE_BYTES
-from placement.observe.server import MAX_CONNECTIONS, MetricsServer
+from placement.observe.server import MetricsServer
 from placement.snapshot import HandleSnapshot, Snapshot
 from placement.states import State
 
@@ -175,8 +176,8 @@ def test_a_failing_read_is_one_clients_error(snapshot: Snapshot) -> None:
         return answer
 
     with MetricsServer(read) as server:
-        assert request(server, "/metrics")[::2] == (500, b"no snapshot: RuntimeError\n")
-        assert request(server, "/state")[::2] == (500, b"no snapshot: MemoryError\n")
+        assert request(server, "/metrics")[::2] == (500, b"no page: RuntimeError\n")
+        assert request(server, "/state")[::2] == (500, b"no page: MemoryError\n")
         assert request(server, "/metrics")[0] == 200
 
 

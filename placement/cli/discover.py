@@ -1,0 +1,40 @@
+"""`placement discover FOLDER`: the workers of a discovery folder, as a page for Prometheus and as one for people."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import signal
+import threading
+from pathlib import Path
+
+from placement.errors import PlacementError
+from placement.observe.discovery import reap, targets_in
+from placement.observe.fleet import DiscoveryServer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="the folder that the workers announce themselves in (PLACEMENT_DISCOVERY)")
+    parser.add_argument("--port", type=int, default=9400, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--address", default="127.0.0.1", help="another one is reachable from other machines (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        PlacementError: the folder is not there, or the port is taken.
+    """
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise PlacementError(f"{str(folder)!r} is no folder; workers make it when they announce themselves")
+    with DiscoveryServer(functools.partial(targets_in, folder), port=arguments.port, address=arguments.address) as server:
+        server.do_regularly(functools.partial(reap, folder))
+        print(f"{len(targets_in(folder))} workers; for Prometheus: {server.url}/targets; to look at: {server.url}/", flush=True)
+        ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        try:
+            ended.wait()
+        except KeyboardInterrupt:
+            return 130
+    return 0

@@ -1,0 +1,64 @@
+"""`placement trace URL ... -o trace.json`: the journals of running workers as one Chrome trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from placement.errors import PlacementError
+from placement.observe.client import ask, find_targets
+from placement.observe.discovery import Target
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, a discovery URL, or a folder of discovery files")
+    parser.add_argument("-o", "--output", default="placement-trace.json", help="the file to write (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="only the last so many seconds")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the trace and say what is in it.
+
+    Raises:
+        PlacementError: a worker does not answer.
+    """
+    workers = find_targets(arguments.workers)
+    query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
+    target = Path(arguments.output)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        count = _write(partial, workers, query)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")
+    return 0
+
+
+def _write(path: Path, workers: Sequence[Target], query: str) -> int:
+    """Write the events of one worker after the other, so that only one worker's are held at a time. Returns how many."""
+    count = 0
+    with path.open("w") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for number, worker in enumerate(workers):
+            for event in _events(worker, query):
+                event["pid"] = number + 1  # process ids may be the same on two nodes
+                if event.get("name") == "process_name":
+                    event["args"]["name"] = worker.name
+                file.write(",\n" * bool(count) + json.dumps(event, separators=(",", ":")))
+                count += 1
+        file.write("\n]}\n")
+    return count
+
+
+def _events(worker: Target, query: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))
+        events: list[dict[str, Any]] = found["traceEvents"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlacementError(f"{worker.url}/trace gave no trace; is it a placement worker?") from error
+    return events

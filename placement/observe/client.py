@@ -1,0 +1,54 @@
+"""Asking workers from outside: what the discovery server and the command line do."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+
+from placement.errors import PlacementError
+from placement.observe.discovery import Target, from_json, targets_in
+
+ASK_SECONDS = 2.0
+"""How long a worker may take to answer."""
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
+
+
+def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
+    """GET a page of a worker.
+
+    Raises:
+        PlacementError: no worker answers there; says what it did.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise PlacementError(f"{url!r} is no http address")
+    try:
+        with _OPENER.open(url, timeout=timeout_seconds) as answer:
+            body: bytes = answer.read()
+            return body
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise PlacementError(f"{url} does not answer: {error}") from error
+
+
+def find_targets(places: Iterable[str]) -> list[Target]:
+    """The workers that a user means by URLs of workers, URLs that end in /targets, and discovery folders.
+
+    Raises:
+        PlacementError: a place is none of these, or nobody answers there.
+    """
+    found: list[Target] = []
+    for place in places:
+        if place.startswith(("http://", "https://")):
+            url = place.rstrip("/")
+            if url.endswith("/targets"):
+                found += from_json(ask(url), url)
+            else:
+                address = url.removeprefix("http://").removeprefix("https://")
+                found.append(Target(address=address, labels={}))
+        elif Path(place).is_dir():
+            found += targets_in(place)
+        else:
+            raise PlacementError(f"{place!r} is neither a worker's URL (http://host:port), nor one of targets, nor a discovery folder")
+    return found

@@ -1,0 +1,88 @@
+"""All workers of a run in one place: the list that Prometheus asks for, and what they show of themselves."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from placement.errors import PlacementError
+from placement.observe.client import ask
+from placement.observe.discovery import Target, as_json
+from placement.observe.http import TIMEOUT_SECONDS, HttpServer
+from placement.observe.messages import JSON, Request, Response
+
+_FRESH_SECONDS = 1.0
+_WATCHED_SECONDS = 15.0
+"""So long after the last question the workers are asked on; nobody looking costs them nothing."""
+_AT_ONCE = 16
+
+
+def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> list[dict[str, Any]]:
+    """What each worker shows of itself; one that does not answer has an `error` in place of the rest."""
+
+    def one(target: Target) -> list[dict[str, Any]]:
+        mine = {"name": target.name, "labels": dict(target.labels)}
+        try:
+            return [view | mine for view in json.loads(ask(f"{target.url}/workers"))]
+        except (PlacementError, ValueError, TypeError) as error:
+            return [mine | {"error": str(error)}]
+
+    return [view for views in pool.map(one, targets) for view in views]
+
+
+class DiscoveryServer(HttpServer):
+    """Serves the targets of a run: `/targets` for Prometheus' `http_sd_configs`, `/workers` with what all of them show.
+
+    Args:
+        find: the targets now; called on the server's threads.
+        port, address, timeout_seconds: see `HttpServer`.
+    """
+
+    def __init__(
+        self, find: Callable[[], list[Target]], *, port: int = 0, address: str = "127.0.0.1", timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        self._find = find
+        self._views = b"[]"
+        self._asked_for = threading.Event()
+        self._last_asked = 0.0
+        self._is_ending = False
+        self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "placement-fleet")
+        pages = {"/targets": self._targets, "/workers": self._workers, "/healthz": self._healthz}
+        super().__init__(pages, port=port, address=address, timeout_seconds=timeout_seconds)
+        self._asker = threading.Thread(target=self._keep_asking, name="placement-fleet", daemon=True)
+        self._asker.start()
+
+    def close(self) -> None:
+        self._is_ending = True
+        self._asked_for.set()
+        super().close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _targets(self, request: Request) -> Response:
+        return Response(HTTPStatus.OK, as_json(self._find()).encode(), JSON)
+
+    def _healthz(self, request: Request) -> Response:
+        return Response(HTTPStatus.OK, b"ok\n")
+
+    def _workers(self, request: Request) -> Response:
+        """What the workers last said. The first question starts the asking, so it may get nothing yet."""
+        self._last_asked = time.monotonic()
+        self._asked_for.set()
+        return Response(HTTPStatus.OK, self._views, JSON)
+
+    def _keep_asking(self) -> None:
+        # Not on the server's thread: a worker that hangs must not keep a page from its reader.
+        while not self._is_ending:
+            self._asked_for.wait()
+            try:
+                self._views = json.dumps(views_of(self._find(), self._pool)).encode()
+            except (PlacementError, OSError, RuntimeError) as error:  # a folder that is being written to; the pool at the end
+                self._views = json.dumps([{"name": "discovery", "labels": {}, "error": str(error)}]).encode()
+            if time.monotonic() - self._last_asked > _WATCHED_SECONDS:
+                self._asked_for.clear()
+            time.sleep(_FRESH_SECONDS)

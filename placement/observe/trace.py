@@ -1,0 +1,145 @@
+"""The journal as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+A track for each handle: its states, and within them the moves with their bytes and rate. A track for the phases. A counter for
+the device bytes of each handle. Times are Unix time in microseconds minus `base_nanoseconds`, as `torch.profiler` writes them
+(`baseTimeNanoseconds` in its files), so that both can be laid over each other: see `write_trace`.
+
+Format: "Trace Event Format", Google, 2016: complete events ("X") of one track must nest, times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from placement.errors import PlacementError
+from placement.journal import Journal, PhaseSpan, Record
+from placement.states import State, Trigger
+
+Event = dict[str, Any]
+
+_PHASES_TRACK = 1
+_PIECE_EVENTS = 512
+"""Events that are encoded at a time: what a trace holds in memory beside the journal."""
+
+
+def trace_events(
+    records: Iterable[Record], spans: Iterable[PhaseSpan], *, now_seconds: float, offset_seconds: float, pid: int, process: str
+) -> Iterator[Event]:
+    """The events of one worker, track by track in no order of time.
+
+    Args:
+        records: oldest first.
+        now_seconds: `time.monotonic()`; where open states end.
+        offset_seconds: what turns monotonic time into the time of the trace.
+        process: the name of the worker in the trace.
+    """
+
+    def micros(seconds: float) -> float:
+        return round((seconds + offset_seconds) * 1e6, 3)
+
+    def span(name: str, category: str, begin: float, end: float, track: int, **details: Any) -> Event:
+        duration = round((max(end, begin) - begin) * 1e6, 3)
+        return {"ph": "X", "name": name, "cat": category, "ts": micros(begin), "dur": duration, "pid": pid, "tid": track, "args": details}
+
+    def named(what: str, track: int, name: str) -> Event:
+        return {"ph": "M", "name": what, "pid": pid, "tid": track, "args": {"name": name}}
+
+    yield named("process_name", 0, process)
+    yield named("thread_name", _PHASES_TRACK, "phases")
+    for each in spans:
+        yield span(each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK)
+    tracks: dict[str, int] = {}
+    since: dict[str, tuple[State, float]] = {}
+    for record in records:
+        handle, end = record.handle, record.at_seconds
+        if handle not in tracks:
+            tracks[handle] = _PHASES_TRACK + 1 + len(tracks)
+            yield named("thread_name", tracks[handle], handle)
+        track = tracks[handle]
+        state, began = since.get(handle, (record.source, end - record.seconds))
+        yield span(state.value, "state", began, end, track)
+        if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD):
+            # The move is part of the time in the state that it ends. Handles that move together each show the time of all.
+            move = span(record.trigger.value, "move", max(began, end - record.seconds), end, track, phase=record.phase)
+            move["args"] |= {"bytes": record.nbytes, "skipped_bytes": record.skipped_bytes}
+            if record.seconds > 0:
+                move["args"]["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
+            yield move
+        yield {"ph": "C", "name": f"{handle} bytes", "ts": micros(end), "pid": pid, "args": {"device": record.resident_bytes}}
+        since[handle] = record.target, end
+    for handle, (state, began) in since.items():
+        yield span(state.value, "state", began, now_seconds, tracks[handle])
+
+
+def encoded_trace(
+    journal: Journal,
+    *,
+    last_seconds: float | None = None,
+    base_nanoseconds: int = 0,
+    pid: int | None = None,
+    process: str | None = None,
+    after: Iterable[Event] = (),
+) -> Iterator[bytes]:
+    """A whole trace file in pieces, which are made as they are taken: a long journal is never held as text.
+
+    Args:
+        last_seconds: leave out what was over longer ago.
+        base_nanoseconds: Unix time that the trace counts from.
+        after: events of others, put behind ours.
+    """
+    now = time.monotonic()
+    offset = time.time() - now - base_nanoseconds / 1e9
+    start = -1.0 if last_seconds is None else now - last_seconds
+    records = (record for record in journal if record.at_seconds >= start)
+    spans = (each for each in journal.phase_spans() if each.end_seconds >= start)
+    pid = os.getpid() if pid is None else pid
+    name = process or f"placement {pid}"
+    events = trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=name)
+    yield f'{{"displayTimeUnit":"ms","baseTimeNanoseconds":{base_nanoseconds},"traceEvents":[\n'.encode()
+    separator = ""
+    rest = itertools.chain(events, after)
+    while piece := list(itertools.islice(rest, _PIECE_EVENTS)):
+        yield (separator + ",\n".join(json.dumps(event, separators=(",", ":")) for event in piece)).encode()
+        separator = ",\n"
+    yield b"\n]}\n"
+
+
+def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str | os.PathLike[str] | None = None) -> None:
+    """Write a manager's journal as a Chrome trace: `placement.trace(manager.journal, "trace.json")`.
+
+    Args:
+        path: the file to write, atomically.
+        beside: a trace that `torch.profiler` exported in the same process; its events go into the same file, on the same time.
+
+    Raises:
+        PlacementError: `beside` is no trace file.
+        OSError: a file cannot be read or written.
+    """
+    base, events = (0, []) if beside is None else _read_trace(Path(beside))
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            for piece in encoded_trace(journal, base_nanoseconds=base, after=events):
+                file.write(piece)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read_trace(path: Path) -> tuple[int, list[Event]]:
+    """What a trace counts from (nanoseconds of Unix time), and its events."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
+    events = found.get("traceEvents") if isinstance(found, dict) else found
+    if not isinstance(events, list):
+        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
+    return (int(found.get("baseTimeNanoseconds", 0)) if isinstance(found, dict) else 0), events

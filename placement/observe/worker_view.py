@@ -1,0 +1,75 @@
+"""What people look at of one worker, as JSON: the snapshot, the last minutes of its journal, its last failures.
+
+The status page and `placement top` show this; one worker serves its own at `/workers`, the discovery server those of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+from placement.journal import Journal
+from placement.snapshot import Snapshot
+
+HISTORY_SECONDS = 300.0
+_LAST = 20
+"""Transitions and failures that are shown."""
+_MOST_SPANS = 500
+"""Of each track: a page that draws more than it has pixels only gets slow."""
+
+
+def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict[str, str]) -> dict[str, Any]:
+    """One worker as it is now.
+
+    Returns:
+        `name`, `labels` and `snapshot` (its JSON form); `timeline`: by handle its states of the last `HISTORY_SECONDS` as
+        [state, begin, end]; `phases`: [phase, begin, end]; `transitions` and `failures`: the last ones, newest first. Times are
+        Unix time in seconds.
+    """
+    now = time.monotonic()
+    offset, start = time.time() - now, now - HISTORY_SECONDS
+    records = list(journal)
+    since: dict[str, tuple[str, float]] = {}
+    timeline: defaultdict[str, list[list[Any]]] = defaultdict(list)
+
+    def add(handle: str, state: str, begin: float, end: float) -> None:
+        if end >= start:
+            timeline[handle].append([state, round(max(begin, start) + offset, 3), round(end + offset, 3)])
+
+    for record in records:
+        state, begin = since.get(record.handle, (record.source.value, start))
+        add(record.handle, state, begin, record.at_seconds)
+        since[record.handle] = record.target.value, record.at_seconds
+    for handle in snapshot.handles:
+        state, begin = since.get(handle.name, (handle.state.value, start))
+        add(handle.name, state, begin, now)
+    shown = {handle.name: timeline[handle.name][-_MOST_SPANS:] for handle in snapshot.handles}
+    phases = [
+        [span.phase, round(max(span.begin_seconds, start) + offset, 3), round(span.end_seconds + offset, 3)]
+        for span in journal.phase_spans()
+        if span.end_seconds >= start
+    ]
+    return {
+        "name": name,
+        "labels": labels,
+        "snapshot": snapshot.model_dump(mode="json"),
+        "timeline": shown,
+        "phases": phases[-_MOST_SPANS:],
+        "transitions": [
+            {
+                "timestamp_seconds": record.timestamp_seconds,
+                "handle": record.handle,
+                "trigger": record.trigger.value,
+                "phase": record.phase,
+                "bytes": record.nbytes,
+                "skipped_bytes": record.skipped_bytes,
+                "seconds": record.seconds,
+            }
+            for record in records[: -_LAST - 1 : -1]
+        ],
+        "failures": [
+            {"timestamp_seconds": f.timestamp_seconds, "handle": f.handle, "trigger": f.trigger.value, "reason": f.reason}
+            for f in list(journal.failures)[: -_LAST - 1 : -1]
+        ],
+    }

@@ -1,0 +1,183 @@
+"""How workers are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import placement
+from placement.cli import main
+from placement.errors import PlacementError
+from placement.observe.client import find_targets
+from placement.observe.discovery import Announcement, Identity, Target, as_json, from_json, reap, targets_in
+from placement.observe.fleet import DiscoveryServer
+from placement.testing import SimulatedDevice
+
+WORKER = """
+import sys, torch, placement
+from placement.testing import SimulatedDevice
+manager = placement.Manager(device=SimulatedDevice(1 << 20), discovery=sys.argv[1], run="grpo")
+server = manager.serve()
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def start(folder: Path, rank: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RANK": str(rank), "GROUP_RANK": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(folder)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip().isdecimal()
+    return process
+
+
+def test_who_a_worker_is() -> None:
+    torchrun = {"RANK": "11", "LOCAL_RANK": "3", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "job7"}
+    assert Identity.from_launcher(torchrun, gpu_uuid="GPU-1").instance == "node1/rank11"
+    assert Identity.from_launcher(torchrun).run == "job7"
+    assert Identity.from_launcher(torchrun, run="mine").run == "mine"
+    slurm = {"SLURM_PROCID": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "99"}
+    assert Identity.from_launcher(slurm) == Identity(run="99", node="node0", rank=2)
+    assert Identity.from_launcher({}) == Identity()
+    with pytest.raises(PlacementError, match="RANK is 'two'"):
+        Identity.from_launcher({"RANK": "two"})
+
+
+def test_targets_survive_their_form() -> None:
+    targets = [Target.of("127.0.0.1:80", Identity(rank=rank, gpu_uuid="GPU-1")) for rank in range(2)]
+    assert from_json(as_json(targets), "here") == targets
+    assert json.loads(as_json([])) == []  # Prometheus wants a list, also of nothing
+    for text in ("{", "{}1", '[{"targets": ["a"]}]', "[3]"):
+        with pytest.raises(PlacementError, match="here holds no list"):
+            from_json(text, "here")
+
+
+def test_a_worker_announces_itself_and_takes_its_file_away(tmp_path: Path) -> None:
+    manager = placement.Manager(device=SimulatedDevice(1 << 20))
+    server = manager.serve(discovery=tmp_path, identity=Identity(run="a run/7", rank=3))
+    (path,) = tmp_path.glob("*/*.json")
+    assert (path.parent.name, path.name) == ("a-run-7", "node0-rank3.json")
+    (target,) = targets_in(tmp_path)
+    assert target.address == f"127.0.0.1:{server.port}"
+    assert {key: value for key, value in target.labels.items() if not key.startswith("__")} == {
+        "instance": "node0/rank3", "run": "a run/7", "node": "node0", "rank": "3",
+    }  # fmt: skip
+    assert not list(tmp_path.glob("*/*.partial"))
+    assert reap(tmp_path) == []
+    server.close()
+    server.close()
+    assert targets_in(tmp_path) == []
+
+
+def test_a_restarted_worker_replaces_its_file_and_the_old_one_leaves_it(tmp_path: Path) -> None:
+    first = Announcement(tmp_path, Target.of("127.0.0.1:1", Identity()))
+    second = Announcement(tmp_path, Target.of("127.0.0.1:2", Identity()))
+    first.close()
+    assert [target.address for target in targets_in(tmp_path)] == ["127.0.0.1:2"]
+    second.close()
+    assert targets_in(tmp_path) == []
+
+
+def test_the_file_of_a_killed_worker_is_reaped_and_no_other(tmp_path: Path) -> None:
+    workers = [start(tmp_path, rank) for rank in range(2)]
+    try:
+        assert [target.labels["rank"] for target in targets_in(tmp_path)] == ["0", "1"]
+        assert reap(tmp_path) == []
+        workers[0].kill()
+        workers[0].wait()
+        deadline = time.monotonic() + 20  # the other worker looks every few seconds
+        while len(targets_in(tmp_path)) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert [target.labels["rank"] for target in targets_in(tmp_path)] == ["1"]
+        workers[1].communicate("")  # it ends by itself
+        assert workers[1].returncode == 0
+        assert targets_in(tmp_path) == []
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    far = Target(address="far:1", labels={"instance": "node9/rank9", "__meta_placement_host": "far"})
+    (folder / "far.json").write_text(as_json([far]))
+    (folder / "hand.json").write_text(as_json([Target(address="by-hand:1", labels={})]))
+    assert reap(tmp_path) == []
+    assert {target.address for target in targets_in(tmp_path)} == {"far:1", "by-hand:1"}
+
+
+def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path) -> None:
+    """A data loader outlives its killed parent: the file has to go all the same."""
+    code = WORKER.replace("print(", "import os\nif os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\nprint(")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert len(targets_in(tmp_path)) == 1
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert len(reap(tmp_path)) == 1
+    finally:
+        process.kill()
+        assert process.stdin is not None
+        process.stdin.close()  # the child ends, too
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_and_the_port_is_free_again(tmp_path: Path) -> None:
+    (tmp_path / "default").write_text("a file where a folder has to be")
+    manager = placement.Manager(device=SimulatedDevice(1 << 20))
+    with pytest.raises(PlacementError, match="cannot announce this worker in"):
+        manager.serve(discovery=tmp_path)
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def test_the_discovery_server_lists_and_shows_all(tmp_path: Path) -> None:
+    managers = [placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096)) for _ in range(2)]
+    models = [nn.Linear(8, 8) for _ in managers]
+    for manager, model in zip(managers, models, strict=True):
+        manager.register("actor", model, role="actor")
+    servers = [manager.serve(discovery=tmp_path, identity=Identity(rank=rank)) for rank, manager in enumerate(managers)]
+    gone = Target.of("127.0.0.1:9", Identity(rank=2))
+    with DiscoveryServer(lambda: [*targets_in(tmp_path), gone]) as all_of_them, managers[0].phase("log_prob"):
+        listed = get(f"{all_of_them.url}/targets")
+        assert [group["labels"]["instance"] for group in listed] == ["node0/rank0", "node0/rank1", "node0/rank2"]
+        assert find_targets([f"{all_of_them.url}/targets"]) == [*find_targets([str(tmp_path)]), gone]
+        deadline = time.monotonic() + 20
+        while len(views := get(f"{all_of_them.url}/workers")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert [view["name"] for view in views] == ["node0/rank0", "node0/rank1", "node0/rank2"]
+        assert [view["snapshot"]["handles"][0]["state"] for view in views[:2]] == ["GPU_RESIDENT", "CPU_OFFLOADED"]
+        assert "does not answer" in views[2]["error"]
+        assert [state for state, _, _ in views[0]["timeline"]["actor"]] == ["CPU_OFFLOADED", "GPU_RESIDENT"]
+        assert views[0]["phases"][-1][0] == "log_prob"
+        assert views[0]["transitions"][0]["trigger"] == "load"
+    for server in servers:
+        server.close()
+
+
+def test_what_names_no_worker_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlacementError, match="is neither a worker's URL"):
+        find_targets([str(tmp_path / "nowhere")])
+    assert main(["discover", str(tmp_path / "nowhere")]) == 1
+    assert "is no folder" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""The journal as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import placement
+from placement.cli import main
+from placement.errors import PlacementError
+from placement.journal import HandleCounters, Journal, Record
+from placement.observe.trace import encoded_trace
+from placement.states import State, Trigger
+from placement.testing import SimulatedDevice
+
+
+@pytest.fixture
+def manager() -> Any:
+    manager = placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    model = nn.Linear(64, 64)
+    manager.register("actor", model, role="actor")
+    manager.model = model  # type: ignore[attr-defined]
+    return manager
+
+
+def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == kind]
+
+
+def test_a_track_for_each_handle_and_one_for_phases(manager: placement.Manager, tmp_path: Path) -> None:
+    with manager.phase("log_prob"), manager.phase("checkpoint"):
+        pass
+    path = tmp_path / "trace.json"
+    placement.trace(manager.journal, path)
+    assert {event["args"]["name"] for event in events_of(path, "M") if event["name"] == "thread_name"} == {"phases", "actor"}
+    spans = events_of(path, "X")
+    assert [event["name"] for event in spans if event["cat"] == "phase"] == ["idle", "log_prob", "checkpoint", "log_prob", "idle"]
+    assert [event["name"] for event in spans if event["cat"] == "state"] == ["CPU_OFFLOADED", "GPU_RESIDENT", "CPU_OFFLOADED"]
+    load, offload = (event for event in spans if event["cat"] == "move")
+    assert (load["name"], offload["name"]) == ("load", "offload")
+    handle = manager.handles["actor"]
+    assert load["args"]["bytes"] == handle.counters.loaded_bytes > 0
+    assert offload["args"]["skipped_bytes"] == handle.counters.skipped_bytes > 0
+    assert load["args"]["phase"] == "log_prob"
+    assert load["args"]["GB/s"] > 0
+    assert [event["args"]["device"] for event in events_of(path, "C")] == [handle.num_bytes, 0]
+
+
+def test_spans_of_a_track_nest(manager: placement.Manager, tmp_path: Path) -> None:
+    """The format's one rule: on a track, two events are apart or one is inside the other."""
+    for _ in range(5):
+        with manager.phase("log_prob") as phase:
+            phase.switch("weight_sync")
+    path = tmp_path / "trace.json"
+    placement.trace(manager.journal, path)
+    tracks: dict[int, list[tuple[float, float]]] = {}
+    for event in events_of(path, "X"):
+        assert event["dur"] >= 0
+        tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(tracks) == 2
+    for spans in tracks.values():
+        for begin, end in spans:
+            for other_begin, other_end in spans:
+                # A microsecond of slack: each number is rounded by itself.
+                apart = end <= other_begin + 1 or other_end <= begin + 1
+                assert apart or (begin >= other_begin - 1 and end <= other_end + 1) or (other_begin >= begin - 1 and other_end <= end + 1)
+
+
+def test_on_one_time_with_a_torch_profiler_trace(manager: Any, tmp_path: Path) -> None:
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+        record_function("around"),
+        manager.phase("log_prob"),
+        record_function("inside"),
+    ):
+        manager.model(torch.randn(2, 64))
+    theirs, both = tmp_path / "torch.json", tmp_path / "both.json"
+    profiler.export_chrome_trace(str(theirs))
+    placement.trace(manager.journal, both, beside=theirs)
+    spans = {event["name"]: event for event in events_of(both, "X") if event.get("cat") in ("user_annotation", "phase")}
+    around, phase, inside = spans["around"], spans["log_prob"], spans["inside"]
+    slack = 2000.0  # microseconds between the two clocks, read one after the other
+    for outer, inner in ((around, phase), (phase, inside)):
+        assert outer["ts"] - slack <= inner["ts"]
+        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + slack
+    assert len(events_of(both, "X")) > len(events_of(theirs, "X"))
+
+
+def long_journal(length: int) -> Journal:
+    journal, counters = Journal(length), HandleCounters()
+    for index in range(length):
+        load = index % 2 == 0
+        states = (State.CPU_OFFLOADED, State.GPU_RESIDENT) if load else (State.GPU_RESIDENT, State.CPU_OFFLOADED)
+        journal.record(
+            counters,
+            Record(
+                at_seconds=index * 0.01,
+                timestamp_seconds=1.7e9 + index * 0.01,
+                handle="actor",
+                kind="module",
+                trigger=Trigger.LOAD if load else Trigger.OFFLOAD,
+                source=states[0],
+                target=states[1],
+                phase="train",
+                nbytes=1 << 30,
+                skipped_bytes=0,
+                seconds=0.005,
+            ),
+        )
+    return journal
+
+
+def test_a_long_trace_is_made_in_bounded_memory() -> None:
+    journal = long_journal(100_000)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        nbytes = sum(len(piece) for piece in encoded_trace(journal))
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert nbytes > 30 << 20
+    assert peak < 4 << 20
+
+
+def test_only_the_last_seconds(manager: placement.Manager) -> None:
+    with manager.phase("log_prob"):
+        pass
+    everything = b"".join(encoded_trace(manager.journal))
+    nothing = b"".join(encoded_trace(manager.journal, last_seconds=0))
+    assert b"GPU_RESIDENT" in everything
+    assert b"GPU_RESIDENT" not in nothing
+    assert json.loads(nothing)["traceEvents"]
+
+
+def test_what_is_no_trace_is_named_and_nothing_is_written(manager: placement.Manager, tmp_path: Path) -> None:
+    for content in ("[1", '"text"', '{"events": []}'):
+        other = tmp_path / "other.json"
+        other.write_text(content)
+        with pytest.raises(PlacementError, match=r"other\.json is no Chrome trace"):
+            placement.trace(manager.journal, tmp_path / "trace.json", beside=other)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
+
+
+def test_the_command_puts_workers_side_by_side(manager: placement.Manager, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with manager.phase("log_prob"):
+        pass
+    path = tmp_path / "trace.json"
+    with manager.serve() as one, manager.serve() as two:
+        assert main(["trace", one.url, two.url, "-o", str(path)]) == 0
+    assert "of 2 workers" in capsys.readouterr().out
+    assert {event["pid"] for event in events_of(path, "X")} == {1, 2}
+    assert main(["trace", one.url, "-o", str(tmp_path / "gone.json")]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    assert not (tmp_path / "gone.json").exists()
