@@ -14,13 +14,14 @@ from placement import audit
 from placement.borders import Borders
 from placement.errors import PhaseError
 from placement.handle import Handle
-from placement.journal import Journal
+from placement.journal import Journal, logger
 from placement.memory.base import Device
 from placement.memory.select import select_device
 from placement.phases import Phase, here
 from placement.resolve import resolve_policy
 from placement.settings import Settings
 from placement.snapshot import Audit, Snapshot
+from placement.summary import summary
 
 if TYPE_CHECKING:
     from placement.observe.discovery import Identity
@@ -49,7 +50,7 @@ class Manager:
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together; None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: further keywords of `Settings` (phases, strict, verify, headroom, journal_length, pinned_limit_bytes).
+        settings: further keywords of `Settings` (phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown or does not fit.
@@ -149,12 +150,16 @@ class Manager:
             self._borders.forget(found)
 
     def close(self) -> None:
-        """Unregister everything, optimizers first, and give the device back. Idempotent.
+        """Unregister everything, optimizers first, and give the device back; log what was done. Idempotent.
 
         Raises:
             PhaseError: a phase is open.
         """
+        if self._borders.is_closed:
+            return
+        last = self.snapshot()
         self._borders.close()
+        logger.info("closed\n%s", summary(last), extra={"placement": last})
 
     # --- phases
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from placement.annotate import Annotate, marker
 from placement.errors import BrokenHandleError, IntegrityError, PhaseError
 from placement.handle import Handle
 from placement.journal import Journal, Record
@@ -71,12 +72,13 @@ class HandleMoves:
 class Reconciler:
     """Moves handles of one device. Called with the manager's lock held."""
 
-    def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify = "off") -> None:
+    def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify = "off", annotate: Annotate = "off") -> None:
         self._device = device
         self._journal = journal
         self._strict = strict
         self._stock = Stock(device)
         self._verifier = Verifier(verify)
+        self._mark = marker(annotate)
         self._dropping: tuple[Holding, ...] = ()
         """Whose gradients die at the present border."""
         self._moved: dict[Handle, Moved] = {}
@@ -120,7 +122,9 @@ class Reconciler:
             early_release=early_release,
             dropping=self._dropping,
         )
-        moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
+        texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]
+        with self._mark(f"placement: {'; '.join(texts)}"):
+            moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
         return dict.fromkeys((*leaving, *coming), Moved()) | {by_holding[holding]: each for holding, each in moved.items()}
 
     def _complain(self, handle: Handle, moved: Moved) -> None:

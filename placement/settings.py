@@ -69,6 +69,8 @@ class Settings(BaseModel):
     """Part of the free memory left to others in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
     """Transitions remembered."""
+    annotate: Literal["off", "profiler", "nvtx"] = "off"
+    """Marks around moves: for torch's profiler, or NVTX ranges."""
     discovery: str | None = None
     """Folder for Prometheus' file discovery, where `Manager.serve` announces the worker."""
     run: str | None = None

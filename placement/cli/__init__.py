@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from placement.errors import PlacementError
 
 COMMANDS = {
+    "dashboards": "write Grafana pages, Prometheus rules and a configuration for both",
     "demo": "run a small GRPO job and show what was on the device, phase by phase",
     "explain": "print what a policy does: the table of phases and handles",
     "discover": "list the workers of a discovery folder to Prometheus, and show them on one page",
+    "status": "print what workers hold on their GPUs, once",
+    "top": "watch what workers hold on their GPUs",
     "trace": "write what running workers did as a Chrome trace for Perfetto",
 }
 """Subcommands and what they say of themselves. Only the chosen one's module is imported."""

@@ -15,6 +15,7 @@ from placement.observe.client import ask
 from placement.observe.discovery import Target, as_json
 from placement.observe.http import TIMEOUT_SECONDS, HttpServer
 from placement.observe.messages import JSON, Request, Response
+from placement.observe.page import status_pages
 
 _FRESH_SECONDS = 1.0
 _WATCHED_SECONDS = 15.0
@@ -36,7 +37,8 @@ def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> li
 
 
 class DiscoveryServer(HttpServer):
-    """Serves the targets of a run: `/targets` for Prometheus' `http_sd_configs`, `/workers` with what all of them show.
+    """Serves the targets of a run: `/targets` for Prometheus' `http_sd_configs`, `/workers` with what all of them show,
+    `/` with the status page of all.
 
     Args:
         find: the targets now; called on the server's threads.
@@ -53,7 +55,7 @@ class DiscoveryServer(HttpServer):
         self._is_ending = False
         self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "placement-fleet")
         pages = {"/targets": self._targets, "/workers": self._workers, "/healthz": self._healthz}
-        super().__init__(pages, port=port, address=address, timeout_seconds=timeout_seconds)
+        super().__init__(pages | status_pages(), port=port, address=address, timeout_seconds=timeout_seconds)
         self._asker = threading.Thread(target=self._keep_asking, name="placement-fleet", daemon=True)
         self._asker.start()
 

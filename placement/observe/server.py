@@ -1,4 +1,4 @@
-"""The pages of one manager: /metrics, /healthz, /state, /trace, /workers."""
+"""The pages of one manager: /metrics, /healthz, /state, /trace, /workers and the status page."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from placement.observe.collector import make_registry
 from placement.observe.discovery import Announcement, Identity, Target, reap
 from placement.observe.http import TIMEOUT_SECONDS, HttpServer
 from placement.observe.messages import JSON, Request, Response
+from placement.observe.page import status_pages
 from placement.observe.trace import encoded_trace
 from placement.observe.worker_view import worker_view
 from placement.snapshot import Snapshot
@@ -28,7 +29,7 @@ class MetricsServer(HttpServer):
 
     `/metrics` (Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that), `/healthz` (200 "ok", or 503 with the names
     of the broken handles), `/state` (the snapshot as JSON), `/trace` (the journal as a Chrome trace; `?seconds=60`: of the last
-    minute only), `/workers` (see `worker_view`); 404 elsewhere. A failing `read()` is a 500 for that client.
+    minute only), `/workers` (see `worker_view`), `/` (the status page); 404 elsewhere. A failing `read()` is a 500 for that client.
 
     Args:
         read: returns the snapshot; called on the server's thread, once a request, never at construction.
@@ -54,7 +55,7 @@ class MetricsServer(HttpServer):
         self._announcement: Announcement | None = None
         pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
         pages["/workers"] = self._workers
-        super().__init__(pages, port=port, address=address, timeout_seconds=timeout_seconds)
+        super().__init__(pages | status_pages(), port=port, address=address, timeout_seconds=timeout_seconds)
 
     def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> Target:
         """Say who this worker is, and write its file into a discovery folder until `close()`.

@@ -37,12 +37,13 @@ def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict
         if end >= start:
             timeline[handle].append([state, round(max(begin, start) + offset, 3), round(end + offset, 3)])
 
+    born = {handle.name: now - sum(handle.state_seconds.values()) for handle in snapshot.handles}
     for record in records:
-        state, begin = since.get(record.handle, (record.source.value, start))
+        state, begin = since.get(record.handle, (record.source.value, born.get(record.handle, start)))
         add(record.handle, state, begin, record.at_seconds)
         since[record.handle] = record.target.value, record.at_seconds
     for handle in snapshot.handles:
-        state, begin = since.get(handle.name, (handle.state.value, start))
+        state, begin = since.get(handle.name, (handle.state.value, born[handle.name]))
         add(handle.name, state, begin, now)
     shown = {handle.name: timeline[handle.name][-_MOST_SPANS:] for handle in snapshot.handles}
     phases = [

@@ -60,6 +60,7 @@ EVERYTHING: dict[str, Any] = {
     "verify": "sample",
     "headroom": 0.1,
     "journal_length": 16,
+    "annotate": "profiler",
     "discovery": "/shared/targets",
     "run": "grpo-7",
 }
@@ -74,6 +75,7 @@ PARSED = Settings(
     verify="sample",
     headroom=0.1,
     journal_length=16,
+    annotate="profiler",
     discovery="/shared/targets",
     run="grpo-7",
 )
@@ -89,7 +91,7 @@ def test_from_toml(tmp_path: Path) -> None:
         tmp_path,
         'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\npinned_limit_bytes = "96GiB"\n'
         'worker_role = "trainer"\nstrict = true\nverify = "sample"\n'
-        'headroom = 0.1\njournal_length = 16\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n[phases]\ndistill = ["actor", "teacher"]\n',
+        'headroom = 0.1\njournal_length = 16\nannotate = "profiler"\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n[phases]\ndistill = ["actor", "teacher"]\n',
     )
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
 

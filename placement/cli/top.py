@@ -1,0 +1,185 @@
+"""`placement top WORKER ...`: a live view of the workers of a run. Without a terminal it prints what `placement status` prints."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from placement.cli.workers import (
+    HANDLE_COLUMNS,
+    NUMBERS,
+    SORTINGS,
+    WORKER_COLUMNS,
+    View,
+    add_places,
+    handle_rows,
+    look,
+    places_of,
+    plain_report,
+    trouble_of,
+    worker_row,
+)
+from placement.errors import PlacementError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STYLES = {"CPU_OFFLOADED": "dim", "GPU_RESIDENT": "blue", "SYNCING": "cyan", "TRAINING": "yellow"}
+_HELP = "q quit   ↑ ↓ choose   enter one worker in detail   s sort"
+_KEYS = {b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down", b"\r": "enter", b"\n": "enter"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_places(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the workers until `q`.
+
+    Raises:
+        PlacementError: no worker is named, or `rich` is not installed.
+    """
+    if not arguments.interval > 0:
+        raise PlacementError(f"--interval {arguments.interval} is not more than 0 seconds")
+    places = places_of(arguments)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            print(plain_report(sorted(look(places, pool), key=SORTINGS[arguments.sort].key)))
+            return 0
+        try:
+            import rich  # noqa: F401 (only whether it is there)
+        except ImportError as error:
+            raise PlacementError("placement top needs rich: pip install 'placement[top]'; placement status needs nothing") from error
+        return _live(places, Screen(arguments.sort), arguments.interval, pool)
+
+
+class Screen:
+    """What the person at the keyboard looks at: the order, the chosen worker, the worker in detail."""
+
+    def __init__(self, sorting: str) -> None:
+        self.sorting = sorting
+        self.chosen = 0
+        self.detail: str | None = None
+        self.views: list[View] = []
+
+    def take(self, views: Sequence[View]) -> None:
+        """New data; the chosen worker stays the chosen one."""
+        name = self.views[self.chosen]["name"] if self.views else None
+        self.views = sorted(views, key=SORTINGS[self.sorting].key)
+        names = [view["name"] for view in self.views]
+        self.chosen = names.index(name) if name in names else min(self.chosen, max(len(names) - 1, 0))
+
+    def press(self, key: str) -> bool:
+        """One key. Returns whether to go on."""
+        if key == "q" and self.detail is None:
+            return False
+        if key in ("q", "enter", "escape"):
+            self.detail = self.views[self.chosen]["name"] if key == "enter" and self.detail is None and self.views else None
+        elif key == "up":
+            self.chosen = max(self.chosen - 1, 0)
+        elif key == "down":
+            self.chosen = min(self.chosen + 1, max(len(self.views) - 1, 0))
+        elif key == "s":
+            order = list(SORTINGS)
+            self.sorting = order[(order.index(self.sorting) + 1) % len(order)]
+            self.take(self.views)
+        return True
+
+    def render(self, height: int) -> Any:
+        """The screen, as rich shows it; at most `height` lines of workers, the chosen one among them."""
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = next((view for view in self.views if view["name"] == self.detail), None)
+        bad = sum(bool(trouble_of(view)) for view in self.views)
+        head = Text(f"placement top   {len(self.views)} workers, {bad} with trouble   by {SORTINGS[self.sorting].title}", style="bold")
+        if shown is not None and "snapshot" in shown:
+            return Group(head, self._workers([shown], None), self._handles(shown), Text(_HELP, style="dim"))
+        room = max(height - 6, 1)
+        first = min(max(self.chosen - room // 2, 0), max(len(self.views) - room, 0))
+        part = self.views[first : first + room]
+        return Group(head, self._workers(part, self.chosen - first), Text(_HELP, style="dim"))
+
+    def _workers(self, views: Sequence[View], chosen: int | None) -> Table:
+        table = _table(WORKER_COLUMNS)
+        for index, view in enumerate(views):
+            style = "reverse" if index == chosen else "red" if trouble_of(view) else None
+            table.add_row(*map(_text, worker_row(view)), style=style)
+        return table
+
+    def _handles(self, view: View) -> Table:
+        table = _table(HANDLE_COLUMNS)
+        for row in handle_rows(view):
+            table.add_row(*map(_text, row), style=_STYLES[row[1]])
+        return table
+
+
+def _table(columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=True)
+    return table
+
+
+def _text(cell: str) -> Any:
+    from rich.text import Text
+
+    return Text(cell)  # never markup: names come from users
+
+
+def _live(places: Sequence[str], screen: Screen, interval: float, pool: concurrent.futures.Executor) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    screen.take(look(places, pool))  # a place that names no worker is an error before the screen is taken
+    with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        due = time.monotonic() + interval
+        while True:
+            live.update(screen.render(console.height), refresh=True)
+            for key in keys(max(due - time.monotonic(), 0.0)):
+                if not screen.press(key):
+                    return 0
+            if time.monotonic() >= due:
+                due = time.monotonic() + interval
+                with contextlib.suppress(PlacementError):  # a file that is being replaced: the last look stays
+                    screen.take(look(places, pool))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """The keys pressed within so many seconds, read one by one without waiting for a line."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(seconds: float) -> list[str]:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return []
+        return [decode(os.read(descriptor, 16))]
+
+    try:
+        tty.setcbreak(descriptor)
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def decode(sent: bytes) -> str:
+    """The name of a key from what the terminal sends for it; of several at once the first."""
+    if sent in _KEYS:
+        return _KEYS[sent]
+    return "escape" if sent[:1] == b"\x1b" else sent[:1].decode("ascii", "ignore")

@@ -1,0 +1,154 @@
+"""What `placement status` and `placement top` say of workers: rows of text, made from what each worker shows of itself."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from placement.errors import PlacementError
+from placement.observe.client import find_targets
+from placement.observe.discovery import Target
+from placement.observe.fleet import views_of
+from placement.settings import Settings
+from placement.summary import readable
+
+View = dict[str, Any]
+
+WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
+HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
+NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped"})
+"""Columns that are set to the right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorting:
+    """An order of the workers."""
+
+    title: str
+    key: Callable[[View], Any]
+
+
+def _held(view: View) -> int:
+    return sum(handle["resident_bytes"] for handle in view["snapshot"]["handles"]) if "snapshot" in view else -1
+
+
+SORTINGS = {
+    "name": Sorting("name", lambda view: _natural(view["name"])),
+    "held": Sorting("bytes on the device", lambda view: -_held(view)),
+    "stall": Sorting("stall", lambda view: -stall_share(view)),
+    "trouble": Sorting("trouble", lambda view: (not trouble_of(view), _natural(view["name"]))),
+}
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """The argument that says which workers are meant, and the order."""
+    text = "a worker's URL, one that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
+    parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
+
+
+def places_of(arguments: argparse.Namespace) -> list[str]:
+    """The places named, or the discovery folder of the environment.
+
+    Raises:
+        PlacementError: neither.
+    """
+    places: list[str] = arguments.workers
+    if places:
+        return places
+    folder = Settings.from_any(None).discovery
+    if folder is None:
+        raise PlacementError("no workers named: give a worker's URL, one of targets, or a discovery folder, or set PLACEMENT_DISCOVERY")
+    return [folder]
+
+
+def look(places: Sequence[str], pool: concurrent.futures.Executor) -> list[View]:
+    """What the workers show now; one that does not answer has an `error`.
+
+    Raises:
+        PlacementError: a place names no worker.
+    """
+    targets: list[Target] = find_targets(places)
+    return views_of(targets, pool)
+
+
+def stall_share(view: View) -> float:
+    """Share of a worker's time that it waited for moves; -1 for one that does not answer."""
+    if "snapshot" not in view:
+        return -1.0
+    seconds = sum(view["snapshot"]["phase_seconds"].values())
+    return float(sum(view["snapshot"]["phase_stall_seconds"].values()) / seconds) if seconds else 0.0
+
+
+def trouble_of(view: View) -> str:
+    """What somebody has to look at; empty when nothing."""
+    if "snapshot" not in view:
+        return str(view["error"])
+    snapshot = view["snapshot"]
+    found = [f"{handle['name']} broken" for handle in snapshot["handles"] if handle["broken"]]
+    found += [f"{readable(snapshot['unpaired_bytes'])} left on the device"] if snapshot["unpaired_bytes"] else []
+    found += [f"{snapshot['wrong_writes']} wrong writes"] if snapshot["wrong_writes"] else []
+    found += [f"{handle['name']} drifted" for handle in snapshot["handles"] if handle["drift_bytes"]]
+    return ", ".join(found)
+
+
+def worker_row(view: View) -> tuple[str, ...]:
+    """One line for a worker; see `WORKER_COLUMNS`."""
+    if "snapshot" not in view:
+        return view["name"], "?", "", "", "", "", "", trouble_of(view)
+    snapshot = view["snapshot"]
+    held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
+    used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
+    return (
+        view["name"],
+        " > ".join(snapshot["phases"]) or "idle",
+        readable(_held(view)),
+        readable(snapshot["device_total_bytes"]),
+        f"{used:.0%}",
+        f"{stall_share(view):.1%}",
+        ", ".join(handle["name"] for handle in held),
+        trouble_of(view),
+    )
+
+
+def handle_rows(view: View) -> list[tuple[str, ...]]:
+    """A line for each handle of a worker; see `HANDLE_COLUMNS`."""
+    rows = []
+    for handle in view["snapshot"]["handles"]:
+        since = view["snapshot"]["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
+        remarks = [word for word in ("readonly", "kept") if handle[word]]
+        remarks += [] if handle["built"] else ["not built"]
+        remarks += ["external"] if handle["external"] else []
+        remarks += [f"broken: {handle['broken']}"] if handle["broken"] else []
+        sizes = ("resident_bytes", "num_bytes", "host_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
+        rows.append((handle["name"], handle["state"], f"{since:.0f} s", *(readable(handle[key]) for key in sizes), ", ".join(remarks)))
+    return rows
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text, without a blank at the ends of lines."""
+    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+
+    def cell(text: str, i: int) -> str:
+        return text.rjust(widths[i]) if columns[i] in NUMBERS else text.ljust(widths[i])
+
+    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+
+
+def plain_report(views: Sequence[View]) -> str:
+    """All workers, then the handles of each that answers."""
+    parts = [plain_table(WORKER_COLUMNS, (worker_row(view) for view in views))]
+    for view in views:
+        if "snapshot" in view and view["snapshot"]["handles"]:
+            parts.append(f"{view['name']}\n{plain_table(HANDLE_COLUMNS, handle_rows(view))}")
+    return "\n\n".join(parts)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """node2 before node10."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]

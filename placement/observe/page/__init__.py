@@ -1,0 +1,28 @@
+"""The status page: one HTML file and its script, without anything from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.resources
+from http import HTTPStatus
+
+from placement.observe.http import Page
+from placement.observe.messages import Request, Response
+
+_FILES = {"/": ("index.html", "text/html; charset=utf-8"), "/page.js": ("page.js", "text/javascript; charset=utf-8")}
+_HEADERS = (
+    ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+
+
+def status_pages() -> dict[str, Page]:
+    """The page and its script, for a server that has `/workers`."""
+    return {path: _page(name, content_type) for path, (name, content_type) in _FILES.items()}
+
+
+def _page(name: str, content_type: str) -> Page:
+    def page(_: Request) -> Response:
+        body = importlib.resources.files(__package__).joinpath(name).read_bytes()
+        return Response(HTTPStatus.OK, body, content_type, _HEADERS)
+
+    return page

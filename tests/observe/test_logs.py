@@ -1,0 +1,93 @@
+"""Logs, the summary at the end, and marks for profilers."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import placement
+from placement.journal import Record
+from placement.summary import readable
+from placement.testing import Faults, SimulatedDevice
+
+
+def make(**settings: object) -> tuple[placement.Manager, nn.Module]:
+    manager = placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096), **settings)  # type: ignore[arg-type]
+    model = nn.Linear(32, 32)
+    manager.register("actor", model, role="actor")
+    return manager, model
+
+
+def test_a_record_for_each_transition_and_a_summary_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    manager, _model = make()
+    with caplog.at_level(logging.INFO, logger="placement"):
+        with manager.phase("log_prob"):
+            pass
+        moved = [record.placement for record in caplog.records]
+        assert [(each.handle, each.trigger) for each in moved if isinstance(each, Record)] == [("actor", "load"), ("actor", "offload")]
+        caplog.clear()
+        manager.close()
+        manager.close()
+    (last,) = caplog.records
+    text = last.getMessage()
+    assert "closed" in text
+    assert "at most 8 KiB on simulated" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("actor")]
+    assert line.split()[5:] == ["2", "0", "4.12", "KiB", "0", "4.12", "KiB"]
+    assert last.placement.handles[0].name == "actor"
+
+
+def test_quiet_by_default() -> None:
+    code = (
+        "import placement, torch; from placement.testing import SimulatedDevice\n"
+        "m = placement.Manager(device=SimulatedDevice(1 << 20)); x = torch.nn.Linear(2, 2); m.register('actor', x, role='actor')\n"
+        "with m.phase('train'): pass\n"
+        "m.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults(SimulatedDevice(1 << 20, chunk_bytes=4096))
+    manager = placement.Manager(device=faults)
+    model = nn.Linear(32, 32)
+    manager.register("actor", model, role="actor")
+    faults.fail("create", at=1)
+    with pytest.raises(placement.DeviceMemoryError), manager.phase("log_prob"):
+        pass
+    (failure,) = manager.journal.failures
+    assert (failure.handle, failure.trigger, failure.reason) == ("actor", "load", "device_memory")
+    assert any(record.levelno == logging.WARNING and "load failed" in record.getMessage() for record in caplog.records)
+
+
+def test_moves_are_marked_for_torchs_profiler() -> None:
+    manager, _ = make(annotate="profiler")
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, manager.phase("log_prob"):
+        pass
+    marks = [event.name for event in profiler.events() if event.name.startswith("placement: ")]
+    assert marks == ["placement: load actor", "placement: offload actor"]
+    quiet, _ = make()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, quiet.phase("log_prob"):
+        pass
+    assert not [event.name for event in profiler.events() if event.name.startswith("placement: ")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has NVTX")
+def test_nvtx_without_cuda_is_an_error_that_says_what_to_use() -> None:
+    with pytest.raises(ValueError, match="use 'profiler'"):
+        make(annotate="nvtx")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0"), (1023, "1023"), (1024, "1 KiB"), (-4096, "-4 KiB"), (3 << 29, "1.5 GiB"), (15 << 30, "15 GiB"), (5 << 40, "5 TiB")],
+)
+def test_sizes_are_readable(nbytes: int, text: str) -> None:
+    assert readable(nbytes) == text

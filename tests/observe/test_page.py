@@ -1,0 +1,242 @@
+"""The status page in a real browser: what is drawn, not only what is written."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import placement
+from placement.observe.discovery import Identity, targets_in
+from placement.observe.fleet import DiscoveryServer
+from placement.testing import SimulatedDevice
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+CHUNK = 65536
+ON_THE_GPU = (47, 127, 209)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("chromium and chromedriver (Debian: chromium, chromium-driver) are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--window-size=1280,1000", "--force-device-scale-factor=1",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(session: Any) -> Any:
+    session.get("about:blank")
+    session.get_log("browser")  # what an earlier test left
+    return session
+
+
+class Worker:
+    """A manager with two handles, and its server."""
+
+    def __init__(self, **serve: Any) -> None:
+        self.manager = placement.Manager(device=SimulatedDevice(32 * CHUNK, chunk_bytes=CHUNK))
+        self.models = {"actor": nn.Linear(256, 512), "ref": nn.Linear(256, 256)}
+        for name, model in self.models.items():
+            self.manager.register(name, model, role=name)
+        self.server = self.manager.serve(**serve)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.server.close()
+
+
+def until(browser: Any, condition: str, seconds: float = 10.0) -> Any:
+    """Wait for a JavaScript expression to be true."""
+    deadline = time.monotonic() + seconds
+    while not (value := browser.execute_script(f"return {condition}")):
+        assert time.monotonic() < deadline, f"{condition}: the page says {browser.find_element('tag name', 'body').text!r}"
+        time.sleep(0.05)
+    return value
+
+
+def severe(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def rows_of(browser: Any) -> dict[str, str]:
+    rows = "[...document.querySelectorAll('[aria-label=handles] tbody tr')]"
+    found: dict[str, str] = browser.execute_script(f"return Object.fromEntries({rows}.map(r => [...r.children].map(c => c.innerText)))")
+    return found
+
+
+def colours(browser: Any, box: dict[str, float]) -> list[tuple[int, int, int]]:
+    """The pixels in the middle of a box of the page, from left to right."""
+    image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+    y = int(box["y"] + box["height"] - 3)  # below the words
+    return [image.getpixel((x, y)) for x in range(int(box["x"]), int(box["x"] + box["width"]))]
+
+
+BOX = "(({x, y, width, height}) => ({x, y, width, height}))(document.querySelector(%r).getBoundingClientRect())"
+
+
+def test_it_loads_without_an_error_and_shows_what_is(browser: Any, worker: Worker) -> None:
+    browser.get(worker.server.url)
+    until(browser, "document.querySelectorAll('[aria-label=handles] tbody tr').length === 2")
+    assert rows_of(browser) == {"actor": "off the GPU", "ref": "off the GPU"}
+    assert "1 worker, live" in browser.find_element("id", "status").text
+    assert severe(browser) == []
+
+
+def test_a_change_of_state_shows_within_two_seconds(browser: Any, worker: Worker) -> None:
+    browser.get(worker.server.url)
+    until(browser, "document.querySelectorAll('[aria-label=handles] tbody tr').length === 2")
+    with worker.manager.phase("log_prob"):
+        began = time.monotonic()
+        until(browser, "document.querySelector('[aria-label=handles] tbody').textContent.includes('on the GPU')")
+        assert time.monotonic() - began < 2.0  # what the page promises, with a browser and everything
+        assert rows_of(browser) == {"actor": "on the GPU", "ref": "on the GPU"}
+    until(browser, "!document.querySelector('[aria-label=handles] tbody').textContent.includes('on the GPU')")
+
+
+def test_the_bars_are_as_wide_as_what_they_stand_for(browser: Any, worker: Worker) -> None:
+    browser.get(worker.server.url)
+    with worker.manager.phase("log_prob"):
+        until(browser, "document.querySelectorAll('.bar [data-part]').length === 3")
+        inner = browser.execute_script("return document.querySelector('.bar').clientWidth")
+        pixels = colours(browser, browser.execute_script("return " + BOX % ".bar"))
+        snapshot = worker.manager.snapshot()
+        for handle in snapshot.handles:
+            width = browser.execute_script("return " + BOX % f".bar [data-part={handle.name}]")["width"]
+            assert width == pytest.approx(inner * handle.resident_bytes / snapshot.device_total_bytes, abs=1.0)
+        painted = sum(pixel == ON_THE_GPU for pixel in pixels)
+        resident = sum(handle.resident_bytes for handle in snapshot.handles)
+        assert painted == pytest.approx(inner * resident / snapshot.device_total_bytes, abs=4.0)  # borders between the parts
+    until(browser, "document.querySelectorAll('.bar [data-part]').length === 1")  # others: the poison
+
+
+def test_the_timeline_is_drawn_to_scale(browser: Any, worker: Worker) -> None:
+    with worker.manager.phase("log_prob"):
+        time.sleep(3.0)
+    browser.get(worker.server.url)
+    until(browser, "document.querySelectorAll('rect[data-handle=actor]').length === 3")
+    browser.execute_script("const s = document.getElementById('span'); s.value = '30'; s.dispatchEvent(new Event('change'))")
+    wide = until(
+        browser,
+        "(() => { const r = [...document.querySelectorAll('rect[data-handle=actor]')].map(n => n.getBoundingClientRect());"
+        " return r.length === 3 && r[1].width > 60 && [r[1].x, r[1].y, r[1].width, r[1].height]; })()",
+    )
+    seconds = worker.manager.snapshot().handles[0].state_seconds[placement.State.GPU_RESIDENT]
+    pixels_of_a_second = browser.execute_script("return (document.querySelector('svg').getBoundingClientRect().width - 150) / 30")
+    assert wide[2] == pytest.approx(seconds * pixels_of_a_second, rel=0.03)
+    box = dict(zip(("x", "y", "width", "height"), wide, strict=True))
+    if box["y"] + box["height"] < 1000:
+        assert colours(browser, box).count(ON_THE_GPU) >= box["width"] - 3
+
+
+def test_it_survives_the_workers_restart(browser: Any) -> None:
+    first = Worker()
+    port = first.server.port
+    browser.get(first.server.url)
+    until(browser, "document.getElementById('status').textContent.includes('live')")
+    first.server.close()
+    until(browser, "document.getElementById('status').textContent.startsWith('no answer since')")
+    assert browser.find_element("id", "status").get_attribute("class") == "lost"
+    assert rows_of(browser)  # what was known last stays
+    second = Worker(port=port)
+    try:
+        with second.manager.phase("log_prob"):
+            until(browser, "document.getElementById('status').textContent.includes('live')")
+            until(browser, "document.querySelector('[aria-label=handles] tbody').textContent.includes('on the GPU')")
+    finally:
+        second.server.close()
+
+
+def test_by_keyboard_and_for_a_screen_reader(browser: Any, worker: Worker) -> None:
+    browser.get(worker.server.url)
+    until(browser, "document.querySelectorAll('[aria-label=handles]').length === 1")
+    body = browser.find_element("tag name", "body")
+    keys = webdriver.Keys
+    for _ in range(2):  # the choice of the span, then the worker
+        body.send_keys(keys.TAB) if _ == 0 else browser.switch_to.active_element.send_keys(keys.TAB)
+    assert browser.execute_script("return document.activeElement.tagName") == "BUTTON"
+    browser.switch_to.active_element.send_keys(keys.ENTER)
+    until(browser, "document.querySelector('button').getAttribute('aria-expanded') === 'false'")
+    assert not browser.find_elements("css selector", "[aria-label=handles]")
+    assert browser.execute_script("return document.activeElement.tagName") == "BUTTON"  # also after it was drawn anew
+    time.sleep(1.5)
+    assert browser.execute_script("return document.activeElement.tagName") == "BUTTON"
+    browser.switch_to.active_element.send_keys(keys.ENTER)
+    until(browser, "document.querySelector('button').getAttribute('aria-expanded') === 'true'")
+    # Asked in one go: the page draws itself anew every second.
+    labels, scopes = browser.execute_script(
+        "return [[...document.querySelectorAll('[role=img]')].map(n => n.getAttribute('aria-label')),"
+        " [...document.querySelectorAll('th')].map(n => n.getAttribute('scope'))]"
+    )
+    assert len(labels) == 2
+    assert all(labels)
+    assert set(scopes) == {"col", "row"}
+    assert browser.find_element("id", "status").get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_their_ground(browser: Any, worker: Worker, scheme: str) -> None:
+    """WCAG 2 asks for a contrast of 4.5 for text."""
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    browser.get(worker.server.url)
+    until(browser, "document.querySelectorAll('[aria-label=handles]').length === 1")
+    contrast = browser.execute_script(
+        """
+        const light = (text) => { const [r, g, b] = text.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
+          .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+        const ground = light(getComputedStyle(document.querySelector('article')).backgroundColor);
+        return ['h2', 'td', '.facts', 'thead th'].map(s => light(getComputedStyle(document.querySelector('article ' + s)).color))
+          .map(ink => (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05));
+        """
+    )
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert min(contrast) >= 4.5
+
+
+def test_names_of_users_are_text_and_never_markup(browser: Any) -> None:
+    manager = placement.Manager(device=SimulatedDevice(32 * CHUNK))
+    with manager.serve(identity=Identity(node="<img src=x onerror=boom()>")) as server:
+        browser.get(server.url)
+        until(browser, "document.querySelector('h2') && document.querySelector('h2').textContent.includes('<img')")
+        assert not browser.find_elements("css selector", "main img")
+        assert severe(browser) == []
+
+
+def test_the_discovery_server_shows_all_workers(browser: Any, tmp_path: Path) -> None:
+    workers = [Worker(discovery=tmp_path, identity=Identity(rank=rank)) for rank in range(3)]
+    find: Callable[[], Any] = partial(targets_in, tmp_path)
+    with DiscoveryServer(find) as server:
+        browser.get(server.url)
+        until(browser, "document.querySelectorAll('article').length === 3")
+        names = browser.execute_script("return [...document.querySelectorAll('h2')].map(n => n.innerText)")
+        assert [name.split()[-1] for name in names] == [f"node0/rank{rank}" for rank in range(3)]
+        assert not browser.find_elements("css selector", "[aria-label=handles]")  # an overview first
+        browser.execute_script("document.querySelectorAll('h2 button')[1].click()")
+        until(browser, "document.querySelectorAll('[aria-label=handles]').length === 1")
+        workers[2].server.close()
+        until(browser, "document.getElementById('status').textContent.startsWith('2 workers')")
+        assert severe(browser) == []
+    for worker in workers:
+        worker.server.close()
