@@ -118,7 +118,8 @@ class Announcement:
 
     def __init__(self, folder: str | os.PathLike[str], target: Target) -> None:
         labels = dict(target.labels) | {_HOST: socket.gethostname()}
-        self.path = Path(folder) / _UNSAFE.sub("-", labels["run"]) / f"{_UNSAFE.sub('-', labels['instance'])}.json"
+        # Flat: Prometheus takes a pattern in the last part of a path only.
+        self.path = Path(folder) / f"{_UNSAFE.sub('-', labels['run'])}.{_UNSAFE.sub('-', labels['instance'])}.json"
         self._pid = os.getpid()
         # Prometheus watches *.json; it must never see half a file.
         partial = self.path.with_suffix(f".{self._pid}.partial")
@@ -154,7 +155,7 @@ _OWN: weakref.WeakSet[Announcement] = weakref.WeakSet()
 
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """The discovery files of all runs in a folder, in order."""
-    return iter(sorted(Path(folder).glob("*/*.json")))
+    return iter(sorted(Path(folder).glob("*.json")))
 
 
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:

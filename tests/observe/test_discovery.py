@@ -67,14 +67,14 @@ def test_targets_survive_their_form() -> None:
 def test_a_worker_announces_itself_and_takes_its_file_away(tmp_path: Path) -> None:
     manager = placement.Manager(device=SimulatedDevice(1 << 20))
     server = manager.serve(discovery=tmp_path, identity=Identity(run="a run/7", rank=3))
-    (path,) = tmp_path.glob("*/*.json")
-    assert (path.parent.name, path.name) == ("a-run-7", "node0-rank3.json")
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "a-run-7.node0-rank3.json"
     (target,) = targets_in(tmp_path)
     assert target.address == f"127.0.0.1:{server.port}"
     assert {key: value for key, value in target.labels.items() if not key.startswith("__")} == {
         "instance": "node0/rank3", "run": "a run/7", "node": "node0", "rank": "3",
     }  # fmt: skip
-    assert not list(tmp_path.glob("*/*.partial"))
+    assert not list(tmp_path.glob("*.partial"))
     assert reap(tmp_path) == []
     server.close()
     server.close()
@@ -111,11 +111,9 @@ def test_the_file_of_a_killed_worker_is_reaped_and_no_other(tmp_path: Path) -> N
 
 
 def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
     far = Target(address="far:1", labels={"instance": "node9/rank9", "__meta_placement_host": "far"})
-    (folder / "far.json").write_text(as_json([far]))
-    (folder / "hand.json").write_text(as_json([Target(address="by-hand:1", labels={})]))
+    (tmp_path / "far.json").write_text(as_json([far]))
+    (tmp_path / "hand.json").write_text(as_json([Target(address="by-hand:1", labels={})]))
     assert reap(tmp_path) == []
     assert {target.address for target in targets_in(tmp_path)} == {"far:1", "by-hand:1"}
 
@@ -141,10 +139,10 @@ def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_and_the_port_is_free_again(tmp_path: Path) -> None:
-    (tmp_path / "default").write_text("a file where a folder has to be")
+    (tmp_path / "taken").write_text("a file where a folder has to be")
     manager = placement.Manager(device=SimulatedDevice(1 << 20))
     with pytest.raises(PlacementError, match="cannot announce this worker in"):
-        manager.serve(discovery=tmp_path)
+        manager.serve(discovery=tmp_path / "taken")
 
 
 def get(url: str) -> Any:

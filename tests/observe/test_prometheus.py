@@ -1,0 +1,199 @@
+"""A real Prometheus that scrapes four workers: what the pages and rules ask for is there, and says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.cli import main
+from tests.observe.expressions import expressions
+
+WORKERS = 4
+SCRAPES_SECONDS = 60
+"""How long the run is watched before anything is asked of it."""
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian: prometheus) is not installed"),
+]
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} within {seconds} s"
+        time.sleep(0.25)
+    return value
+
+
+class Prometheus:
+    """A server of its own with the exported rules, looking at one discovery folder."""
+
+    def __init__(self, folder: Path, targets: Path) -> None:
+        assert main(["dashboards", "export", str(folder)]) == 0
+        configuration = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(folder / "prometheus/rules/*.yml")],
+            "scrape_configs": [
+                {"job_name": "placement", "file_sd_configs": [{"files": [f"{targets}/*.json"], "refresh_interval": "2s"}]}
+            ],
+        }
+        path = folder / "test.yml"
+        path.write_text(json.dumps(configuration))  # JSON is YAML
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={self.url.removeprefix('http://')}", "--log.level=warn",
+            ],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def is_ready(self) -> bool:
+        try:
+            return urllib.request.urlopen(f"{self.url}/-/ready", timeout=2).status == 200
+        except OSError:
+            return False
+
+    def ask(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
+        parameters = {"query": expression} | ({} if at is None else {"time": str(at)})
+        try:
+            answer = get(f"{self.url}/api/v1/query?{urllib.parse.urlencode(parameters)}")
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expression}: {error.read().decode()}") from error
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+    def targets(self) -> dict[str, str]:
+        found = get(f"{self.url}/api/v1/targets")["data"]["activeTargets"]
+        return {target["labels"]["instance"]: target["health"] for target in found}
+
+    def alerts(self) -> dict[str, str]:
+        found = get(f"{self.url}/api/v1/alerts")["data"]["alerts"]
+        return {f"{each['labels']['alertname']} {each['labels'].get('instance', '')}": each["state"] for each in found}
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+class Run:
+    """Four workers and the Prometheus that watches them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.targets = folder / "targets"
+        self.exported = folder / "exported"
+        self.workers = [self._start(rank) for rank in range(WORKERS)]
+        self.urls = [worker.stdout.readline().strip() for worker in self.workers if worker.stdout]
+        self.prometheus = Prometheus(self.exported, self.targets)
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "RANK": str(rank), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.observe.prometheus_worker", str(self.targets)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def close(self) -> None:
+        self.prometheus.close()
+        for worker in self.workers:
+            worker.kill()
+            worker.communicate()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("run"))
+    try:
+        until(run.prometheus.is_ready, "Prometheus is ready", 30)
+        until(lambda: list(run.prometheus.targets().values()) == ["up"] * WORKERS, "all targets are up", 30)
+        time.sleep(SCRAPES_SECONDS)
+        yield run
+    finally:
+        run.close()
+
+
+def test_workers_are_found_by_name(run: Run) -> None:
+    assert run.prometheus.targets() == {f"node0/rank{rank}": "up" for rank in range(WORKERS)}
+    (series,) = run.prometheus.ask('placement_worker_info{instance="node0/rank3"}')
+    assert series["metric"]["run"] == "demo"
+    assert series["metric"]["node"] == "node0"
+    assert not [label for label in series["metric"] if label.startswith("__") and label != "__name__"]
+
+
+def test_every_panel_and_rule_has_data(run: Run) -> None:
+    asked = expressions(run.exported, run="demo", rate_interval="4s", time_range="1m")
+    empty = [where for where, promql in asked if not run.prometheus.ask(promql) and not where.startswith("alert")]
+    assert empty == []
+    assert sum(where.startswith("panel") for where, _ in asked) >= 10
+    assert sum(where.startswith("alert") for where, _ in asked) >= 8
+    rules = [rule for group in get(f"{run.prometheus.url}/api/v1/rules")["data"]["groups"] for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}
+
+
+def test_a_healthy_run_raises_no_alarm(run: Run) -> None:
+    assert run.prometheus.alerts() == {}
+
+
+def test_shares_of_time_agree_with_the_journal(run: Run) -> None:
+    seconds = SCRAPES_SECONDS - 15
+    for rank, url in enumerate(run.urls):
+        now = time.time()
+        of_prometheus = {
+            (series["metric"]["handle"], series["metric"]["state"]): float(series["value"][1])
+            for series in run.prometheus.ask(f'rate(placement_state_seconds_total{{instance="node0/rank{rank}"}}[{seconds}s])', now)
+        }
+        of_journal: defaultdict[tuple[str, str], float] = defaultdict(float)
+        events = get(f"{url}/trace")["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        for event in events:
+            if event.get("cat") == "state":
+                begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+                of_journal[names[event["tid"]], event["name"]] += max(min(end, now) - max(begin, now - seconds), 0.0) / seconds
+        assert len(of_prometheus) == 16
+        for series, share in of_prometheus.items():
+            assert share == pytest.approx(of_journal[series], abs=0.02), series
+        assert of_prometheus["actor", "SYNCING"] > 0.02  # which a sampled gauge hardly ever sees
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_promtool_finds_nothing_to_say_of_the_metrics(run: Run, accept: str) -> None:
+    request = urllib.request.Request(f"{run.urls[0]}/metrics", headers={"Accept": accept})
+    page = urllib.request.urlopen(request, timeout=10).read()
+    if accept == "text/plain":  # promtool reads this form only
+        done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert b"_created" not in page
+
+
+def test_a_worker_that_is_killed_while_it_holds_bytes(run: Run) -> None:
+    """The last of this file: it costs the run a worker."""
+    until(lambda: "GPU_RESIDENT" in str(get(f"{run.urls[2]}/state")["handles"]), "the worker holds bytes", 10)
+    run.workers[2].kill()
+    name = "PlacementWorkerGone node0/rank2"
+    until(lambda: run.prometheus.alerts().get(name) == "firing", "the alert fires", 90)
+    until(lambda: "node0/rank2" not in run.prometheus.targets(), "the target goes away", 60)
+    assert {alert for alert in run.prometheus.alerts() if alert.endswith("rank1")} == set()
