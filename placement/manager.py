@@ -25,6 +25,7 @@ from placement.summary import summary
 
 if TYPE_CHECKING:
     from placement.observe.discovery import Identity
+    from placement.observe.nvml import OtherProcesses
     from placement.observe.server import MetricsServer
 
 
@@ -81,6 +82,7 @@ class Manager:
         self.journal = Journal(self.settings.journal_length)
         self._borders = Borders(self.device, self.policy, self.settings, self.journal)
         self._entered: list[Phase] = []
+        self._others: OtherProcesses | None = None
         # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
         weakref.finalize(self, _leave_all, self._borders, self._entered).atexit = False
 
@@ -212,6 +214,7 @@ class Manager:
         """Everything at this moment, immutable and JSON-able. Takes no lock, so that a scrape never waits for a move."""
         borders, journal = self._borders, self.journal
         memory = borders.memory
+        others = None if self._others is None else self._others.nbytes
         handles = tuple(audit.snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
         return Snapshot(
             taken_timestamp_seconds=time.time(),
@@ -226,7 +229,8 @@ class Manager:
             policy_decisions=dict(journal.decisions),
             pairing_violations=journal.pairing_violations,
             unpaired_bytes=sum(handle.resident_bytes for handle in borders.left_behind),
-            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes,
+            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
+            other_processes_bytes=others,
             wrong_writes=journal.wrong_writes,
             kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
             expired_keeps=journal.expired_keeps,
@@ -272,10 +276,13 @@ class Manager:
             PlacementError: the address and port cannot be bound, or the folder cannot be written.
         """
         from placement.observe.discovery import Identity
+        from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
+        if self._others is None:
+            self._others = OtherProcesses(self.device.uuid)
         server = MetricsServer(self.snapshot, journal=self.journal, port=port, address=address)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)

@@ -89,6 +89,8 @@ class Snapshot(_Frozen):
     """Held by handles that their closed phases should have offloaded."""
     unaccounted_bytes: int
     """Device used − torch reserved − our chunks and poison − others' use where it is visible; as measured at the last border."""
+    other_processes_bytes: int | None = None
+    """Device bytes of other processes, as NVML says; None where it is not installed, not asked, or does not say."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int

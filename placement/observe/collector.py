@@ -37,6 +37,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_phase": ("1 for the innermost open phase, 0 for the others.", ("phase",)),
     "placement_unpaired_bytes": ("Device bytes held by handles that their closed phases should have offloaded.", ()),
     "placement_unaccounted_bytes": ("Device bytes in use that neither torch, nor placement, nor a visible process explains.", ()),
+    "placement_other_processes_bytes": ("Device bytes of other processes; absent where NVML does not say.", ()),
     "placement_budget_bytes": ("Device bytes that the handles may hold together.", ()),
     "placement_device_used_bytes": ("Device bytes in use, all processes.", ()),
     "placement_device_total_bytes": ("Device bytes that there are.", ()),
@@ -176,6 +177,8 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     gauges, counters = families.gauges, families.counters
     gauges["placement_unpaired_bytes"].add_metric((), snapshot.unpaired_bytes)
     gauges["placement_unaccounted_bytes"].add_metric((), snapshot.unaccounted_bytes)
+    if snapshot.other_processes_bytes is not None:
+        gauges["placement_other_processes_bytes"].add_metric((), snapshot.other_processes_bytes)
     gauges["placement_budget_bytes"].add_metric((), snapshot.budget_bytes)
     gauges["placement_device_used_bytes"].add_metric((), snapshot.device_used_bytes)
     gauges["placement_device_total_bytes"].add_metric((), snapshot.device_total_bytes)

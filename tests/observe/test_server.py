@@ -130,7 +130,7 @@ def test_head_is_get_without_the_body(server: MetricsServer, path: str) -> None:
     assert int(headers["content-length"]) == len(got_body)
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics/", "/metricsx", "//metrics", "/../metrics", "/%6detrics", "/favicon.ico", "/state.json"])
+@pytest.mark.parametrize("path", ["/metrics/", "/metricsx", "//metrics", "/../metrics", "/%6detrics", "/favicon.ico", "/state.json"])
 def test_not_found_elsewhere(server: MetricsServer, path: str) -> None:
     assert request(server, path)[::2] == (404, b"Not Found\n")
 

@@ -1,0 +1,113 @@
+"""What other processes hold. The library is a stand-in with pynvml's names: there is no driver where these run."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import nn
+
+import placement
+from placement.observe import nvml
+from placement.observe.nvml import OtherProcesses
+from placement.testing import SimulatedDevice
+
+
+@dataclass
+class Process:
+    pid: int
+    usedGpuMemory: int | None  # noqa: N815 (pynvml's name)
+
+
+class Library:
+    """Two processes on one GPU."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *processes: Process, fails: str = "") -> None:
+        self.processes = processes
+        self.fails = fails
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fails:
+            raise self.NVMLError(name)
+
+    def nvmlInit(self) -> None:
+        self._call("init")
+
+    def nvmlShutdown(self) -> None:
+        self._call("shutdown")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self._call("handle")
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> tuple[Process, ...]:
+        self._call("processes")
+        assert device == "GPU-1"
+        return self.processes
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_bytes_of_others() -> None:
+    library = Library(Process(os.getpid(), 5), Process(7, 30), Process(8, 400))
+    others = OtherProcesses("GPU-1", library)
+    until(lambda: others.nbytes == 430)
+    others.close()
+    until(lambda: library.calls[-1] == "shutdown")
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        Library(Process(7, 30)),  # a container: our own id is not among them
+        Library(Process(os.getpid(), 5), Process(7, None)),  # a driver that does not say how much
+        Library(Process(os.getpid(), 5), Process(7, 30), fails="init"),
+        Library(Process(os.getpid(), 5), Process(7, 30), fails="handle"),
+    ],
+)
+def test_what_is_not_known_is_not_said(library: Library) -> None:
+    others = OtherProcesses("GPU-1", library)
+    until(lambda: library.calls and (library.fails or "processes") in library.calls)
+    time.sleep(0.05)
+    assert others.nbytes is None
+    others.close()
+
+
+def test_the_thread_ends_with_its_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(Process(os.getpid(), 5))
+    watcher = [OtherProcesses("GPU-1", library)]
+    until(lambda: watcher[0].nbytes == 0)
+    watcher.clear()
+    gc.collect()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "placement-nvml"])
+
+
+def test_what_others_hold_is_not_unaccounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(Process(os.getpid(), 5), Process(7, 3000))
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    device = SimulatedDevice(1 << 20, chunk_bytes=4096)
+    device.uuid = "GPU-1"
+    manager = placement.Manager(device=device)
+    model = nn.Linear(8, 8)
+    manager.register("actor", model, role="actor")
+    before = manager.snapshot()
+    assert before.other_processes_bytes is None
+    with manager.serve():
+        until(lambda: manager.snapshot().other_processes_bytes == 3000)
+        assert manager.snapshot().unaccounted_bytes == before.unaccounted_bytes - 3000
