@@ -3,8 +3,8 @@
 Two ways, the same targets in both, in the form that Prometheus reads:
 
 * a folder with one file a worker (`file_sd_configs`), which workers of one node, or of many with a shared folder, write by
-  themselves. A file goes when its worker ends; one whose worker was killed is removed by the next worker of its node that looks,
-  or by `placement discover`. The worker holds a POSIX lock on it, which the system drops with the process.
+  themselves. A file goes when its worker ends; one whose worker was killed is removed after a while by another worker of its
+  node, or by `placement discover`. The worker holds a POSIX lock on it, which the system drops with the process.
 * a page (`http_sd_configs`), see `DiscoveryServer`, where there is no shared folder.
 
 Format: Prometheus documentation, "file_sd_config" and "HTTP SD".
@@ -19,6 +19,7 @@ import json
 import os
 import re
 import socket
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ from placement.errors import PlacementError
 
 _HOST = "__meta_placement_host"
 """The machine that a file's worker runs on; Prometheus drops labels that begin with two underscores."""
+REAP_SECONDS = 300.0
+"""How long the file of a worker that was killed stays."""
+_FOUND_DEAD: dict[tuple[Path, int], float] = {}
+"""When a file, by its path and inode, was first seen without its worker."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -175,11 +180,13 @@ def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
 
 
 def reap(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove the files of workers of this machine that are dead. Returns them.
+    """Remove the files of workers of this machine that were found dead `REAP_SECONDS` ago. Returns them.
 
+    Not at once: while a dead worker is listed, Prometheus sees that it does not answer, and can tell it from one that ended in order.
     Of this machine only: whether a lock is seen from another one depends on how the folder is mounted.
     """
     gone: list[Path] = []
+    now = time.monotonic()
     own = {each.path for each in _OWN}
     for path in files_in(folder):
         if path in own:
@@ -188,7 +195,8 @@ def reap(folder: str | os.PathLike[str]) -> list[Path]:
             if any(target.labels.get(_HOST) != socket.gethostname() for target in from_json(file.read(), path)):
                 continue
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the worker lives
-            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:  # else a new worker has replaced it by now
-                path.unlink()
+            inode = os.fstat(file.fileno()).st_ino
+            if path.stat().st_ino == inode and now - _FOUND_DEAD.setdefault((path, inode), now) >= REAP_SECONDS:
+                path.unlink()  # else a new worker has replaced it by now
                 gone.append(path)
     return gone

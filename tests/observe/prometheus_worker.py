@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import placement
+from placement.observe import discovery
 from placement.testing import SimulatedDevice
 
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
+    discovery.REAP_SECONDS = 20.0  # five minutes in life
     manager = placement.Manager(device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo")
     actor, ref, critic = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128)
     adam = torch.optim.Adam(actor.parameters())

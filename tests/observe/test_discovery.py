@@ -18,13 +18,15 @@ from torch import nn
 import placement
 from placement.cli import main
 from placement.errors import PlacementError
+from placement.observe import discovery
 from placement.observe.client import find_targets
 from placement.observe.discovery import Announcement, Identity, Target, as_json, from_json, reap, targets_in
 from placement.observe.fleet import DiscoveryServer
 from placement.testing import SimulatedDevice
 
 WORKER = """
-import sys, torch, placement
+import sys, torch, placement, placement.observe.discovery
+placement.observe.discovery.REAP_SECONDS = 1.0
 from placement.testing import SimulatedDevice
 manager = placement.Manager(device=SimulatedDevice(1 << 20), discovery=sys.argv[1], run="grpo")
 server = manager.serve()
@@ -118,7 +120,7 @@ def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) ->
     assert {target.address for target in targets_in(tmp_path)} == {"far:1", "by-hand:1"}
 
 
-def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path) -> None:
+def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data loader outlives its killed parent: the file has to go all the same."""
     code = WORKER.replace("print(", "import os\nif os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\nprint(")
     process = subprocess.Popen(
@@ -130,6 +132,8 @@ def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path) -> None:
         assert len(targets_in(tmp_path)) == 1
         process.send_signal(signal.SIGKILL)
         process.wait()
+        assert reap(tmp_path) == []  # Prometheus has to see first that it does not answer
+        monkeypatch.setattr(discovery, "REAP_SECONDS", 0.0)
         assert len(reap(tmp_path)) == 1
     finally:
         process.kill()

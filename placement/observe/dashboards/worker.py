@@ -1,0 +1,206 @@
+"""The page of one worker: what its handles did, what they hold, what moved and what it cost. Needs grafana-foundation-sdk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana_foundation_sdk.builders import barchart, dashboard, statetimeline, timeseries
+from grafana_foundation_sdk.models import common as options
+from grafana_foundation_sdk.models import dashboard as model
+
+from placement.observe.dashboards import panels
+from placement.observe.dashboards.panels import BYTES, COUNT, FLEET_UID, NONE_STEPS, SHARE, WORKER_UID
+from placement.observe.dashboards.queries import budget_share, failures, findings, held_bytes, or_zero, stall_share
+from placement.states import State
+
+WORKER = 'run="$run",instance="$instance"'
+COLOURS = {State.CPU_OFFLOADED: "#6e7681", State.GPU_RESIDENT: "#3fb950", State.SYNCING: "#39c5cf", State.TRAINING: "#e3b341"}
+"""The colours of `placement demo` in a terminal: grey, green, cyan, yellow."""
+_BROKEN = len(COLOURS)
+_BUDGET = "budget"
+_MOVES = ("load", "offload")
+
+
+def page() -> model.Dashboard:
+    """The whole page: 22 rows of the grid, which a screen of 1080 lines shows without scrolling."""
+    to_fleet = ("All workers", FLEET_UID, "All workers of this run")
+    text = "One worker: the state of every handle, the bytes on the GPU, what moved and what it cost."
+    made = panels.page(WORKER_UID, "Placement: worker", text, many=False, to=to_fleet)
+    panels.add_row(made, 3, *((3, each) for each in _numbers()))
+    panels.add_row(made, 7, (16, _timeline()), (8, _state_shares()))
+    panels.add_row(made, 6, (12, _resident()), (12, _phases()))
+    panels.add_row(made, 6, (8, _moved()), (8, _durations()), (8, _speed()))
+    return panels.finished(made)
+
+
+def _numbers() -> list[Any]:
+    current = {"{{phase}}": f"placement_phase{{{WORKER}}} == 1"}
+    phase = panels.number("Phase", "The innermost open phase now; idle outside every phase.", current)
+    phase.text_mode(options.BigValueTextMode.NAME)
+    return [
+        phase,
+        panels.number("On the GPU", "Device bytes that the handles hold now.", held_bytes(WORKER), BYTES),
+        panels.number(
+            "Of the budget",
+            "Device bytes of the handles, as a part of what they may hold together.",
+            budget_share(WORKER),
+            SHARE,
+            panels.BUDGET_STEPS,
+        ),
+        panels.number(
+            "Unpaired",
+            "Device bytes that handles still hold although the phase that loaded them is over. A sound worker has none.",
+            f"max(placement_unpaired_bytes{{{WORKER}}})",
+            BYTES,
+            NONE_STEPS,
+        ),
+        panels.number(
+            "Unaccounted",
+            "GPU memory in use that neither torch, nor placement, nor a visible process explains, at the last border.",
+            f"max(placement_unaccounted_bytes{{{WORKER}}})",
+            BYTES,
+            panels.UNACCOUNTED_STEPS,
+        ),
+        panels.number(
+            "Stall share",
+            "Part of the wall time in which the worker waited for moves, over the time shown.",
+            stall_share(WORKER),
+            SHARE,
+            panels.STALL_STEPS,
+        ),
+        panels.number(
+            "Failures",
+            "Failed transitions, plans refused because they did not fit, and writes into offloaded memory, in the time shown.",
+            failures(WORKER),
+            COUNT,
+            NONE_STEPS,
+        ),
+        panels.number(
+            "Handles with findings",
+            "Handles that are broken, whose tensors drifted from their place, or whose offloaded memory something else still refers to.",
+            findings(WORKER),
+            COUNT,
+            NONE_STEPS,
+        ),
+    ]
+
+
+def _timeline() -> statetimeline.Panel:
+    codes = " or ".join(f'placement_state{{{WORKER},state="{state}"}} * {code}' for code, state in enumerate(COLOURS))
+    # A broken handle has a state still; the next code hides it.
+    expr = f"clamp_max(sum without (state) ({codes}) + {_BROKEN} * placement_broken{{{WORKER}}}, {_BROKEN})"
+    shown = {float(code): (str(state), colour) for code, (state, colour) in enumerate(COLOURS.items())}
+    made = statetimeline.Panel().title("State of every handle").with_target(panels.query(expr, "{{handle}}"))
+    made.description(
+        "The state at each scrape. States shorter than the time between two scrapes can be missing here; "
+        "the shares on the right are exact, and `placement trace` shows every change."
+    )
+    made.mappings(panels.value_mappings({**shown, float(_BROKEN): ("BROKEN", "#f85149")}))
+    made.color_scheme(dashboard.FieldColor().mode(model.FieldColorModeId.THRESHOLDS)).thresholds(panels.thresholds(panels.PLAIN_STEPS))
+    # No value is carried over a gap: what the worker did while nobody scraped it is not known.
+    made.merge_values(True).span_nulls(False).insert_nulls(False)
+    made.show_value(options.VisibilityMode.NEVER).row_height(0.8).line_width(0).fill_opacity(90)
+    return made.legend(panels.legend_below()).tooltip(panels.tooltip(zeros=True))
+
+
+def _state_shares() -> barchart.Panel:
+    seconds = f"sum by (handle, state) (increase(placement_state_seconds_total{{{WORKER}}}[$__range]))"
+    made = panels.bars(
+        "Time in each state",
+        "How the time shown divides, for every handle. Counted by the worker, so that short states are in it whole.",
+        SHARE,
+        f"{seconds} / on (handle) group_left () sum by (handle) (increase(placement_state_seconds_total{{{WORKER}}}[$__range]))",
+        rows="handle",
+        columns="state",
+        named="Handle",
+    ).max(1)
+    for state, colour in COLOURS.items():
+        made.override_by_name(state.value, [panels.fixed(colour)])
+    return made
+
+
+def _resident() -> timeseries.Panel:
+    per_handle = f'sum by (handle) (placement_resident_bytes{{{WORKER},memory="device"}})'
+    nothing = f'label_replace(0 * max(placement_budget_bytes{{{WORKER}}}), "handle", "nothing registered", "", "")'
+    made = panels.lines(
+        "On the GPU, against the budget",
+        "Device bytes of each handle, on top of one another. The line is what they may hold together.",
+        BYTES,
+        [(f"{per_handle} or on () {nothing}", "{{handle}}"), (f"max(placement_budget_bytes{{{WORKER}}})", _BUDGET)],
+        stacked=True,
+    ).line_interpolation(options.LineInterpolation.STEP_AFTER)
+    made.override_by_name(
+        _BUDGET,
+        [
+            panels.fixed("red"),
+            model.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
+            model.DynamicConfigValue(id_val="custom.stacking", value={"mode": "none", "group": "A"}),
+            model.DynamicConfigValue(id_val="custom.lineStyle", value={"fill": "dash", "dash": [10, 6]}),
+            model.DynamicConfigValue(id_val="custom.lineWidth", value=2),
+        ],
+    )
+    return made
+
+
+def _phases() -> timeseries.Panel:
+    made = panels.lines(
+        "Share of each phase",
+        "How the wall time divides into phases; the innermost open one counts. 'waiting for moves' is the part of it all that was stall.",
+        SHARE,
+        [
+            (f"sum by (phase) (rate(placement_phase_seconds_total{{{WORKER}}}[$__rate_interval])) > 0", "{{phase}}"),
+            (f"sum(rate(placement_phase_stall_seconds_total{{{WORKER}}}[$__rate_interval]))", "waiting for moves"),
+        ],
+        stacked=True,
+    )
+    made.override_by_name(
+        "waiting for moves",
+        [
+            panels.fixed("red"),
+            model.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
+            model.DynamicConfigValue(id_val="custom.stacking", value={"mode": "none", "group": "A"}),
+            model.DynamicConfigValue(id_val="custom.lineWidth", value=2),
+        ],
+    )
+    return made.max(1).legend(panels.legend_below("mean"))
+
+
+def _moved() -> timeseries.Panel:
+    moved = {"loaded": "placement_loaded_bytes_total", "offloaded": "placement_offloaded_bytes_total"}
+    skipped = ("not copied: unchanged", "placement_skipped_bytes_total")
+    return panels.lines(
+        "Bytes moved and skipped",
+        "Copied to the GPU, copied back to the host, and offloaded without a copy because nothing had changed; per second of wall time.",
+        panels.BYTES_A_SECOND,
+        [
+            (or_zero(f"sum(rate({name}{{{WORKER}}}[$__rate_interval]))", WORKER, ""), legend)
+            for legend, name in (*moved.items(), skipped)
+        ],
+    ).fill_opacity(15)
+
+
+def _durations() -> timeseries.Panel:
+    buckets = f'sum by (le) (rate(placement_transition_duration_seconds_bucket{{{WORKER},operation="%s"}}[$__rate_interval]))'
+    return panels.lines(
+        "Time of one move",
+        "Half of the moves took less than p50, one in twenty more than p95. What moves at one border moves together, and each "
+        "handle counts the whole time. Empty while nothing moves.",
+        panels.SECONDS,
+        [
+            (f"histogram_quantile({quantile}, {buckets % operation})", f"{operation} p{quantile * 100:.0f}")
+            for operation in _MOVES
+            for quantile in (0.5, 0.95)
+        ],
+    ).span_nulls(True)
+
+
+def _speed() -> timeseries.Panel:
+    copied = " + ".join(f"sum(rate(placement_{verb}_bytes_total{{{WORKER}}}[$__rate_interval]))" for verb in ("loaded", "offloaded"))
+    waited = f"sum(rate(placement_phase_stall_seconds_total{{{WORKER}}}[$__rate_interval]))"
+    return panels.lines(
+        "Speed of moves",
+        "Bytes copied, both ways together, for each second that the worker waited. Well under the link's speed: look for host memory that "
+        "is not pinned. Empty while nothing moves.",
+        panels.BYTES_A_SECOND,
+        [(f"({copied}) / {waited}", "loaded and offloaded")],
+    ).span_nulls(True)

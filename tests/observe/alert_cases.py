@@ -1,0 +1,246 @@
+"""When each shipped alert fires and when it does not: samples of one worker, and moments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+WORKER = 'job="placement",run="r",node="node0",rank="3",instance="node0/rank3"'
+HANDLE = f'{WORKER},handle="actor",kind="module"'
+PEER = {'up{job="placement",run="r",node="node0",rank="4",instance="node0/rank4"}': "1x60"}
+"""Another worker of the run, which lives."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples (promtool's notation: "0x5" is six zeros, "_" is none, "stale" the end), and when the alert fires."""
+
+    alert: str
+    what: str
+    series: Mapping[str, str]
+    fires: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    every: str = "1m"
+
+    @property
+    def name(self) -> str:
+        return f"{self.alert}-{self.what}".replace(" ", "_")
+
+
+def of_worker(name: str, values: str, labels: str = "") -> dict[str, str]:
+    return {f"{name}{{{WORKER}{labels}}}": values}
+
+
+def of_handle(name: str, values: str, labels: str = "") -> dict[str, str]:
+    return {f"{name}{{{HANDLE}{labels}}}": values}
+
+
+def holding(values: str, *, idle: str, up: str, budget: str = "10x60", policy: str = "colocated") -> dict[str, str]:
+    """A worker with one handle that holds `values` GiB of a budget."""
+    return {
+        **of_handle("placement_resident_bytes", values, ',memory="device"'),
+        **of_handle("placement_resident_bytes", "99x60", ',memory="host"'),
+        **of_worker("placement_phase", idle, ',phase="idle"'),
+        **of_worker("placement_budget_bytes", budget),
+        **of_worker("placement_worker_info", re.sub(r"\b0(?=x|\b)", "_", up), f',policy="{policy}"'),
+        **of_worker("up", up),
+    }
+
+
+def counted(alert: str, name: str, series: Mapping[str, str]) -> list[Case]:
+    """A counter that rises at minute 20, one that a new worker brings along, one that rose long ago, and one that never did."""
+
+    def at(values: str) -> dict[str, str]:
+        return {key.replace("COUNTER", name): values for key in series}
+
+    return [
+        Case(alert, "rises", at("0x19 1x60"), fires=("21m", "33m"), silent=("19m", "40m")),
+        Case(alert, "is new", at("_x10 2x60"), fires=("12m", "20m"), silent=("5m", "40m")),
+        Case(alert, "rises with a restart", at("5x19 0x5 1x30"), fires=("30m",), silent=("19m", "50m")),
+        Case(alert, "stays", at("0x60"), silent=("5m", "20m", "59m")),
+    ]
+
+
+CASES = [
+    Case("PlacementLeftResident", "stays", of_worker("placement_unpaired_bytes", "0x9 7x30"), fires=("13m", "30m"), silent=("9m", "11m")),
+    Case("PlacementLeftResident", "is over soon", of_worker("placement_unpaired_bytes", "0x9 7x1 0x30"), silent=("10m", "11m", "13m")),
+    Case("PlacementHandleBroken", "breaks", of_handle("placement_broken", "0x9 1x30"), fires=("10m", "30m"), silent=("9m",)),
+    Case("PlacementHandleBroken", "is sound", of_handle("placement_broken", "0x30"), silent=("10m",)),
+    Case("PlacementDrift", "drifts", of_handle("placement_drift_bytes", "0x9 5x9 0x9"), fires=("10m",), silent=("9m", "20m")),
+    Case("PlacementDrift", "does not", of_handle("placement_drift_bytes", "0x30"), silent=("10m",)),
+    *counted("PlacementPairingViolated", "placement_pairing_violations_total", {f"COUNTER{{{WORKER}}}": ""}),
+    *counted("PlacementWrongWrites", "placement_wrong_writes_total", {f"COUNTER{{{WORKER}}}": ""}),
+    *counted("PlacementIntegrityFailing", "placement_transition_failures_total", {f'COUNTER{{{HANDLE},reason="integrity"}}': ""}),
+    *counted("PlacementTransitionsFailing", "placement_transition_failures_total", {f'COUNTER{{{HANDLE},reason="device_memory"}}': ""}),
+    Case(
+        "PlacementTransitionsFailing",
+        "is interrupted or another alert's",
+        {
+            **of_handle("placement_transition_failures_total", "0x9 1x30", ',reason="interrupted"'),
+            **of_handle("placement_transition_failures_total", "0x9 1x30", ',reason="integrity"'),
+        },
+        silent=("10m", "15m"),
+    ),
+    *counted("PlacementPlanRefused", "placement_policy_decisions_total", {f'COUNTER{{{WORKER},policy="p",decision="refuse"}}': ""}),
+    Case(
+        "PlacementPlanRefused",
+        "decides otherwise",
+        of_worker("placement_policy_decisions_total", "0+5x30", ',policy="p",decision="load"'),
+        silent=("10m", "20m"),
+    ),
+    Case(
+        "PlacementStallShareHigh",
+        "waits a third of the time",
+        {
+            **of_worker("placement_phase_stall_seconds_total", "0+10x60", ',phase="train"'),
+            **of_worker("placement_phase_stall_seconds_total", "0+10x60", ',phase="rollout"'),
+            **of_worker("placement_phase_seconds_total", "0+30x60", ',phase="train"'),
+            **of_worker("placement_phase_seconds_total", "0+30x60", ',phase="idle"'),
+        },
+        fires=("30m",),
+        silent=("5m",),
+    ),
+    Case(
+        "PlacementStallShareHigh",
+        "waits a tenth, or does nothing",
+        {
+            **of_worker("placement_phase_stall_seconds_total", "0+6x60", ',phase="train"'),
+            **of_worker("placement_phase_seconds_total", "0+60x60", ',phase="train"'),
+            'placement_phase_stall_seconds_total{run="r",instance="idle",phase="idle"}': "0x60",
+            'placement_phase_seconds_total{run="r",instance="idle",phase="idle"}': "0+60x60",
+        },
+        silent=("30m", "50m"),
+    ),
+    # 9.6 of 10 for one sample in ten: a sampled peak counts for ten minutes.
+    Case("PlacementBudgetNearlyFull", "peaks", holding("5x9 9.6 5x40", idle="1x60", up="1x60"), fires=("11m", "19m"), silent=("9m", "25m")),
+    Case("PlacementBudgetNearlyFull", "leaves room", holding("9x60", idle="1x60", up="1x60"), silent=("11m", "40m")),
+    Case("PlacementBudgetNearlyFull", "is meant to", holding("10x60", idle="1x60", up="1x60", policy="resident"), silent=("11m",)),
+    Case("PlacementBudgetNearlyFull", "has none", holding("0x60", idle="1x60", up="1x60", budget="0x60"), silent=("11m",)),
+    # Killed in a phase, the target stays listed: `up` is 0 and every other series ends.
+    Case(
+        "PlacementWorkerGone",
+        "is down",
+        holding("4x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"),
+        fires=("12m", "18m"),
+        silent=("9m", "25m"),
+        labels={"severity": "critical", "run": "r", "instance": "node0/rank3"},
+    ),
+    # Off the list after a while: nobody expects it any more.
+    Case(
+        "PlacementWorkerGone",
+        "is down then off the list",
+        holding("4x9 stale", idle="0x9 stale", up="1x9 0x5 stale", budget="10x9 stale"),
+        fires=("12m", "14m"),
+        silent=("9m", "17m", "25m"),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "ends in order straight out of a phase",
+        {**holding("4x9 stale", idle="0x9 stale", up="1x9 stale", budget="10x9 stale"), **PEER},
+        silent=("11m", "12m", "15m"),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "is killed at rest where a policy keeps handles resident",
+        holding("4x9 stale", idle="1x9 stale", up="1x9 0x40", budget="10x9 stale", policy="resident"),
+        fires=("12m",),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "ends in order though handles stay resident",
+        {**holding("4x9 stale", idle="1x9 stale", up="1x9 stale", budget="10x9 stale", policy="resident"), **PEER},
+        silent=("11m", "12m", "15m"),
+    ),
+    # The last scrape fell between two phases.
+    Case(
+        "PlacementWorkerGone",
+        "is down and held bytes half a minute before",
+        holding("4x19 0 stale", idle="0x19 1 stale", up="1x20 0x40", budget="10x20 stale"),
+        fires=("12m", "18m"),
+        silent=("10m", "25m"),
+        every="30s",
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "is down and held bytes two minutes before",
+        holding("4x9 0x1 stale", idle="0x9 1x1 stale", up="1x11 0x40", budget="10x11 stale"),
+        silent=("13m", "20m"),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "unregisters everything, then is down",
+        holding("4x9 stale", idle="0x9 1x3 stale", up="1x13 0x40", budget="10x13 stale"),
+        silent=("15m", "18m"),
+    ),
+    # The last scrape still saw a phase.
+    Case(
+        "PlacementWorkerGone",
+        "ends in order with its whole run",
+        {
+            **holding("4x9 stale", idle="0x9 stale", up="1x9 stale", budget="10x9 stale"),
+            'up{job="placement",run="another",instance="node0/rank3"}': "1x60",
+        },
+        silent=("10m", "11m", "12m", "15m"),
+    ),
+    # What a list that is asked every few seconds does at an orderly end.
+    Case(
+        "PlacementWorkerGone",
+        "ends in order and is listed a moment longer",
+        holding("4x19 0 stale", idle="0x19 1 stale", up="1x20 0 stale", budget="10x20 stale"),
+        silent=("10m", "11m", "12m", "15m"),
+        every="30s",
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "is down and held nothing",
+        holding("0x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"),
+        silent=("12m", "15m"),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "unregisters everything and lives",
+        holding("4x9 stale", idle="0x9 1x50", up="1x60"),
+        silent=("12m", "15m"),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "is back after three minutes",
+        holding("4x9 stale _x2 0x40", idle="0x9 stale _x2 1x40", up="1x9 0x2 1x40", budget="10x9 stale _x2 10x40"),
+        fires=("12m",),
+        silent=("14m", "20m"),
+    ),
+    Case(
+        "PlacementWorkerGone",
+        "misses one scrape",
+        holding("4x9 _ 4x40", idle="0x9 _ 0x40", up="1x9 0 1x40", budget="10x9 _ 10x40"),
+        silent=("10m", "11m", "12m", "20m"),
+    ),
+    Case(
+        "PlacementUnaccountedGrowing",
+        "leaks in every step",
+        of_worker("placement_unaccounted_bytes", f"0+{GIB // 32}x120"),
+        fires=("60m", "100m"),
+        silent=("30m",),
+    ),
+    Case(
+        "PlacementUnaccountedGrowing",
+        "creeps",
+        of_worker("placement_unaccounted_bytes", f"{GIB}+{GIB // 256}x120"),
+        silent=("40m", "60m", "100m"),
+    ),
+    Case(
+        "PlacementUnaccountedGrowing",
+        "rises once",
+        of_worker("placement_unaccounted_bytes", f"{GIB}x40 {5 * GIB}x80"),
+        silent=tuple(f"{minute}m" for minute in range(41, 90, 4)),
+    ),
+    Case(
+        "PlacementUnaccountedGrowing",
+        "swings with the phases",
+        of_worker("placement_unaccounted_bytes", " ".join(f"{GIB}x11 {4 * GIB}x11" for _ in range(6))),
+        silent=tuple(f"{minute}m" for minute in range(31, 120, 4)),
+    ),
+]

@@ -1,0 +1,321 @@
+"""The exported pages: what they ask exists, they fit, they are what the code makes; the export itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from placement.cli import main
+from placement.errors import PlacementError
+from placement.observe.collector import SnapshotCollector
+from placement.observe.dashboards.export import FILES, Deployment, export
+from placement.snapshot import HandleSnapshot, Snapshot
+from placement.states import State
+from tests.observe.expressions import expressions, substituted
+
+PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
+EVERY_PANEL = [pytest.param(page, panel, id=f"{page['uid']}: {panel['title']}") for page in PAGES.values() for panel in page["panels"]]
+EVERY_PAGE = [pytest.param(page, id=page["uid"]) for page in PAGES.values()]
+TARGET_LABELS = {"job", "instance", "run", "node", "rank", "gpu_uuid"}
+SCREEN_ROWS = 22
+"""What a screen of 1080 lines shows below the browser's and Grafana's own bars: 38 pixels a row."""
+
+
+def test_there_are_two_pages() -> None:
+    assert {page["uid"] for page in PAGES.values()} == {"placement-fleet", "placement-worker"}
+
+
+def test_shipped_pages_are_what_the_code_makes() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is not installed")
+    from placement.observe.dashboards.build import pages
+
+    made = pages()
+    assert made.keys() == PAGES.keys()
+    for name, text in made.items():
+        assert (FILES / name).read_text() == text, f"{name} is out of date: python -m placement.observe.dashboards.build"
+
+
+# What is asked
+
+
+def test_every_expression_asks_metrics_and_labels_that_exist(
+    tmp_path: Path, make_handle: Callable[..., HandleSnapshot], make_snapshot: Callable[..., Snapshot]
+) -> None:
+    collector = SnapshotCollector(lambda: make_snapshot(make_handle()))
+    known: dict[str, set[str]] = defaultdict(set)
+    for sample in (sample for metric in collector.collect() for sample in metric.samples):
+        known[sample.name] |= {*sample.labels, *TARGET_LABELS}
+    export(tmp_path)
+    asked = expressions(tmp_path)
+    assert len(asked) > 40
+    used: set[str] = set()
+    for where, expr in asked:
+        for name, matchers in re.findall(r"(?<![\w:])(placement_\w+)(?:\{([^}]*)\})?", expr):
+            assert name in known, f"{where} asks for {name}, which the collector does not have"
+            labels = set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", matchers))
+            assert labels <= known[name], f"{where}: {name} has no label {labels - known[name]}"
+            used.add(name)
+    assert {"placement_transition_duration_seconds_bucket", "placement_worker_info"} <= used
+
+
+def test_label_values_that_are_asked_for_exist(tmp_path: Path) -> None:
+    from placement.journal import REASONS
+    from placement.observe.collector import DECISIONS
+
+    possible = {
+        "memory": {"device", "host"},
+        "operation": {"load", "offload", "sync"},
+        "state": {state.value for state in State},
+        "reason": set(REASONS),
+        "decision": set(DECISIONS),
+    }
+    export(tmp_path)
+    seen: set[str] = set()
+    for where, expr in expressions(tmp_path):
+        for label, value in re.findall(r"(\w+)(?:=~|!~|!=|=)\"([^\"]*)\"", expr):
+            if label in possible:
+                assert set(value.split("|")) <= possible[label], f"{where}: {label} is never {value!r}"
+                seen.add(label)
+    assert seen == possible.keys()
+
+
+def test_one_place_knows_every_name_of_a_recording_rule(tmp_path: Path) -> None:
+    export(tmp_path)
+    found = expressions(tmp_path)
+    recorded = {where.removeprefix("record ") for where, _ in found if where.startswith("record ")}
+    for where, expr in found:
+        asked = set(re.findall(r"\w+:placement_\w+:\w+", expr))
+        assert asked <= recorded, f"{where} asks for {asked - recorded}, which no rule records"
+        assert not (where.startswith("panel") and asked), "the pages work without the rules"
+
+
+@pytest.mark.parametrize(("page", "panel"), EVERY_PANEL)
+def test_a_panel_asks_only_for_what_is_chosen(page: dict[str, Any], panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        for selector in re.findall(r"\{([^{}]*=[^{}]*)\}", target["expr"]):
+            assert 'run="$run"' in selector
+            assert ('instance=~"$instance"' if page["uid"] == "placement-fleet" else 'instance="$instance"') in selector
+        assert not re.search(r"(placement_\w+|\bup|ALERTS)(?![\w{])", target["expr"]), "a metric without a selector"
+
+
+@pytest.mark.parametrize(("page", "panel"), EVERY_PANEL)
+def test_a_panel_says_what_it_shows_in_which_unit(page: dict[str, Any], panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert len(panel["description"]) > 30
+    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    if panel["type"] not in {"table", "state-timeline"}:  # units are in the columns; states have none
+        assert panel["fieldConfig"]["defaults"]["unit"] in {"bytes", "Bps", "percentunit", "s", "short"}
+    if panel["type"] == "stat":
+        steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert steps[0]["value"] is None
+        assert [step["value"] for step in steps[1:]] == sorted(step["value"] for step in steps[1:])
+
+
+# How it is laid out
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_panels_have_their_numbers_and_queries_their_letters(page: dict[str, Any]) -> None:
+    assert [panel["id"] for panel in page["panels"]] == list(range(1, len(page["panels"]) + 1))
+    for panel in page["panels"]:
+        letters = [target["refId"] for target in panel["targets"]]
+        assert letters
+        assert letters == [chr(ord("A") + index) for index in range(len(letters))]
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_a_page_is_one_screen_without_gaps_or_overlaps(page: dict[str, Any]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in page["panels"]:
+        place = panel["gridPos"]
+        cells = set(itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])))
+        assert not cells & taken, f"{panel['title']} overlaps another panel"
+        assert place["w"] >= 3
+        assert place["h"] >= 3
+        taken |= cells
+    assert taken == set(itertools.product(range(24), range(SCREEN_ROWS)))
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE)
+def test_variables_choose_source_run_and_worker(page: dict[str, Any]) -> None:
+    by_name = {each["name"]: each for each in page["templating"]["list"]}
+    assert list(by_name) == ["datasource", "run", "instance"]
+    assert by_name["datasource"]["query"] == "prometheus"
+    assert by_name["run"]["definition"] == "label_values(placement_budget_bytes, run)"
+    assert by_name["instance"]["definition"] == 'label_values(placement_budget_bytes{run="$run"}, instance)'
+    for each in (by_name["run"], by_name["instance"]):
+        assert each["query"]["query"] == each["definition"]
+        assert each["datasource"]["uid"] == "${datasource}"
+    many = page["uid"] == "placement-fleet"
+    assert by_name["instance"].get("includeAll", False) is many
+    assert by_name["instance"].get("multi", False) is many
+    assert not by_name["run"].get("includeAll", False)
+
+
+def test_the_pages_lead_to_each_other() -> None:
+    fleet, worker = PAGES["placement-fleet.json"], PAGES["placement-worker.json"]
+    (to_worker,), (to_fleet,) = fleet["links"], worker["links"]
+    assert to_worker["url"].startswith(f"/d/{worker['uid']}?")
+    assert to_fleet["url"].startswith(f"/d/{fleet['uid']}?")
+    from_values = [url for url in urls_in(fleet["panels"]) if url]
+    assert len(from_values) == 4  # each GPU's bar, both lists of worst ranks, each row of the table
+    values = {"datasource": "D", "run": "R", "__url_time_range": "from=1&to=2"}
+    for url in from_values:
+        plain = re.sub(r"\$\{(__data\.fields\.Worker|__field\.labels\.instance):percentencode\}", "I", url)
+        assert substituted(plain, values) == f"/d/{worker['uid']}?var-datasource=D&var-run=R&var-instance=I&from=1&to=2"
+    for link in (to_worker, to_fleet):
+        assert link["keepTime"] is True
+        assert substituted(link["url"], values).endswith("?var-datasource=D&var-run=R")
+
+
+def urls_in(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        return ([node["url"]] if "url" in node else []) + [url for value in node.values() for url in urls_in(value)]
+    return [url for each in node for url in urls_in(each)] if isinstance(node, list) else []
+
+
+def test_columns_that_a_link_or_an_order_rests_on_are_there() -> None:
+    fleet = PAGES["placement-fleet.json"]
+    (table,) = (panel for panel in fleet["panels"] if panel["type"] == "table")
+    (organize,) = (each["options"] for each in table["transformations"] if each["id"] == "organize")
+    titles = organize["renameByName"]
+    assert titles["instance"] == "Worker"
+    letters = {f"Value #{target['refId']}" for target in table["targets"]}
+    assert letters == {name for name in (*titles, *organize["excludeByName"]) if name.startswith("Value #")}
+    overridden = [each["matcher"]["options"] for each in table["fieldConfig"]["overrides"]]
+    assert set(overridden) <= set(titles.values())
+    assert {each["displayName"] for each in table["options"]["sortBy"]} <= set(titles.values())
+    for panel in (each for page in PAGES.values() for each in page["panels"] if each["type"] == "barchart"):
+        matrix, rename, order = (each["options"] for each in panel["transformations"])
+        (shown,) = rename["renameByName"].items()
+        assert shown == (f"{matrix['rowField']}\\{matrix['columnField']}", order["sort"][0]["field"])
+        assert re.search(rf"by \({matrix['rowField']}, {matrix['columnField']}\)", panel["targets"][0]["expr"])
+        assert panel["targets"][0]["format"] == "table"
+
+
+def test_the_timeline_names_and_colours_every_state_and_no_gap() -> None:
+    (panel,) = (each for each in PAGES["placement-worker.json"]["panels"] if each["type"] == "state-timeline")
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    codes = {code: result["text"] for code, result in mapping["options"].items()}
+    assert list(codes.values()) == [*(state.value for state in State), "BROKEN"]
+    for code, text in list(codes.items())[:-1]:
+        assert re.search(rf'state="{text}"\}} \* {code}\b', panel["targets"][0]["expr"])
+    assert len({result["color"] for result in mapping["options"].values()}) == len(codes)
+    assert panel["options"]["mergeValues"] is True
+    assert panel["options"]["legend"]["showLegend"] is True
+    assert panel["fieldConfig"]["defaults"]["custom"]["spanNulls"] is False
+
+
+# The export
+
+
+def test_the_tree_is_what_grafana_and_prometheus_read(tmp_path: Path) -> None:
+    root = tmp_path / "not" / "there"
+    written = export(root, Deployment(prometheus_url="http://prom:1/x", discovery="/shared/sd", scrape_interval="5s"))
+    assert {str(path.relative_to(root)) for path in written} == {
+        "grafana/provisioning/datasources/placement.yml",
+        "grafana/provisioning/dashboards/placement.yml",
+        "grafana/dashboards/placement-fleet.json",
+        "grafana/dashboards/placement-worker.json",
+        "prometheus/prometheus.yml",
+        "prometheus/rules/placement.yml",
+    }
+    assert sorted(path for path in root.rglob("*") if path.is_file()) == sorted(written)
+    (source,) = yaml.safe_load((root / "grafana/provisioning/datasources/placement.yml").read_text())["datasources"]
+    assert (source["url"], source["type"], source["jsonData"]["timeInterval"]) == ("http://prom:1/x", "prometheus", "5s")
+    (provider,) = yaml.safe_load((root / "grafana/provisioning/dashboards/placement.yml").read_text())["providers"]
+    assert provider["options"]["path"] == str(root / "grafana/dashboards")
+    prometheus = yaml.safe_load((root / "prometheus/prometheus.yml").read_text())
+    (job,) = prometheus["scrape_configs"]
+    assert job == {"job_name": "placement", "file_sd_configs": [{"files": ["/shared/sd/*.json"], "refresh_interval": "15s"}]}
+    assert prometheus["global"] == {"scrape_interval": "5s", "evaluation_interval": "5s"}
+    assert [(root / "prometheus" / name).is_file() for name in prometheus["rule_files"]] == [True]
+
+
+def test_targets_by_url_and_grafana_in_a_container(tmp_path: Path) -> None:
+    export(tmp_path, Deployment(discovery="http://head:9400/targets", grafana_path="/pages"))
+    (job,) = yaml.safe_load((tmp_path / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert job["http_sd_configs"] == [{"url": "http://head:9400/targets", "refresh_interval": "15s"}]
+    (provider,) = yaml.safe_load((tmp_path / "grafana/provisioning/dashboards/placement.yml").read_text())["providers"]
+    assert provider["options"]["path"] == "/pages"
+
+
+def test_a_second_export_changes_nothing_and_somebodys_edits_are_kept(tmp_path: Path) -> None:
+    written = export(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in written}
+    assert export(tmp_path) == written
+    assert {path: path.stat().st_mtime_ns for path in written} == before
+    config = tmp_path / "prometheus/prometheus.yml"
+    config.write_text("mine")
+    with pytest.raises(PlacementError, match=r"prometheus\.yml would change; nothing was written.*--force"):
+        export(tmp_path, Deployment(prometheus_url="http://other:9090"))
+    assert config.read_text() == "mine"
+    assert "other" not in (tmp_path / "grafana/provisioning/datasources/placement.yml").read_text()
+    export(tmp_path, Deployment(prometheus_url="http://other:9090"), overwrite=True)
+    assert "placement" in config.read_text()
+    assert "other" in (tmp_path / "grafana/provisioning/datasources/placement.yml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prometheus_url": "localhost:9090"}, "prometheus_url is 'localhost:9090'; it is a URL like"),
+        ({"prometheus_url": 'http://x"\n  evil: 1'}, "prometheus_url"),
+        ({"scrape_interval": "15"}, "scrape_interval is '15'; it is a number and a unit"),
+        ({"scrape_interval": "0s"}, "scrape_interval"),
+        ({"discovery": "http:/targets"}, "discovery is 'http:/targets', which is no URL"),
+        ({"discovery": ""}, "discovery is ''"),
+        ({"discovery": "runs/*"}, "discovery is 'runs/\\*'"),
+        ({"grafana_path": "pages"}, "grafana_path is 'pages'; Grafana wants an absolute path"),
+    ],
+)
+def test_a_wrong_option_is_named(wrong: dict[str, str], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        Deployment(**wrong)
+
+
+def test_a_folder_with_odd_letters_stays_one_string(tmp_path: Path) -> None:
+    root = tmp_path / "it's \"odd\": {braces}"
+    export(root, Deployment(discovery='/a "b": {c}'))
+    (provider,) = yaml.safe_load((root / "grafana/provisioning/dashboards/placement.yml").read_text())["providers"]
+    assert provider["options"]["path"] == str(root / "grafana/dashboards")
+    (job,) = yaml.safe_load((root / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert job["file_sd_configs"][0]["files"] == ['/a "b": {c}/*.json']
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "grafana").write_text("")
+    with pytest.raises(PlacementError, match=f"cannot write dashboards to {tmp_path}"):
+        export(tmp_path)
+
+
+def test_the_command_writes_and_says_what_is_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dashboards", "export", str(tmp_path), "--scrape-interval", "1s"]) == 0
+    said = capsys.readouterr().out
+    assert str(tmp_path / "grafana/dashboards/placement-fleet.json") in said
+    assert f"prometheus --config.file={tmp_path}/prometheus/prometheus.yml" in said
+    assert f'manager.serve(discovery="{tmp_path}/prometheus/discovery")' in said
+    assert main(["dashboards", "export", str(tmp_path)]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert main(["dashboards", "export", str(tmp_path), "--force"]) == 0
+
+
+def test_an_export_needs_no_sdk(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["grafana_foundation_sdk"] = None
+from placement.observe.dashboards.export import export
+export({str(tmp_path)!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "grafana/dashboards/placement-worker.json").is_file()

@@ -1,0 +1,134 @@
+"""The shipped rules: every alert fires when it should, is silent when it should be, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.observe.dashboards.export import FILES, export
+from tests.observe.alert_cases import CASES, GIB, Case, holding, of_handle, of_worker
+from tests.observe.expressions import rules
+
+RULES = FILES / "placement.rules.yml"
+ALERTS = {where.removeprefix("alert "): rule for where, _, rule in rules(RULES) if where.startswith("alert ")}
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
+
+
+def promtool(*arguments: str) -> str:
+    """Its output; the test fails with it where promtool does."""
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_alert_is_shown_to_fire_and_to_be_silent() -> None:
+    assert {case.alert for case in CASES if case.fires} == set(ALERTS)
+    assert {case.alert for case in CASES if not case.fires} == set(ALERTS)
+
+
+def scenario(case: Case) -> dict[str, Any]:
+    """A test of promtool: whether `ALERTS` has the firing alert, once, at each moment."""
+    matchers = "".join(f',{name}="{value}"' for name, value in case.labels.items())
+    asked = f'count(ALERTS{{alertname="{case.alert}",alertstate="firing"{matchers}}})'
+    moments = [(moment, [{"labels": "{}", "value": 1}]) for moment in case.fires] + [(moment, []) for moment in case.silent]
+    return {
+        "interval": case.every,
+        "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+        "promql_expr_test": [{"expr": asked, "eval_time": moment, "exp_samples": samples} for moment, samples in moments],
+    }
+
+
+def run_scenarios(tmp_path: Path, *scenarios: Mapping[str, Any], evaluated_every: str = "30s") -> None:
+    path = tmp_path / "cases.json"  # JSON is YAML
+    path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": evaluated_every, "tests": scenarios}))
+    promtool("test", "rules", str(path))
+
+
+@needs_promtool
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_alert(case: Case, tmp_path: Path) -> None:
+    run_scenarios(tmp_path, scenario(case))
+
+
+@needs_promtool
+@pytest.mark.parametrize("moment", ["9m", "12m"])
+def test_a_wrong_expectation_is_noticed(moment: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.name == "PlacementWorkerGone-is_down")
+    fires, silent = (("9m",), ()) if moment == "9m" else ((), ("12m",))
+    wrong = Case(case.alert, case.what, case.series, fires=fires, silent=silent)
+    with pytest.raises(AssertionError, match="FAILED"):
+        run_scenarios(tmp_path, scenario(wrong))
+
+
+@needs_promtool
+def test_what_is_said_of_a_worker_that_is_gone(tmp_path: Path) -> None:
+    case = Case("", "", holding(f"{4 * GIB}x9 stale", idle="0x9 stale", up="1x9 0x40", budget="10x9 stale"))
+    annotations = said_of(case, "PlacementWorkerGone", "12m", tmp_path)
+    assert annotations["summary"] == "r node0/rank3: gone, or out of reach, with 4GiB on the GPU"
+    assert "Xid messages on node0" in annotations["description"]
+
+
+@needs_promtool
+def test_what_is_said_of_bytes_left_behind_names_the_handles(tmp_path: Path) -> None:
+    other = 'placement_resident_bytes{run="r",instance="node0/rank4",handle="critic",kind="module",memory="device"}'
+    series = {
+        **of_worker("placement_unpaired_bytes", f"{3 * GIB // 2}x30"),
+        **of_handle("placement_resident_bytes", f"{3 * GIB // 2}x30", ',memory="device"'),
+        **of_handle("placement_resident_bytes", f"{GIB}x30", ',memory="host"'),
+        other: f"{GIB}x30",
+    }
+    annotations = said_of(Case("", "", series), "PlacementLeftResident", "10m", tmp_path)
+    assert annotations["summary"] == "r node0/rank3: 1.5GiB left on the GPU by a phase that is over"
+    assert "actor (1.5GiB)" in annotations["description"]
+    assert "critic" not in annotations["description"]
+
+
+def said_of(case: Case, alert: str, moment: str, tmp_path: Path) -> dict[str, str]:
+    """The annotations of a firing alert: promtool prints them when it is told to expect none."""
+    wrong = {**scenario(case), "alert_rule_test": [{"eval_time": moment, "alertname": alert, "exp_alerts": []}]}
+    with pytest.raises(AssertionError) as caught:
+        run_scenarios(tmp_path, wrong)
+    found = re.search(r"Annotations:\{(.*?)\}\s*\]?$", str(caught.value), re.DOTALL | re.MULTILINE)
+    assert found, str(caught.value)
+    return {name: json.loads(value) for name, value in re.findall(r'(\w+)=("(?:[^"\\]|\\.)*")', found[1])}
+
+
+@needs_promtool
+def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
+    export(tmp_path)
+    assert "SUCCESS" in promtool("check", "rules", "--lint=all", "--lint-fatal", str(tmp_path / "prometheus/rules/placement.yml"))
+    assert "SUCCESS" in promtool("check", "config", str(tmp_path / "prometheus/prometheus.yml"))
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_says_how_bad_it_is_what_it_is_and_what_to_do(name: str) -> None:
+    rule = ALERTS[name]
+    assert re.fullmatch(r"Placement([A-Z][a-z]+)+", name)
+    assert rule["labels"]["severity"] in {"critical", "warning"}
+    assert rule["annotations"]["summary"].startswith("{{ $labels.run }} {{ $labels.instance }}: ")
+    assert len(rule["annotations"]["description"]) > 80
+    if "bytes" in rule["expr"] and "ratio" not in rule["expr"]:
+        assert "humanize1024" in rule["annotations"]["summary"]
+
+
+def test_recording_rules_are_named_by_level_metric_and_operation() -> None:
+    names = [where.removeprefix("record ") for where, _, _ in rules(RULES) if where.startswith("record ")]
+    assert names
+    for name in names:
+        assert re.fullmatch(r"instance(_handle)?:placement_[a-z_]+:[a-z0-9_]+", name)
+
+
+@pytest.mark.parametrize(("alert", "panel"), [("PlacementStallShareHigh", "Stall share"), ("PlacementBudgetNearlyFull", "Of the budget")])
+def test_an_alert_begins_where_the_page_turns_red(alert: str, panel: str) -> None:
+    page = json.loads((FILES / "placement-worker.json").read_text())
+    (shown,) = (each for each in page["panels"] if each["title"] == panel)
+    red = shown["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]
+    assert red["color"] == "red"
+    assert re.search(rf"> {red['value']}(\s|$)", ALERTS[alert]["expr"])
