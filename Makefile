@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+FRAMEWORKS := $(VENV)/.frameworks
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test lint bench setup
 .DEFAULT_GOAL := test
@@ -14,7 +16,7 @@ setup: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
 
-test: $(STAMP)
+test: $(FRAMEWORKS)
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(STAMP)
@@ -27,6 +29,13 @@ bench: $(STAMP)
 # torch first and alone, so that pip takes the file of the index that the machine is set up for (CPU or CUDA).
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { test -n "$(PYTHON)" || { echo "placement needs Python 3.11 or newer with venv"; exit 1; }; $(PYTHON) -m venv $(VENV); }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# What only tests need: together, or one by one where one of them cannot be had; its tests are then skipped and say so.
+$(FRAMEWORKS): export DS_BUILD_OPS = 0
+$(FRAMEWORKS): $(STAMP) tests/frameworks.txt
+	@$(PIP) --no-deps -r tests/frameworks.txt || grep -v '^#' tests/frameworks.txt | while read -r package; do \
+		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
 	@touch $@

@@ -30,6 +30,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "small_tensors": (45, 60),
     "cycles": (30, 120),
     "phase_overhead": (30, 60),
+    "rollout_only": (30, 60),
     "observe": (30, 60),
     "weights": (90, 240),
 }

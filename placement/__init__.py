@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from placement.engines.base import Engine, TorchEngine
 from placement.errors import (
     BrokenHandleError,
+    CheckpointError,
     CoordinatorLost,
     DeviceMemoryError,
     EngineError,
@@ -29,7 +30,7 @@ from placement.states import PHASES, TRANSITIONS, HandleView, Plan, State, Trigg
 from placement.sync import WeightInfo
 
 if TYPE_CHECKING:
-    from placement import policies, testing
+    from placement import checkpoint, group, policies, testing
     from placement.observe.trace import write_trace as trace
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "TRANSITIONS",
     "Audit",
     "BrokenHandleError",
+    "CheckpointError",
     "CoordinatorLost",
     "DeviceMemoryError",
     "Engine",
@@ -64,6 +66,8 @@ __all__ = [
     "Trigger",
     "View",
     "WeightInfo",
+    "checkpoint",
+    "group",
     "policies",
     "testing",
     "trace",
@@ -72,7 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What loads when it is first used: nothing here imports a policy, a server or a checkpoint's writer."""
-    if name in ("policies", "testing"):
+    if name in ("checkpoint", "group", "policies", "testing"):
         return importlib.import_module(f"placement.{name}")
     if name == "trace":
         return importlib.import_module("placement.observe.trace").write_trace

@@ -32,6 +32,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         kept=handle.name in kept,
         num_bytes=handle.num_bytes,
         resident_bytes=handle.resident_bytes,
+        foreign_bytes=handle.foreign_bytes,
         host_bytes=handle.host_bytes,
         host_pageable_bytes=holding.host_pageable_bytes if holding is not None else 0,
         state_seconds=counters.seconds_by_state(time.monotonic()),
@@ -50,6 +51,7 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, poison_writ
     """Compare what every handle declares with what its tensors and the device say. Enumerates tensors; not for the hot path."""
     findings: list[Finding] = []
     for handle in handles.values():
+        handle.measure()
         findings += _findings(handle, plan.on_device(handle.name))
     chunks, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
     if chunks != declared:
@@ -60,9 +62,17 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, poison_writ
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
+    foreign = [(h.name, name, nbytes) for h in handles.values() if h.holding is not None for name, nbytes in h.holding.adapter.foreign()]
+    lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in foreign]
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
-    return Audit(ok=not findings, findings=tuple(findings), resident_bytes=resident, report="\n".join(lines))
+    return Audit(
+        ok=not findings,
+        findings=tuple(findings),
+        resident_bytes=resident,
+        foreign_bytes=sum(nbytes for *_, nbytes in foreign),
+        report="\n".join(lines),
+    )
 
 
 def chunk_bytes(handles: Iterable[Handle]) -> int:
@@ -89,6 +99,13 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     for name, nbytes in drifted:
         detail = f"{name} ({nbytes:,} bytes) is not at its place any more: something moved or replaced it outside placement"
         yield Finding(handle=handle.name, what="drift", detail=detail)
+    if (detached := handle.detached_parameters()) > handle.strangers:
+        detail = (
+            f"it steps {detached - handle.strangers} parameter(s) that {', '.join(owner.name for owner in handle.owners)} no longer has: "
+            "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make the optimizer anew"
+        )
+        yield Finding(handle=handle.name, what="drift", detail=detail)
+    handle.look_for_strays()
     if handle.stray_references:
         detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.strays})"
         yield Finding(handle=handle.name, what="stray_reference", detail=detail)

@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from placement import views
 from placement.budget import check_fits
-from placement.errors import IntegrityError, PhaseError, PlacementError, PolicyError
+from placement.errors import CoordinatorLost, IntegrityError, PhaseError, PlacementError, PolicyError
 from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device, DeviceMemory
@@ -25,6 +25,10 @@ from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
 from placement.states import IDLE, Plan, State, View
+from placement.together import Together, describe
+
+if TYPE_CHECKING:
+    from placement.group.agreement import Group
 
 _WRONG_WRITE = (
     "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
@@ -35,10 +39,11 @@ _WRONG_WRITE = (
 class Borders:
     """Everything about one manager that changes at a border. Public names are used by the manager and by `Phase`."""
 
-    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal) -> None:
+    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None = None) -> None:
         self._device = device
+        self._together = Together(group)
         self._journal = journal
-        self.reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify)
+        self.reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
         self._gone: deque[Handle] = deque()
         self.registry = Registry(device, self.reconciler, lambda: self.phase_name, self._gone.append)
         self._handles = self.registry.handles
@@ -67,7 +72,7 @@ class Borders:
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
-                plan = self._go(name, only, enclosing, stack)
+                plan = self._go(describe("enter", name, only), name, only, enclosing, stack)
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
                 phase._open = opened
@@ -76,7 +81,7 @@ class Borders:
             except BaseException as error:
                 self.stack, phase._open = stack, None
                 self._journal.enter_phase(outer)
-                self._note(error, self._retreat(enclosing))
+                self._went_back(error, enclosing)
                 raise
 
     def switch(self, phase: Phase, name: str, only: tuple[str, ...] | None) -> None:
@@ -91,7 +96,7 @@ class Borders:
                 for each in self.kept:
                     enclosing = enclosing.also(each, State.GPU_RESIDENT)
                 self._journal.enter_phase(name)
-                plan = self._go(name, only, enclosing, below)
+                plan = self._go(describe("switch to", name, only), name, only, enclosing, below)
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
                 self.stack = (*below, following)
                 phase._open = following
@@ -100,7 +105,7 @@ class Borders:
             except BaseException as error:
                 self.stack, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name)
-                self._note(error, self._retreat(opened.plan))
+                self._went_back(error, opened.plan)
                 raise
 
     def leave(self, phase: Phase, error: BaseException | None) -> None:
@@ -121,6 +126,7 @@ class Borders:
                 for name in self.kept:
                     plan = plan.also(name, State.GPU_RESIDENT)
                 failures += self._retreat(plan)
+                failures = self._together.left(describe("leave", opened.name, None), plan, failures, error)
             except BaseException:  # an interrupt in the middle of leaving: leave first, then let it out
                 self._retreat(self._plan_after(below)[0])
                 raise
@@ -142,6 +148,18 @@ class Borders:
         first.add_note(f"placement: while leaving phase {name!r}")
         self._note(first, others)
         raise first
+
+    def _went_back(self, error: BaseException, plan: Plan) -> None:
+        """An entry or a switch failed: everything to where it was, and every rank of the group with it.
+
+        Raises:
+            GroupError: what every rank raises in place of `error`.
+        """
+        if isinstance(error, CoordinatorLost):
+            return  # neither forward nor back: the others may have entered
+        self._note(error, self._retreat(plan))
+        if (told := self._together.failed(error)) is not None:
+            raise told from error
 
     def _note(self, error: BaseException, failures: list[Exception]) -> None:
         for failure in failures:
@@ -173,10 +191,11 @@ class Borders:
                 self._busy = False
                 torch.set_grad_enabled(grad_was_on)
 
-    def _go(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> Plan:
+    def _go(self, action: str, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> Plan:
         """Make the plan for a phase and carry it out, all or nothing."""
         handles = self._handles
         self.measure()  # what others freed or took since the last border
+        self._planner.least_bytes = self._together.propose(action, self._planner.budget_bytes(name))
         try:
             view, plan = self._plan_for(name, only, enclosing, below)
             for handle in list(handles.values()):
@@ -191,7 +210,7 @@ class Borders:
         if self.poison_was_written(wait=any(h.node[1] and not plan.on_device(h.name) for h in handles.values())):
             raise IntegrityError(_WRONG_WRITE)
         self._count_decisions(plan)
-        self.reconciler.advance(handles, plan, room_bytes)
+        self.reconciler.advance(handles, plan, room_bytes, self._together.agree)
         self._expire_keeps(plan)
         self.measure()
         return plan
@@ -326,6 +345,8 @@ class Borders:
 
     def measure(self) -> None:
         self._planner.memory = self._device.memory()
+        for handle in self._handles.values():
+            handle.measure()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
     def poison_was_written(self, wait: bool = True) -> bool:
@@ -375,6 +396,7 @@ class Borders:
         while self.stack and self.stack[-1].is_abandoned:
             gone, below = self.stack[-1], self.stack[:-1]
             failures = self._retreat(self._plan_after(below)[0])
+            self._together.abandoned(gone.name)
             self.stack = below  # only now: what an interrupt stops is done again at the next border
             self._journal.enter_phase(self.phase_name)
             for failure in failures:

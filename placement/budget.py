@@ -47,7 +47,7 @@ def check_fits(view: View, plan: Plan) -> int:
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:
-        return max(0, view.budget_bytes - sum(handle.resident_bytes for handle in view.handles.values()))
+        return max(0, view.budget_bytes - sum(h.resident_bytes for h in view.handles.values() if not h.external))
     raise DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'

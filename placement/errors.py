@@ -9,6 +9,7 @@
     ├── HostMemoryError       the host copy cannot be reserved
     ├── IntegrityError        declared and measured disagree, or a byte changed that must not
     ├── BrokenHandleError     a handle can go neither forward nor back
+    ├── CheckpointError       a checkpoint does not fit, or cannot be read or written; no handle was changed
     ├── EngineError           a rollout engine refused or failed
     ├── GroupError            a rank of the group failed; every rank went back
     └── CoordinatorLost       the group's decision cannot be read
@@ -55,6 +56,10 @@ class IntegrityError(PlacementError):
 
 class BrokenHandleError(PlacementError):
     """A handle can go neither forward nor back (a sticky device error in the middle of a move)."""
+
+
+class CheckpointError(PlacementError):
+    """A checkpoint does not fit its handles, or it cannot be read or written. Every handle is as it was."""
 
 
 class EngineError(PlacementError):

@@ -11,11 +11,15 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 
+from placement.adapters.framework import is_a
+from placement.adapters.megatron import is_megatron_optimizer, reading_methods
 from placement.errors import BrokenHandleError, NotResidentError, PhaseError, PlacementError
+from placement.initial_step import undo_initial_step
+from placement.method_call import MethodCall
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
 
 class _Removable(Protocol):
     def remove(self) -> None: ...
+
+
+def is_guard(hook: object) -> bool:
+    """Whether a hook is one of ours."""
+    return isinstance(hook, _Guard)
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -91,9 +100,13 @@ class ForwardGuard(_Guard):
         if torch.compiler.is_compiling():
             return
         handle = self.handle()
-        if handle is not None and is_off(handle):
+        if handle is None:
+            return
+        if is_off(handle):
             advice = "open a phase whose plan has it on the device, such as manager.phase('log_prob') or phase('train')"
             refuse(handle, "called", _advise(handle, advice, "log_prob", "train"))
+        if handle.adapter is not None and (reason := handle.adapter.away()) is not None:
+            refuse(handle, "called", reason)
 
 
 class CompiledCall:
@@ -126,6 +139,14 @@ class StepGuard(_Guard):
         handle = self.handle()
         if handle is None:
             return
+        try:
+            self._check(handle)
+        except PlacementError as error:
+            if undo_initial_step():
+                error.add_note(f"A state dict wanted to create state by this step: use the state_dict() of handle {handle.name!r}.")
+            raise
+
+    def _check(self, handle: Handle) -> None:
         for each in (handle, *handle.owners):
             advice = _advise(each, "call step() inside manager.phase('train')", "train")
             if is_off(each):
@@ -135,6 +156,11 @@ class StepGuard(_Guard):
                     f"step() of {handle.name!r} in phase {handle.phase_now()!r} would change {each.name!r}, which is {each.state}: "
                     f"values may change in TRAINING only; {advice}"
                 )
+            if each.adapter is not None and (reason := each.adapter.away()) is not None:
+                refuse(each, "stepped", reason)
+        for owner in handle.owners:
+            if owner.adapter is not None and owner.adapter.external is None:
+                owner.adapter.before_step()
 
 
 class LoadGuard(_Guard):
@@ -144,6 +170,25 @@ class LoadGuard(_Guard):
         handle = self.handle()
         if handle is not None and is_off(handle):
             refuse(handle, "given a state dict", _advise(handle, "load it inside manager.phase('restore')", "restore"))
+
+
+class MergeGuard(_Guard):
+    """Before an adapter layer of PEFT adds its adapters to the weights or takes them out: with poison for values it would only note it."""
+
+    def __call__(self, *_: Any) -> None:
+        handle = self.handle()
+        if handle is not None and is_off(handle):
+            advice = "do it inside a phase that has it on the device, such as manager.phase('weight_sync')"
+            refuse(handle, "merged with its adapters", advice)
+
+
+class ReadGuard(_Guard):
+    """Before a method of a framework that reads or writes tensors past every hook (Megatron's `sharded_state_dict`)."""
+
+    def __call__(self, *_: Any) -> None:
+        handle = self.handle()
+        if handle is not None and is_off(handle):
+            refuse(handle, "read by its framework", "do it inside a phase that has it on the device, such as manager.phase('restore')")
 
 
 class StateDictGuard(_Guard):
@@ -179,6 +224,24 @@ class PartGuard(StateDictGuard):
         return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
 
 
+class GatherGuard(_Guard):
+    """Pre-hook of state_dict, where a framework gathers on the device what it shows: it would gather poison."""
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        handle = self.handle()
+        reason = None if handle is None or handle.adapter is None else handle.adapter.gathers
+        if handle is not None and reason is not None and is_off(handle):
+            advice = _advise(handle, "ask inside a phase that has it on the device, such as manager.phase('restore')", "restore")
+            refuse(handle, f"asked for a state dict ({reason})", advice)
+
+    def install(self, module: torch.nn.Module) -> _Removable:
+        """In front of the framework's own hook, which torch's registering would put it behind."""
+        removable: Any = module.register_state_dict_pre_hook(self)
+        hooks: Any = module._state_dict_pre_hooks
+        hooks.move_to_end(removable.id, last=False)
+        return cast("_Removable", removable)
+
+
 def _parts(objects: Iterable[Any]) -> Iterable[torch.nn.Module]:
     """The submodules of a handle's modules, each once."""
     modules = [target for target in objects if isinstance(target, torch.nn.Module)]
@@ -188,18 +251,44 @@ def _parts(objects: Iterable[Any]) -> Iterable[torch.nn.Module]:
 def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns what removes them."""
     hooks: list[_Removable] = handle.guards  # entered one by one: an interrupt leaves none that `remove` does not know
+    gathers = handle.adapter is not None and handle.adapter.gathers is not None
     for part in _parts(objects):
         hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
         hooks.append(part.register_state_dict_post_hook(PartGuard(handle)))
+        if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
+            hooks += [MethodCall(MergeGuard(handle), part, name) for name in ("merge", "unmerge")]
+        if gathers:
+            hooks.append(GatherGuard(handle).install(part))
+        hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
     for target in objects:
         if isinstance(target, torch.nn.Module):
             hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
             hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
             hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+            if gathers:
+                hooks.append(GatherGuard(handle).install(target))
+            hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
             if target.__dict__.get("_compiled_call_impl") is not None:
                 hooks.append(CompiledCall(handle, target))
-        elif isinstance(target, torch.optim.Optimizer):
-            hooks.append(target.register_step_pre_hook(StepGuard(handle)))
-            hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
-            hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+        elif handle.kind == "optimizer":
+            _install_on_optimizer(handle, target, hooks)
     return hooks
+
+
+def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) -> None:
+    """By torch's hooks, where its constructor has run; else on the methods themselves (the optimizers inside have hooks as well)."""
+    if "_optimizer_step_pre_hooks" in getattr(target, "__dict__", {}):
+        hooks.append(target.register_step_pre_hook(StepGuard(handle)))
+        hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
+        hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+        guards: dict[str, Callable[..., None]] = {"load_state_dict": LoadGuard(handle)}
+    else:
+        guards = {"step": StepGuard(handle), "load_state_dict": LoadGuard(handle)}
+        hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
+        if is_megatron_optimizer(target):
+            hooks.append(MethodCall(nothing, target, "state_dict", after=StateDictGuard(handle)))
+    fields = getattr(target, "__dict__", {})
+    for name, guard in guards.items() if hasattr(target, "__dict__") else ():
+        plain = getattr(type(target), name, None)
+        if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:
+            hooks.append(MethodCall(guard, target, name))

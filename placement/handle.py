@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.adapters.base import Adapter
+from placement.adapters.module import ModuleAdapter
+from placement.adapters.optimizer import OptimizerAdapter
 from placement.errors import BrokenHandleError, IntegrityError, NotResidentError
+from placement.initial_step import no_initial_step
 from placement.journal import HandleCounters
 from placement.machine import HandleMachine, Moves, Node
 from placement.memory.holding import Holding
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
+    from placement.adapters.published import Adapters
     from placement.sync import WeightInfo
 
 
@@ -49,10 +53,13 @@ class Handle:
         self.phase_now: Callable[[], str] = str
         self.broken: str | None = None
         """Why the handle can go neither forward nor back; None while it is sound."""
+        self.strangers = 0
+        """Of an optimizer: parameters that were not among its owners' own when it was registered (flat copies, other ranks')."""
         self.stray_references = 0
         self.strays = ""
         """The storages that others held at the last offload, by name."""
         self.drift_bytes = 0
+        self._external_bytes = 0
         self.built_object: Any = None
         """What a `Lazy`'s factory made; nobody else may hold it."""
         self._object: weakref.ref[Any] | None = None
@@ -70,8 +77,8 @@ class Handle:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes it holds now."""
-        return 0 if self.holding is None else self.holding.resident_bytes
+        """Device bytes it holds now. Of an external handle what its tensors held there at the last border."""
+        return self._external_bytes if self.holding is None else self.holding.resident_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +89,11 @@ class Handle:
     def host_bytes(self) -> int:
         """Host memory reserved for its copy."""
         return 0 if self.holding is None else self.holding.host_bytes
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Device bytes that a framework keeps for it, offloaded or not (a reducer's buckets); `audit()` names them."""
+        return 0 if self.holding is None else sum(nbytes for _, nbytes in self.holding.foreign)
 
     @property
     def external(self) -> bool:
@@ -128,27 +140,46 @@ class Handle:
                 if self.is_gone
                 else f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device"
             )
+        if isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born():
+            with no_initial_step():
+                return target.state_dict()
         return target.state_dict()
 
-    def weights_info(self) -> list[WeightInfo]:
-        """Name, shape and dtype of every published weight, in every state, without moving anything. Empty while not built."""
+    def weights_info(self, *, dtype: torch.dtype | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
+        """Name, shape and dtype of every weight that `weights` publishes when it is asked the same, in its order.
+
+        In every state; it moves nothing, reads no value and calls no collective. Empty while not built.
+        """
         from placement import sync
 
-        return sync.weights_info(self)
+        return sync.weights_info(self, dtype=dtype, adapters=adapters)
 
-    def weights(self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Publish the weights: lists of (name, tensor) in torch's own memory, each valid until the next iteration.
+    def weights(
+        self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None, adapters: Adapters = "merged"
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Publish the weights, whole and by clean names: lists of (name, tensor) in torch's own memory, valid until the next iteration.
+
+        Weights that are sharded over ranks are gathered one at a time, so every rank of them has to iterate with the same arguments
+        but for `bucket_bytes`, whatever it does with the tensors. A generator that is closed early (a `break`, an exception) takes part
+        in the rest of the gathering, so that other ranks go on; one that is never started, or is kept beyond its phase, does not. On
+        the device lie one bucket and what making one weight takes: at most another tensor of its size, and this rank's part of it where
+        it is cut unevenly or along another dimension than the first. Merging takes what PEFT computes one layer with: two more tensors
+        of the weight's size for LoRA, four for DoRA.
 
         Args:
             bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
             dtype: cast floating-point weights to this.
+            adapters: of a PEFT model: "merged", the base weights with the active adapters in them, computed by PEFT and not in the
+                model; "separate", the active adapter alone, by PEFT's names; "base", the base weights alone, by their own names.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
+            RegistrationError: a weight of it cannot be published; says which one, and what to do.
+            ValueError: `adapters` does not fit the module.
         """
         from placement import sync
 
-        return sync.weights(self, bucket_bytes=bucket_bytes, dtype=dtype)
+        return sync.weights(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
     def __repr__(self) -> str:
         return f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the device>"
@@ -171,14 +202,36 @@ class Handle:
         self._object = None
         self.built_object = self.adapter = self.holding = None
 
+    def measure(self) -> None:
+        """Look at what an external handle has on the accelerator, each storage once. What we place counts itself."""
+        if self.adapter is not None and self.adapter.external is not None:
+            storages = (owned.tensor.untyped_storage() for owned in self.adapter.owned())
+            self._external_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
+
     @property
     def is_gone(self) -> bool:
         """Whether the object was garbage-collected."""
         return self._object is not None and self._object() is None
 
+    def detached_parameters(self) -> int:
+        """Of an optimizer: how many parameters it steps that none of its owners has."""
+        if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
+            return 0
+        modules = [owner.adapter for owner in self.owners if isinstance(owner.adapter, ModuleAdapter)]
+        if not modules:  # gone, and the optimizer is used on without them
+            return 0
+        known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
+        return sum(id(parameter) not in known for parameter in self.adapter.parameters())
+
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
+
+    def look_for_strays(self) -> None:
+        """See whether what others held at the last offload is still held; while on the device that cannot be told."""
+        if self.holding is not None and self.stray_references and not self.holding.on_device:
+            found = self.holding.lasting_strays()
+            self.stray_references, self.strays = sum(found.values()), ", ".join([*found][:8])
 
     def check_integrity(self) -> None:
         """Compare declared and measured for this handle.

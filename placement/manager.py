@@ -24,6 +24,7 @@ from placement.snapshot import Audit, Snapshot
 from placement.summary import summary
 
 if TYPE_CHECKING:
+    from placement.group.agreement import Group
     from placement.observe.discovery import Identity
     from placement.observe.nvml import OtherProcesses
     from placement.observe.server import MetricsServer
@@ -49,7 +50,7 @@ class Manager:
         device: "auto" (this process's accelerator), "cuda:0", or a `Device`.
         policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance.
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
-        group: ranks that change phase together; None: this process alone.
+        group: ranks that change phase together (`placement.group.StoreGroup`); None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
         settings: further keywords of `Settings` (phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
 
@@ -65,12 +66,10 @@ class Manager:
         device: str | Device = "auto",
         policy: Any = "colocated",
         budget_bytes: int | str | None = None,
-        group: None = None,
+        group: Group | None = None,
         worker_role: str = "hybrid",
         **settings: Any,
     ) -> None:
-        if group is not None:
-            raise ValueError("groups of ranks are not supported yet; leave group=None")
         chosen: dict[str, Any] = {"budget_bytes": budget_bytes, "worker_role": worker_role, **settings}
         chosen |= {"device": device} if isinstance(device, str) else {}
         chosen |= {"policy": policy} if isinstance(policy, str) else {}
@@ -80,7 +79,7 @@ class Manager:
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
-        self._borders = Borders(self.device, self.policy, self.settings, self.journal)
+        self._borders = Borders(self.device, self.policy, self.settings, self.journal, group)
         self._entered: list[Phase] = []
         self._others: OtherProcesses | None = None
         # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.

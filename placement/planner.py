@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from placement import views
@@ -11,7 +11,7 @@ from placement.budget import Budget
 from placement.handle import Handle
 from placement.memory.base import DeviceMemory
 from placement.settings import Settings
-from placement.states import IDLE, Plan, View
+from placement.states import IDLE, HandleView, Plan, View
 
 _HISTORY = 64
 
@@ -31,6 +31,8 @@ class Planner:
         self._history: deque[str] = deque(maxlen=_HISTORY)
         self.memory = memory
         """As last measured."""
+        self.least_bytes: int | None = None
+        """The least budget of all ranks of a group, as of the last border: ranks with one budget make one plan."""
 
     def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
         """The policy's plan for a phase.
@@ -61,15 +63,17 @@ class Planner:
             enclosing=enclosing,
             upcoming=self._upcoming(phase),
             handles=handles,
-            budget_bytes=self._budget.limit(phase, self.memory, sum(handle.resident_bytes for handle in handles.values())),
+            budget_bytes=self._within_the_group(self._budget.limit(phase, self.memory, _held_bytes(handles.values()))),
             worker_role=self._settings.worker_role,
             phases=self._settings.phases,
         )
 
+    def _within_the_group(self, budget_bytes: int) -> int:
+        return budget_bytes if self.least_bytes is None else min(budget_bytes, self.least_bytes)
+
     def budget_bytes(self, phase: str) -> int:
-        """Device bytes that the handles may hold together in a phase, as things are now."""
-        held = sum(handle.resident_bytes for handle in list(self._handles.values()))
-        return self._budget.limit(phase, self.memory, held)
+        """Device bytes that the handles of this rank may hold together in a phase, as things are now."""
+        return self._budget.limit(phase, self.memory, _held_bytes(list(self._handles.values())))
 
     def began(self, phase: str) -> None:
         """A phase is open now: part of the cycle."""
@@ -86,3 +90,8 @@ class Planner:
             if history[index] == phase:
                 return history[index + 1 :]
         return ()
+
+
+def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:
+    """What can be offloaded to make room; what a framework places is memory of others."""
+    return sum(handle.resident_bytes for handle in handles if not handle.external)

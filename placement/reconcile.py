@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from placement.annotate import Annotate, marker
-from placement.errors import BrokenHandleError, IntegrityError, PhaseError
+from placement.errors import BrokenHandleError, CoordinatorLost, IntegrityError, PhaseError
 from placement.handle import Handle
 from placement.journal import Journal, Record
 from placement.machine import Node, path
@@ -137,13 +137,18 @@ class Reconciler:
                     "were kept. Register it without readonly=True if it is meant to be written."
                 )
             )
-        if moved.stray_references and self._strict:
+        if moved.stray_references and self._strict and self._last(handle):
             self._complaints.append(
                 IntegrityError(
-                    f"{moved.stray_references} references to storages of {handle.name!r} were alive at its offload ({moved.strays}). "
+                    f"{handle.stray_references} references to storages of {handle.name!r} were alive at its offload ({handle.strays}). "
                     "What they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
                 )
             )
+
+    def _last(self, handle: Handle) -> bool:
+        """Whether strays of an offload are there to stay."""
+        handle.look_for_strays()
+        return handle.stray_references > 0
 
     def record(self, handle: Handle, trigger: Trigger, source: State, target: State, began_seconds: float, moved: Moved) -> None:
         """Write one state change into the journal, with the time since `began_seconds`."""
@@ -198,11 +203,15 @@ class Reconciler:
 
     # --- all handles
 
-    def advance(self, handles: Mapping[str, Handle], plan: Plan, room_bytes: int) -> None:
+    def advance(
+        self, handles: Mapping[str, Handle], plan: Plan, room_bytes: int, agree: Callable[[Plan], None] = lambda _: None
+    ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
         Args:
             room_bytes: what the budget leaves beside what the handles hold now: a swap may be ahead by that much.
+            agree: called when everything has moved and could still go back without asking anybody for memory; what it raises
+                makes it go back, but for CoordinatorLost, which leaves everything as it is.
 
         Raises:
             Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
@@ -218,13 +227,21 @@ class Reconciler:
             self._march(handles.values(), lambda handle: target_of(handle, plan))
             for complaint in self._take_complaints():
                 raise complaint
+            agree(plan)
             self._finish(handles.values())
+        except CoordinatorLost:  # what was given up stays ours, for whoever goes back later
+            self._moved, self._dropping = {}, ()
+            raise
         except BaseException as error:
             self._go_back(handles, sources, error)
+            self._end()
             raise
-        finally:
-            self._moved, self._dropping = {}, ()
-            self._stock.release()
+        self._end()
+
+    def _end(self) -> None:
+        """The border is over: nothing is remembered of it, and no memory is kept back."""
+        self._moved, self._dropping = {}, ()
+        self._stock.release()
 
     def _leaving_training(self, handles: Iterable[Handle], plan: Plan) -> tuple[Holding, ...]:
         """Whose gradients the plan drops as it takes them out of TRAINING."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from placement import guards
 from placement.adapters import adapter_for
 from placement.adapters.base import Adapter
+from placement.adapters.detect import captured_collectives
 from placement.adapters.module import ModuleAdapter
 from placement.adapters.optimizer import OptimizerAdapter
 from placement.adapters.tensors import plain_parts
@@ -24,6 +26,7 @@ from placement.memory.holding import Holding
 from placement.reconcile import Reconciler
 from placement.states import KINDS, ROLES
 
+_logger = logging.getLogger("placement")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -38,6 +41,7 @@ class Registry:
         self._reconciler = reconciler
         self._phase_now = phase_now
         self._when_gone = when_gone
+        self._has_warned = False
 
     def add(self, name: str, target: Any, *, role: str | None, owner: Handle | str | None, readonly: bool, external: bool) -> Handle:
         """Make a handle, CPU_OFFLOADED, its storages adopted. On any error the object and the registry are as before."""
@@ -121,12 +125,17 @@ class Registry:
                 raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
+            adapter.follow([owner.adapter for owner in handle.owners if owner.adapter is not None])
         if adapter.external is None:
             handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
             with torch.no_grad():
                 holding.adopt()
                 self._reserve_state(holding, adapter)
+            if not self._has_warned and (reason := captured_collectives()) is not None:
+                self._has_warned = True
+                _logger.warning("%s", reason)
         handle.attach(target, adapter, self._when_gone)
+        handle.strangers = handle.detached_parameters()
         handle.guards = guards.install(handle, adapter.key_objects())
         self._by_key.update(dict.fromkeys(keys, handle))
 
@@ -150,9 +159,11 @@ class Registry:
         for index, parameter in enumerate(adapter.parameters()):
             owner = self._owner_of(parameter)
             if owner is None:
+                advice = "Register the modules first, then the optimizers that step them."
+                if any(isinstance(each.adapter, ModuleAdapter) and each.adapter.shows_for_now(parameter) for each in self.handles.values()):
+                    advice = "A sharded module shows it between a forward and reshard(): make the optimizer of the sharded parameters."
                 raise RegistrationError(
-                    f"{handle.name!r}: parameter {index} of shape {tuple(parameter.shape)} belongs to no registered module. "
-                    "Register the modules first, then the optimizers that step them."
+                    f"{handle.name!r}: parameter {index} of shape {tuple(parameter.shape)} belongs to no registered module. {advice}"
                 )
             owners[owner.name] = owner
         handle.owners = tuple(owners.values())

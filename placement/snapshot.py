@@ -36,6 +36,8 @@ class HandleSnapshot(_Frozen):
     """Device bytes it needs while resident."""
     resident_bytes: int
     """Device bytes it holds now."""
+    foreign_bytes: int = 0
+    """Device bytes that a framework keeps for it and that stay there when it is offloaded; not among `resident_bytes`."""
     host_bytes: int
     host_pageable_bytes: int
     """Of those, bytes that could not be pinned."""
@@ -117,5 +119,7 @@ class Audit(_Frozen):
     findings: tuple[Finding, ...]
     resident_bytes: int
     """Measured, all handles."""
+    foreign_bytes: int = 0
+    """What frameworks keep for the handles on the device whatever happens (a reducer's buckets). Named in the report; no finding."""
     report: str
     """The same for a person to read, one line a handle."""

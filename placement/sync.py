@@ -6,14 +6,17 @@ memory that comes and goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from placement.adapters.module import ModuleAdapter
+from placement.adapters.published import Adapters, check_publishable, published
+from placement.adapters.weights import Reader, Weight
 from placement.errors import PhaseError, RegistrationError
-from placement.memory.host import upload
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
@@ -29,61 +32,110 @@ class WeightInfo:
     dtype: torch.dtype
 
 
-def _published(handle: Handle) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's parameters and persistent buffers by name, one with several names once (under the first)."""
-    module = handle.object
-    if module is None:
-        return
-    inner = getattr(module, "module", None) if handle.kind == "engine" else getattr(module, "_orig_mod", module)
-    if not isinstance(inner, torch.nn.Module):
-        raise RegistrationError(f"{handle.name!r} is of kind {handle.kind} and publishes no weights")
-    yield from inner.named_parameters()
-    seen: set[int] = set()
-    for prefix, part in inner.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, buffer
+class Bucket(list[tuple[str, torch.Tensor]]):
+    """Published weights, until the next ones are asked for: then it is empty, and its memory serves them."""
+
+    _is_over = False
+
+    def end(self) -> None:
+        """Take the tensors back."""
+        self.clear()
+        self._is_over = True
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._is_over:
+            raise PhaseError("this bucket of weights is over: each is valid until the next iteration; use it, or copy its tensors, before")
+        return super().__iter__()
+
+    def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[list[tuple[str, torch.Tensor]]]]:
+        return list, (list(self),)  # whoever gets it in another process needs none of our code
 
 
-def weights_info(handle: Handle) -> list[WeightInfo]:
-    """What `weights` would publish; reads no value, moves nothing, calls no collective."""
-    return [WeightInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in _published(handle)]
+def weights_info(handle: Handle, *, dtype: torch.dtype | None, adapters: Adapters) -> list[WeightInfo]:
+    """See `Handle.weights_info`."""
+    root = _root(handle, adapters)
+    found = [] if root is None else published(root, adapters)
+    return [WeightInfo(name, tuple(weight.shape), _cast(weight, dtype)) for name, weight in found]
 
 
-def weights(handle: Handle, *, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def weights(
+    handle: Handle, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
-    return _buckets(handle, bucket_bytes, dtype, _times_begun(handle))
+    root = _root(handle, adapters)
+    found = [] if root is None else published(root, adapters)
+    if root is not None:
+        check_publishable(root, handle.name, found)
+    return _Sync(handle, found, dtype).buckets(bucket_bytes)
 
 
-def _buckets(handle: Handle, bucket_bytes: int, dtype: torch.dtype | None, begun: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in _published(handle):
-        _require_syncing(handle, begun)
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        nbytes = tensor.numel() * wanted.itemsize
-        if bucket and size + nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0  # the consumer is done with it: its memory serves the next one
-            _require_syncing(handle, begun)
-        bucket.append((name, _copy(handle, tensor, wanted)))
-        size += nbytes
-    if bucket:
-        yield bucket
+def _root(handle: Handle, adapters: Adapters) -> torch.nn.Module | None:
+    """The module whose weights are published; None where it is not built, or gone."""
+    if adapters not in get_args(Adapters):
+        raise ValueError(f"adapters={adapters!r} is none of {', '.join(get_args(Adapters))}")
+    target = handle.object
+    module = getattr(target, "module", None) if handle.kind == "engine" else target
+    if target is not None and not isinstance(module, torch.nn.Module):
+        raise RegistrationError(f"{handle.name!r} is of kind {handle.kind} and publishes no weights")
+    return module
 
 
-def _copy(handle: Handle, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The value in torch's own memory on the device, read where it is authoritative now."""
-    with torch.no_grad():
-        value = tensor.detach()
-        shown = handle.holding.over_host(value) if handle.is_streaming and handle.holding is not None else None
-        copy = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-        # What lies in no range (empty, or on the CPU by right) is readable where it is.
-        return copy.copy_(value) if shown is None else upload(copy, shown)
+def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
+    return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
+
+
+class _Sync:
+    """One publishing of a handle's weights."""
+
+    def __init__(self, handle: Handle, found: list[tuple[str, Weight]], dtype: torch.dtype | None) -> None:
+        self._handle = handle
+        self._begun = _times_begun(handle)
+        self._waiting = deque(found)
+        self._dtype = dtype
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        bucket, size = Bucket(), 0
+        try:
+            while self._waiting:
+                _require_syncing(self._handle, self._begun)
+                name, weight = self._waiting[0]
+                nbytes = weight.shape.numel() * _cast(weight, self._dtype).itemsize
+                if bucket and size + nbytes > bucket_bytes:
+                    yield bucket
+                    bucket.end()
+                    bucket, size = Bucket(), 0
+                    continue
+                self._waiting.popleft()
+                bucket.append((name, self._whole(weight)))
+                size += nbytes
+            if bucket:
+                yield bucket  # the last one stays the consumer's: nothing needs its memory
+        except GeneratorExit:
+            self._finish_with_the_others()
+            raise
+
+    def _whole(self, weight: Weight) -> torch.Tensor:
+        """The value in torch's own memory on the device, read where it is authoritative now."""
+        with torch.inference_mode(False), torch.no_grad():
+            return weight.whole(self._reader(), _cast(weight, self._dtype))
+
+    def _reader(self) -> Reader:
+        handle = self._handle
+        if handle.holding is not None:
+            return Reader(handle.holding.device.torch_device, handle.holding.over_host if handle.is_streaming else None)
+        assert isinstance(handle.adapter, ModuleAdapter)
+        return Reader(handle.adapter.compute_device)
+
+    def _finish_with_the_others(self) -> None:
+        """Closed early, here alone perhaps: take part in what is left to gather, so that ranks that go on wait for nobody."""
+        for _, weight in self._waiting:
+            if self._handle.state is not State.SYNCING or self._begun != _times_begun(self._handle):
+                return
+            if weight.is_collective:
+                self._whole(weight)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

@@ -1,17 +1,23 @@
-"""What holds for every test: seeded, no settings from the caller's environment, GPU tests only where there is a GPU."""
+"""What holds for every test: seeded, no settings from the caller's environment, GPU tests only where there is a GPU.
+
+A test against a framework that is not installed is skipped and says so, also where a rank of it has looked for the framework.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import RankError, Ranks
 
 COUNTED = "counted"
+_FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|torchao|veomni)\b[^']*)'")
+"""Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -22,6 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.pluginmanager.hasplugin("xdist"):  # a file stays in one process, and whoever measures a GPU has it alone
         for item in items:
             item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else item.location[0]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except (ModuleNotFoundError, RankError) as error:
+        if (missing := _FRAMEWORK.search(str(error))) is None:
+            raise
+        pytest.skip(f"{missing[1]} is not installed here")
 
 
 @pytest.fixture

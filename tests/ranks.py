@@ -1,4 +1,4 @@
-"""Ranks for tests: processes with a gloo process group that stay alive, because starting one costs seconds.
+"""Ranks for tests: processes with a process group that stay alive, because starting one costs seconds.
 
 `run` calls one function on every rank and gives what each returned. A rank that raises fails the test with its traceback; one
 that does not answer in time (a collective that the other never called) is ended, and the next call starts fresh ones.
@@ -25,11 +25,13 @@ class RankError(AssertionError):
     """What a rank raised, with its traceback as text."""
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, backend: str, connection: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if "cuda" in backend:
+        torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, world_size, False, timeout=timedelta(seconds=START_SECONDS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     connection.send((True, None))
     while True:
         try:
@@ -46,10 +48,15 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
 
 
 class Ranks:
-    """`world_size` processes, started at the first `run`."""
+    """`world_size` processes, started at the first `run`.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        backend: of the process group; one that names cuda gives each rank the GPU of its number.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self._backend = backend
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._store: dist.TCPStore | None = None
@@ -83,7 +90,7 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, self.world_size, True, timeout=timeout, wait_for_workers=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, self._store.port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world_size, self._store.port, self._backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -23,6 +23,13 @@ class Owned:
     tensor: torch.Tensor
     loose: bool = False
     """Comes and goes between phases (a gradient): gets addresses of its own for one offload at a time."""
+    wrapper: torch.Tensor | None = None
+    """What users write through where that is another object (a DTensor): its operations do not count in the version of what it wraps."""
+
+    @property
+    def version(self) -> int:
+        """Counts writes. Some do not count (fused and foreach steps, collectives), so it proves a write and never its absence."""
+        return self.tensor._version + (0 if self.wrapper is None else self.wrapper._version)
 
 
 class Adapter(abc.ABC):
@@ -45,6 +52,25 @@ class Adapter(abc.ABC):
         """The tensors of the object that have a gradient now."""
         return (each.tensor for each in self.owned() if each.tensor.is_leaf and each.tensor.grad is not None)
 
+    def torn(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of tensors that a framework computes with although the object has others in their place by now."""
+        return iter(())
+
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
+        """Loose tensors with gradients that are in no `.grad` of the object's tensors, because no reduction has brought them there yet."""
+        return iter(())
+
+    def drop_unreduced(self) -> None:
+        """Forget these gradients."""
+
+    def guests(self) -> Iterator[torch.Tensor]:
+        """Tensors of the object in storages of other objects (a shard of a model's buffer): known here, never moved with it."""
+        return iter(())
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        """Loose tensors that are there for the object's life with nothing but gradients in them: dropped, they become zero and stay."""
+        return iter(())
+
     @abc.abstractmethod
     def key_objects(self) -> Sequence[Any]:
         """The objects whose identity names this registration: the module and what it wraps, the leaf optimizers, the engine."""
@@ -54,8 +80,25 @@ class Adapter(abc.ABC):
         """Why the framework itself places the bytes (then they are tracked, never moved); None when we move them."""
         return None
 
+    @property
+    def external_state(self) -> str | None:
+        """Why a framework also places the state of whatever optimizer steps the object; None when it does not."""
+        return None
+
     def ready(self) -> None:
         """Before a move off the device, with the device synchronised: give up what was gathered for computing. Idempotent."""
+
+    @property
+    def gathers(self) -> str | None:
+        """Why the object's own `state_dict()` gathers its values on the device; None where the host copy can stand in for them."""
+        return None
+
+    def before_step(self) -> None:
+        """An optimizer is about to step the object's parameters: all gradients are there, and may be gone at the next border."""
+
+    def away(self) -> str | None:
+        """Why an external object cannot be used now and what to do: its framework has offloaded it. None while it can."""
+        return None
 
     def foreign(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of device memory that a framework keeps for the object and that nobody can move."""

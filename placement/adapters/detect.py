@@ -1,79 +1,64 @@
 """What we refuse, and what a framework places itself.
 
-Frameworks are recognised by the classes that an object is made of (`__module__` and name), so none of them is imported here.
+Frameworks are recognised by the classes that an object is made of, which are looked up where they are loaded: none is imported here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from placement.adapters.framework import is_a
 from placement.errors import RegistrationError
 
 TRACK = "or register it with external=True to have it tracked and never moved"
 
 
 class _Known(NamedTuple):
-    """A class of a framework."""
+    """A class of a framework, and what is to be said about its instances."""
 
-    package: str
-    """The class's module is this one or lies below it."""
-    name: str | None
-    """None: every class of the package."""
+    module: str
+    """Where the class can be had once the framework is loaded."""
+    name: str
     advice: str
 
 
 _REFUSED_MODULES = (
-    _Known("torch.nn.parallel", "DistributedDataParallel", f"register a module that is not wrapped, {TRACK}"),
-    _Known("torch.nn.parallel", "DataParallel", "register the plain module: one process drives one device"),
-    _Known("torch.distributed.fsdp", "FullyShardedDataParallel", f"register a module that is not wrapped, {TRACK}"),
+    _Known("torch.nn.parallel.data_parallel", "DataParallel", "register the plain module: one process drives one device"),
     _Known("torch.jit", "ScriptModule", "register the eager module, or use torch.compile instead of TorchScript"),
-    _Known("deepspeed", "DeepSpeedEngine", f"let DeepSpeed offload it (offload_states), {TRACK}"),
-    _Known("deepspeed", "PipelineEngine", f"let DeepSpeed offload it (offload_states), {TRACK}"),
-    _Known("megatron", "DistributedDataParallel", f"register a module that is not wrapped, {TRACK}"),
-    _Known("megatron", "FullyShardedDataParallel", f"register a module that is not wrapped, {TRACK}"),
-    _Known("megatron_fsdp", None, f"register a module that is not wrapped, {TRACK}"),
-    _Known("bitsandbytes", None, f"load the model without quantisation, {TRACK}"),
-    _Known("torchao", None, f"load the model without quantisation, {TRACK}"),
 )
-_FSDP2 = _Known("torch.distributed.fsdp", "FSDPModule", "")
 _EXTERNAL_OPTIMIZERS = (
-    _Known("megatron", "HybridDeviceOptimizer", "Megatron's HybridDeviceOptimizer places its state itself"),
-    _Known("deepspeed", "DeepSpeedCPUAdam", "DeepSpeed's CPU Adam keeps its state on the CPU"),
-    _Known("deepspeed", "DeepSpeedCPUAdagrad", "DeepSpeed's CPU Adagrad keeps its state on the CPU"),
-    _Known("deepspeed", "DeepSpeedCPULion", "DeepSpeed's CPU Lion keeps its state on the CPU"),
-    _Known("torchao", "CPUOffloadOptimizer", "torchao's CPUOffloadOptimizer keeps its state on the CPU"),
+    _Known(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "HybridDeviceOptimizer",
+        "Megatron's HybridDeviceOptimizer places its state itself",
+    ),
+    _Known("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam", "DeepSpeed's CPU Adam keeps its state on the CPU"),
+    _Known("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad", "DeepSpeed's CPU Adagrad keeps its state on the CPU"),
+    _Known("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion", "DeepSpeed's CPU Lion keeps its state on the CPU"),
+    _Known("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer", "DeepSpeed moves its state itself (offload_states, reload_states)"),
+    _Known("torchao.optim.cpu_offload", "CPUOffloadOptimizer", "torchao's CPUOffloadOptimizer keeps its state on the CPU"),
 )
-_REFUSED_OPTIMIZERS = (
-    _Known("torch.distributed", None, f"use an optimizer that is not sharded over ranks, {TRACK}"),
-    _Known("megatron", "DistributedOptimizer", f"use Megatron's HybridDeviceOptimizer, {TRACK}"),
-    _Known("megatron", "MixedPrecisionOptimizer", f"use Megatron's HybridDeviceOptimizer, {TRACK}"),
-    _Known("deepspeed", None, f"let DeepSpeed offload it (offload_states), {TRACK}"),
-    _Known("bitsandbytes", None, f"use an optimizer of torch.optim (paged and 8-bit state cannot be moved), {TRACK}"),
-    _Known("torchao", None, f"use an optimizer of torch.optim, {TRACK}"),
-)
+_REFUSED_OPTIMIZERS: tuple[_Known, ...] = ()
 
 
-def _match(cls: type, table: Iterable[_Known]) -> _Known | None:
-    for base in cls.__mro__:
-        for known in table:
-            if known.name in (None, base.__name__) and (base.__module__ + ".").startswith(known.package + "."):
-                return known
-    return None
+def _match(obj: object, table: Iterable[_Known]) -> _Known | None:
+    return next((known for known in table if is_a(obj, known.module, known.name)), None)
 
 
 def _refusal(name: str, where: str, found: str, supported: str, advice: str) -> RegistrationError:
     return RegistrationError(f"{name!r}{where}: {found} is not supported now. Supported: {supported}. What to do: {advice}.")
 
 
-_PLAIN_MODULES = "plain torch.nn.Module objects, compiled ones too, and FSDP2 under CPUOffloadPolicy (tracked, not moved)"
+_PLAIN_MODULES = "torch.nn.Module objects, also compiled, quantised, with adapters, under DDP, FSDP1, FSDP2, tensor parallel, DeepSpeed"
 _PLAIN_OPTIMIZERS = "the optimizers of torch.optim and their like, and wrappers that hold them"
 
 
 def refuse_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse a module that a framework shards, wraps, moves or quantises.
+    """Refuse a module that a framework shards, wraps or moves, in a way that no adapter knows.
 
     Raises:
         RegistrationError: what was found and where, what is supported now, what to do.
@@ -83,58 +68,57 @@ def refuse_module(name: str, module: torch.nn.Module) -> None:
         where = f" (submodule {path!r})" if path else ""
         cls = type(part)
         if cls not in answers:
-            answers[cls] = _match(cls, _REFUSED_MODULES)
+            answers[cls] = _match(part, _REFUSED_MODULES)
         if (known := answers[cls]) is not None:
             raise _refusal(name, where, f"{cls.__module__}.{cls.__qualname__}", _PLAIN_MODULES, known.advice)
-        if part.__dict__.get("_hf_hook") is not None:
-            found = f"a module that accelerate moves at every forward ({type(part._hf_hook).__name__})"
+        if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):
+            found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
             raise _refusal(name, where, found, _PLAIN_MODULES, f"remove_hook_from_submodules(model), or load without device_map, {TRACK}")
         device_map = part.__dict__.get("hf_device_map")
         if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
             raise _refusal(name, where, f"a device map over {len(device_map)} places", _PLAIN_MODULES, f"load without device_map, {TRACK}")
-    without = [path or "the root" for path, policies in _fsdp2_policies(module) if not _all_on_cpu(policies)]
-    if without:
-        advice = f"fully_shard every part with offload_policy=CPUOffloadPolicy(), {TRACK}"
-        raise _refusal(name, "", f"FSDP2 without CPUOffloadPolicy (at {', '.join(without[:3])})", _PLAIN_MODULES, advice)
 
 
-def _fsdp2_policies(module: torch.nn.Module) -> list[tuple[str, Sequence[Any]]]:
-    """Path and offload policies of every part that `fully_shard` was applied to."""
-    found: list[tuple[str, Sequence[Any]]] = []
-    part: Any
-    for path, part in module.named_modules():
-        if _match(type(part), (_FSDP2,)) is not None:
-            state = part._get_fsdp_state()
-            # torch has had one group a module, later several; the singular name raises where there are several.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-            found.append((path, [group.offload_policy for group in groups]))
-    return found
+def _moves_weights(hook: Any) -> bool:
+    """Whether a hook of accelerate may move weights at a forward. Where a device map has one place it only moves inputs there."""
+    if is_a(hook, "accelerate.hooks", "SequentialHook"):
+        return any(_moves_weights(each) for each in hook.hooks)
+    return not is_a(hook, "accelerate.hooks", "AlignDevicesHook") or bool(hook.offload)
 
 
-def _all_on_cpu(policies: Sequence[Any]) -> bool:
-    return all(any(base.__name__ == "CPUOffloadPolicy" for base in type(policy).__mro__) for policy in policies)
+def captured_collectives() -> str | None:
+    """Why CUDA graphs with collectives in them may hang after a handle has moved, and what to do; None where they cannot.
 
-
-def external_module(module: torch.nn.Module) -> str | None:
-    """Why torch itself places a module's bytes: every FSDP2 part is under CPUOffloadPolicy. None when it does not."""
-    sharded = _fsdp2_policies(module)
-    if sharded and any(policies for _, policies in sharded) and all(_all_on_cpu(policies) for _, policies in sharded):
-        return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
-    return None
+    NCCL registers the buffers of a captured collective by the physical memory behind them, unless it is told not to. What a graph has
+    captured cannot be seen from here: it is said wherever NCCL is in use.
+    """
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    if "nccl" not in str(distributed.get_backend_config()).lower():
+        return None
+    return (
+        "NCCL is in use and NCCL_GRAPH_REGISTER is not 0: a CUDA graph that captures a collective over registered memory may hang when "
+        "it is replayed after that memory was offloaded and loaded. If you capture any, set NCCL_GRAPH_REGISTER=0 before NCCL starts."
+    )
 
 
 def refuse_optimizer(name: str, objects: Iterable[object]) -> None:
-    """Refuse an optimizer when it, or one that it wraps, keeps state where no adapter finds it.
+    """Refuse an optimizer when it, or one that it wraps, keeps state where no adapter finds it, or where nobody may touch it.
 
     Raises:
         RegistrationError: what was found, what is supported now, what to do.
     """
     for obj in objects:
-        if (known := _match(type(obj), _REFUSED_OPTIMIZERS)) is not None:
-            found = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        found = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        if (known := _match(obj, _REFUSED_OPTIMIZERS)) is not None:
             raise _refusal(name, "", found, _PLAIN_OPTIMIZERS, known.advice)
+        if is_a(obj, "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer") and obj._overlap_with_ddp:  # type: ignore[attr-defined]
+            found += " with overlap_with_ddp=True, which steps inside the backward pass and moves parameters into buckets on the way,"
+            raise _refusal(name, "", found, _PLAIN_OPTIMIZERS, f"leave overlap_with_ddp out, {TRACK}")
+        if is_a(obj, "bitsandbytes.optim.optimizer", "Optimizer8bit") and getattr(obj, "is_paged", False):
+            found += " with is_paged, whose state lies in managed memory that the driver pages between host and device,"
+            raise _refusal(name, "", found, _PLAIN_OPTIMIZERS, f"use the optimizer that is not paged: placement offloads it, {TRACK}")
 
 
 def external_optimizer(objects: Iterable[object], parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
@@ -143,7 +127,7 @@ def external_optimizer(objects: Iterable[object], parameters: Sequence[torch.Ten
     Parameters sharded by FSDP2 whose local part lies on the CPU beside an accelerator are under CPUOffloadPolicy.
     """
     for obj in objects:
-        if (known := _match(type(obj), _EXTERNAL_OPTIMIZERS)) is not None:
+        if (known := _match(obj, _EXTERNAL_OPTIMIZERS)) is not None:
             return known.advice
     local = [getattr(parameter, "_local_tensor", None) for parameter in parameters]
     if compute_device.type != "cpu" and local and all(part is not None and part.device.type == "cpu" for part in local):

@@ -9,16 +9,26 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from placement.adapters.base import Owned
+
+if TYPE_CHECKING:
+    from placement.adapters.weights import Weight
 
 
 def loaded_class(module: str, name: str) -> type | None:
     """A class of a framework if the framework has been imported, else None: then nothing can be an instance of it."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
+
+
+def is_a(obj: object, module: str, name: str) -> bool:
+    """Whether an object is an instance of a class of a framework, which need not be loaded."""
+    cls = loaded_class(module, name)
+    return cls is not None and isinstance(obj, cls)
 
 
 class Framework(abc.ABC):
@@ -44,6 +54,11 @@ class Framework(abc.ABC):
         """Why the framework itself places the bytes; None when it leaves them to us."""
         return None
 
+    @property
+    def external_state(self) -> str | None:
+        """Why the state of optimizers that step the module lies where the framework wants, too; None where it does not."""
+        return None
+
     def ready(self) -> None:
         """Before tensors are enumerated for a move off the device: what was gathered for computing is given up again (reshard).
 
@@ -58,9 +73,47 @@ class Framework(abc.ABC):
         """Tensors of the module that a walk of its parameters, buffers and attributes does not find."""
         return iter(())
 
+    def torn(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of what the framework computes with although the module has other tensors in their place by now.
+
+        Somebody replaced them without telling the framework. `ready()` heals what can be healed.
+        """
+        return iter(())
+
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
+        """Those of `tensors()` that are gradients in no `.grad` of a parameter, because no reduction has brought them there yet."""
+        return iter(())
+
+    def drop_unreduced(self) -> None:
+        """Forget these gradients."""
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        """Tensors for the module's life with nothing but gradients in them (loose in `tensors()`): dropped, they become zero and stay."""
+        return iter(())
+
+    @property
+    def gathers(self) -> str | None:
+        """Why the module's own `state_dict()` gathers its values on the device, so that no host copy can stand in; None where it does not."""
+        return None
+
+    def caches(self) -> Iterator[torch.Tensor]:
+        """Tensors that the framework rebuilds when it needs them (workspaces): found in a walk, they are not the module's to move."""
+        return iter(())
+
+    def before_step(self) -> None:
+        """An optimizer is about to step the module's parameters: all gradients are there, and may be gone at the next border."""
+
+    def away(self) -> str | None:
+        """Why the module cannot be called now and what to do: the framework has offloaded it by its own means. None while it can."""
+        return None
+
     def foreign(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of device memory that the framework keeps for the module and that nobody can move (a reducer's buckets)."""
         return iter(())
+
+    def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
+        """By the identity of a module and the name there, weights that the module does not show; None for a parameter that is no weight."""
+        return {}
 
     def drop_caches(self) -> None:
         """Drop what the framework rebuilds when it needs it (workspaces); called once the module is on the host."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from placement.adapters.base import Adapter, Owned
-from placement.adapters.detect import external_module, refuse_module
+from placement.adapters.detect import refuse_module
 from placement.adapters.framework import Framework
 from placement.adapters.frameworks import frameworks_of
 from placement.adapters.tensors import has_bytes, is_plain, nested_tensors, parts_of, problem_of, reference, with_index
@@ -50,7 +50,7 @@ class ModuleAdapter(Adapter):
         self._shown: dict[int, torch.Tensor] = {}
         self._cpu_stays = False
         self._frameworks: list[Framework] = frameworks_of(inner)
-        self._external = "the caller says so (external=True)" if external else external_module(inner)
+        self._external = "the caller says so (external=True)" if external else None
         if self._external is None:
             self._external = next((reason for each in self._frameworks if (reason := each.external) is not None), None)
         if self._external is None:
@@ -69,12 +69,32 @@ class ModuleAdapter(Adapter):
 
         Decided once. After adoption every tensor of a module that was born on the CPU says it is on the accelerator.
         """
-        weights: list[torch.Tensor] = [*module.parameters()] or [*module.buffers()]
+        weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
         return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
 
     def ready(self) -> None:
         for each in self._frameworks:
             each.ready()
+
+    def torn(self) -> Iterator[tuple[str, int]]:
+        return itertools.chain.from_iterable(each.torn() for each in self._frameworks)
+
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
+        return itertools.chain.from_iterable(each.unreduced_gradients() for each in self._frameworks)
+
+    def drop_unreduced(self) -> None:
+        for each in self._frameworks:
+            each.drop_unreduced()
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        return itertools.chain.from_iterable(each.gradient_buffers() for each in self._frameworks)
+
+    def before_step(self) -> None:
+        for each in self._frameworks:
+            each.before_step()
+
+    def away(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.away()) is not None), None)
 
     def foreign(self) -> Iterator[tuple[str, int]]:
         return itertools.chain.from_iterable(each.foreign() for each in self._frameworks)
@@ -87,7 +107,7 @@ class ModuleAdapter(Adapter):
         """Every tensor object, module by module in registration order: parameters with their gradients, buffers, attributes.
 
         Of a tensor that wraps others (a DTensor) those that it wraps. Gradients and tensors of a live autograd graph are loose.
-        Tensors without elements are not among them.
+        Tensors over nothing are not among them.
 
         Raises:
             RegistrationError: a tensor that cannot be moved as bytes was added after registration.
@@ -114,15 +134,43 @@ class ModuleAdapter(Adapter):
         return itertools.chain(parameters, (each for each in super().with_gradients() if id(each) not in known))
 
     @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return self._device
+
+    @property
     def external(self) -> str | None:
         return self._external
+
+    @property
+    def external_state(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.external_state) is not None), None)
+
+    @property
+    def gathers(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.gathers) is not None), None)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters as an optimizer knows them, each once, by the module's own names."""
+        module = self._module()
+        stand_ins = {} if module is None else self._stand_ins()
+        seen: set[int] = set()
+        for name, shown in () if module is None else module.named_parameters():
+            own = stand_ins.get(id(shown), shown)
+            if id(own) not in seen:
+                seen.add(id(own))
+                yield name, own
+
+    def shows_for_now(self, tensor: torch.Tensor) -> bool:
+        """Whether the module shows a tensor only until the framework has given up what it gathered."""
+        return id(tensor) in self._stand_ins()
 
     def _stand_ins(self) -> dict[int, torch.Tensor]:
         return {shown: own for each in self._frameworks for shown, own in each.stand_ins().items()}
 
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
         found: list[Owned] = []
-        seen: set[int] = set()
+        seen: set[int] = {id(cache) for each in self._frameworks for cache in each.caches()}
         self._shown = self._stand_ins()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
@@ -172,14 +220,15 @@ class ModuleAdapter(Adapter):
         # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
         loose = loose or not tensor.is_leaf
         for path, part in parts_of(tensor, name):
+            wrapper = None if part is tensor else tensor
             if self._external is not None:
                 if has_bytes(part):
-                    found.append(Owned(path, part, loose))
+                    found.append(Owned(path, part, loose, wrapper))
             elif not (self._cpu_stays and part.is_cpu):
                 if not is_plain(part, self._device):
                     raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
-                if part.numel():
-                    found.append(Owned(path, part, loose))
+                if part.numel() or part.untyped_storage().nbytes():  # an empty shard is cut from padding that has to move
+                    found.append(Owned(path, part, loose, wrapper))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
             self._add(f"{name}.grad", gradient, found, seen, loose=True)
 

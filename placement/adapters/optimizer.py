@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from placement.adapters import deepspeed, hybrid
 from placement.adapters.base import Adapter, Owned
 from placement.adapters.detect import external_optimizer, refuse_optimizer
-from placement.adapters.tensors import is_plain, nested_tensors, parts_of, plain_parts, problem_of, reference, with_index
+from placement.adapters.leaves import WRAPPING, Leaf, find, is_born, parameters_of, state_of, wrapper_of
+from placement.adapters.megatron import (
+    chunk_parameters,
+    is_megatron_optimizer,
+    main_parameters,
+    model_parameters,
+    scalars_of,
+    storages_of,
+)
+from placement.adapters.quantized import copied_parameters
+from placement.adapters.tensors import is_plain, parts_of, plain_parts, problem_of, reference, with_index
 from placement.adapters.twin import twin_sizes
 from placement.errors import RegistrationError
 
-_WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict")
 _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """An optimizer with a state of its own."""
-
-    path: str
-    """How it is reached from the registered object: "" or "chained_optimizers.1."."""
-    optimizer: Any
-    wraps: bool
-    """It holds further optimizers, so that one step of it steps them too."""
 
 
 class OptimizerAdapter(Adapter):
@@ -54,12 +53,15 @@ class OptimizerAdapter(Adapter):
         self._name = name
         self._device = with_index(compute_device)
         self._root: Callable[[], Any] = reference(optimizer)
-        objects, leaves = _find(optimizer)
-        if not leaves or not callable(getattr(optimizer, "step", None)) or isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        objects, leaves = find(optimizer)
+        # Megatron's wrappers hold no optimizer where this rank has nothing to step.
+        is_optimizer = bool(leaves) or any(is_megatron_optimizer(obj) for obj in objects)
+        is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
+        if not is_optimizer or is_scheduler or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
                 "and it is no module and no engine. "
-                f"Supported: torch.optim.Optimizer, objects that hold such in {', '.join('.' + attribute for attribute in _WRAPPING)}, "
+                f"Supported: torch.optim.Optimizer, objects that hold such in {', '.join('.' + attribute for attribute in WRAPPING)}, "
                 "torch.nn.Module, placement.Engine, and placement.Lazy. "
                 "What to do: register the optimizer itself (a scheduler stays as it is)."
             )
@@ -84,25 +86,49 @@ class OptimizerAdapter(Adapter):
         Raises:
             RegistrationError: state that cannot be moved as bytes was born after registration.
         """
-        leaves = self._leaves()
-        parameters = _parameters(leaves)
+        objects, leaves = self._look()
+        parameters = parameters_of(leaves)
+        models = model_parameters(objects)
         seen = {id(parameter) for parameter in parameters}
-        storages = {part.untyped_storage()._cdata for each in parameters for _, part in plain_parts(each, "")}
+        theirs = {id(own): own for own in (models.get(id(each), each) for each in parameters)}.values()
+        storages = {part.untyped_storage()._cdata for each in theirs for _, part in plain_parts(each, "")}
+        if models and self._external is None:
+            storages |= storages_of(models.values())
+            for main in main_parameters(parameters, models):
+                yield from self._plain(main, storages)
         for leaf in leaves:
-            for name, key, group, tensor in _state_of(leaf):
+            if hybrid.is_hybrid(leaf.optimizer):
+                for held in hybrid.tensors(leaf.optimizer, leaf.path):
+                    seen.add(id(held.tensor))
+                    yield held
+            for name, key, group, tensor in state_of(leaf):
                 if id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
                 if self._external is not None:
-                    yield from (Owned(path, part) for path, part in plain_parts(tensor, name))
+                    yield from (Owned(path, part, wrapper=wrapper_of(tensor, part)) for path, part in plain_parts(tensor, name))
                     continue
                 for path, part in parts_of(tensor, name):
-                    if part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part):
-                        continue
-                    if not is_plain(part, self._device):
-                        raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
-                    if part.numel() and part.untyped_storage()._cdata not in storages:
-                        yield Owned(path, part)
+                    if not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
+                        yield from self._plain(Owned(path, part, wrapper=wrapper_of(tensor, part)), storages)
+
+    def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
+        """A tensor that can be moved as bytes; nothing where it has none, or has them in one of these storages."""
+        if not is_plain(owned.tensor, self._device):
+            raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
+        if owned.tensor.numel() and owned.tensor.untyped_storage()._cdata not in storages:
+            yield owned
+
+    def guests(self) -> Iterator[torch.Tensor]:
+        objects, leaves = self._look()
+        models = model_parameters(objects)
+        storages = storages_of(models.values())
+        for main in main_parameters(parameters_of(leaves), models):
+            if main.tensor.untyped_storage()._cdata in storages:
+                yield main.tensor
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        return ((name, scalar.nbytes) for name, scalar in scalars_of(self._look()[0]) if scalar.device == self._device)
 
     def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
         """Whether a CPU tensor of the state is there by right.
@@ -110,11 +136,22 @@ class OptimizerAdapter(Adapter):
         torch's own step functions keep nothing but counters on the CPU: any other CPU state of theirs was born before the
         parameters came to the device, and has to follow them. What foreign step functions keep there is their affair.
         """
-        is_counter = tensor.dim() == 0 and key in _ON_CPU_UNLESS_CAPTURED and not isinstance(optimizer, torch.optim.ASGD)
-        if is_counter and not (group.get("fused") or group.get("capturable")):
-            return True
+        return self.is_counter(optimizer, key, group, tensor) or not self.follows(optimizer)
+
+    def is_counter(self, optimizer: Any, key: str, group: Mapping[str, Any], value: object) -> bool:
+        """Whether a value of the state is a counter that torch keeps on the CPU."""
+        if not isinstance(value, torch.Tensor) or group.get("fused") or group.get("capturable"):
+            return False
+        return value.dim() == 0 and key in _ON_CPU_UNLESS_CAPTURED and not isinstance(optimizer, torch.optim.ASGD)
+
+    def follows(self, optimizer: Any) -> bool:
+        """Whether state of an optimizer that lies on the CPU goes where its parameters are, counters apart."""
         step = getattr(type(optimizer), "step", None)
-        return self._device.type != "cpu" and not getattr(step, "__module__", "").startswith("torch.optim.")
+        return self._device.type == "cpu" or getattr(step, "__module__", "").startswith("torch.optim.")
+
+    def optimizers(self) -> list[Any]:
+        """The optimizers with a state of their own, inner ones before what wraps them."""
+        return [leaf.optimizer for leaf in self._leaves()]
 
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing when it is gone."""
@@ -127,13 +164,45 @@ class OptimizerAdapter(Adapter):
     def external(self) -> str | None:
         return self._external
 
+    def follow(self, owners: Iterable[Adapter]) -> None:
+        """Learn whose parameters are stepped: where a framework places these, their state may be its affair too.
+
+        Raises:
+            RegistrationError: for some of the modules it is, for others not.
+        """
+        reasons = [owner.external_state for owner in owners]
+        if self._external is not None or not any(reasons):
+            return
+        if not all(reasons):
+            raise RegistrationError(
+                f"{self._name!r} steps parameters whose state a framework places ({next(filter(None, reasons))}) and others. What to do: "
+                "an optimizer for each, or external=True to have it tracked and never moved."
+            )
+        self._external = reasons[0]
+
     def parameters(self) -> list[torch.Tensor]:
-        """The distinct parameters that the optimizer steps, in the order of the optimizers and their groups."""
-        return _parameters(self._leaves())
+        """The distinct parameters that the optimizer steps, in the order of the optimizers and their groups.
+
+        Of a main parameter or a shard the module's own; of an optimizer that is sharded over ranks also those that other ranks step.
+        """
+        objects, leaves = self._look()
+        if flattened := deepspeed.model_parameters(objects):
+            return flattened
+        models = model_parameters(objects) | copied_parameters(objects)
+        known = itertools.chain((models.get(id(each), each) for each in parameters_of(leaves)), chunk_parameters(objects))
+        return list({id(own): own for own in known}.values())
+
+    def away(self) -> str | None:
+        names = deepspeed.offloaded(self._root())
+        return deepspeed.advice(names) if names else None
 
     def state_is_born(self) -> bool:
         """Whether any optimizer found in the object has state: true from the first step, or from the constructor (Adagrad)."""
-        return any(_is_born(leaf.optimizer) for leaf in self._leaves())
+        return any(is_born(leaf.optimizer) for leaf in self._leaves())
+
+    def state_is_all_born(self) -> bool:
+        """Whether every optimizer found in the object has state."""
+        return all(is_born(leaf.optimizer) for leaf in self._leaves())
 
     def expected_sizes(self) -> Sequence[int] | None:
         """Bytes of each storage that the first step will create, in parameter order; empty once the state is born.
@@ -143,102 +212,19 @@ class OptimizerAdapter(Adapter):
         if self._external is not None:
             return ()
         sizes: list[int] = []
-        for leaf in self._leaves():
-            if _is_born(leaf.optimizer):
+        objects, leaves = self._look()
+        for leaf in leaves:
+            if is_born(leaf.optimizer):
                 continue
-            born = None if leaf.wraps else twin_sizes(leaf.optimizer, self._device)
+            born = None if leaf.wraps else twin_sizes(leaf.optimizer, self._device, model_parameters(objects))
             if born is None:
                 return None
             sizes.extend(born)
         return sizes
 
-    def _leaves(self) -> list[_Leaf]:
+    def _leaves(self) -> list[Leaf]:
+        return self._look()[1]
+
+    def _look(self) -> tuple[list[Any], list[Leaf]]:
         root = self._root()
-        return _find(root)[1] if root is not None else []
-
-
-def _find(root: Any) -> tuple[list[Any], list[_Leaf]]:
-    """Every object on the way and every optimizer with a state of its own, inner ones before what wraps them."""
-    objects: list[Any] = []
-    leaves: list[_Leaf] = []
-    visited: set[int] = set()
-    states: set[int] = set()
-
-    def visit(obj: Any, path: str) -> None:
-        if id(obj) in visited:
-            return
-        visited.add(id(obj))
-        objects.append(obj)
-        found_before = len(leaves)
-        for name, inner in _wrapped(obj):
-            visit(inner, f"{path}{name}.")
-        fields = getattr(obj, "__dict__", {})
-        state = fields.get("state")
-        # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
-        if isinstance(state, Mapping) and isinstance(fields.get("param_groups"), list) and id(state) not in states:
-            states.add(id(state))
-            leaves.append(_Leaf(path, obj, wraps=len(leaves) > found_before))
-
-    visit(root, "")
-    return objects, leaves
-
-
-def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
-    fields = dict(getattr(obj, "__dict__", {}))
-    for name in _WRAPPING:
-        # Some wrappers offer what they wrap as a property.
-        if name not in fields and isinstance(getattr(type(obj), name, None), property):
-            fields[name] = getattr(obj, name, None)
-    for name, value in fields.items():
-        if name in _WRAPPING:
-            yield from _objects_in(value, name)
-        elif isinstance(value, torch.optim.Optimizer):
-            yield name, value
-
-
-def _objects_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple, Mapping)):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _objects_in(part, f"{name}.{key}")
-    elif value is not None:
-        yield name, value
-
-
-def _parameters(leaves: Sequence[_Leaf]) -> list[torch.Tensor]:
-    distinct: dict[int, torch.Tensor] = {}
-    for leaf in leaves:
-        for group in leaf.optimizer.param_groups:
-            for parameter in group["params"]:
-                distinct.setdefault(id(parameter), parameter)
-    return list(distinct.values())
-
-
-def _state_of(leaf: _Leaf) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Tensor]]:
-    """Name, key within the parameter's state, parameter group and tensor; by parameter, then what is not kept by parameter."""
-    state: Mapping[Any, Any] = leaf.optimizer.state
-    if not state:
-        return
-    order: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    for group in leaf.optimizer.param_groups:
-        for parameter in group["params"]:
-            order.setdefault(id(parameter), (len(order), group))
-    last: tuple[int, Mapping[str, Any]] = (len(order), {})
-    for owner, entry in sorted(state.items(), key=lambda item: order.get(id(item[0]), last)[0]):
-        index, group = order.get(id(owner), last)
-        label = f"{leaf.path}state.{index if id(owner) in order else _label(owner)}"
-        if not isinstance(entry, Mapping):
-            yield from ((name, str(owner), group, tensor) for name, tensor in nested_tensors(entry, label))
-            continue
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{label}.{key}", str(key), group, value
-            elif isinstance(value, (list, tuple, Mapping)):
-                yield from ((name, str(key), group, tensor) for name, tensor in nested_tensors(value, f"{label}.{key}"))
-
-
-def _label(owner: Any) -> str:
-    return "unlisted" if isinstance(owner, torch.Tensor) else str(owner)
-
-
-def _is_born(optimizer: Any) -> bool:
-    return any(entry if isinstance(entry, Mapping) else True for entry in optimizer.state.values())
+        return find(root) if root is not None else ([], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,8 +11,19 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from placement.adapters.framework import loaded_class
+
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs an adapter of its own.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Classes whose bytes lie in the tensor's own storage, as a plain one's. What they keep beside it their framework's adapter finds.
+_CARRIERS = (("bitsandbytes.nn.modules", "Params4bit"), ("bitsandbytes.nn.modules", "Int8Params"))
+
+
+@functools.cache
+def is_plain_type(cls: type) -> bool:
+    """Whether tensors of a class have their bytes in their own storage, and nowhere else that we do not know."""
+    known = (loaded_class(*each) for each in _CARRIERS)
+    return cls in PLAIN_TYPES or any(carrier is not None and issubclass(cls, carrier) for carrier in known)
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -30,7 +42,7 @@ def reference(obj: Any) -> Callable[[], Any]:
 def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
     """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every boundary, so it stays cheap."""
     return (
-        type(tensor) in PLAIN_TYPES
+        is_plain_type(type(tensor))
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.device == compute_device)
         and not tensor.is_nested
@@ -43,7 +55,7 @@ def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None
     """What is wrong with a tensor and what to do about it, for an error message; None when it can be moved."""
     if is_lazy(tensor):
         return "has no shape yet: run one forward pass before registering"
-    if type(tensor) not in PLAIN_TYPES or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not is_plain_type(type(tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         kind = type(tensor)
         return (
             f"is a {kind.__module__}.{kind.__qualname__}: only plain tensors and parameters can be moved now; "
@@ -74,8 +86,10 @@ def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, item
         elif isinstance(item, (list, tuple, Mapping)) and item and id(item) not in visited:
             visited.add(id(item))
-            pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
-            stack.extend([(f"{path}.{key}", part) for key, part in pairs][::-1])
+            pairs = list(item.items() if isinstance(item, Mapping) else enumerate(item))
+            # A key may be a parameter, and its text all of its values: nobody may read them here, least of all where there are none.
+            labels = (key if isinstance(key, (str, int)) else f"[{index}]" for index, key in enumerate(key for key, _ in pairs))
+            stack.extend([(f"{path}.{label}", part) for label, (_, part) in zip(labels, pairs, strict=True)][::-1])
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,9 +109,36 @@ def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tenso
 
 def has_bytes(part: torch.Tensor) -> bool:
     """Whether a part is a plain tensor with bytes behind it."""
-    return type(part) in PLAIN_TYPES and not part.is_meta and part.numel() > 0
+    return is_plain_type(type(part)) and not part.is_meta and part.numel() > 0
 
 
 def plain_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of a tensor's parts that have bytes of their own."""
     return ((path, part) for path, part in parts_of(tensor, name) if has_bytes(part))
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor has its bytes in other tensors, which it wraps."""
+    return type(tensor) not in PLAIN_TYPES and is_traceable_wrapper_subclass(tensor)
+
+
+def local_device(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor's bytes are on this rank."""
+    return next((part.device for _, part in parts_of(tensor, "")), tensor.device)
+
+
+def rewrapped(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `change` makes of a tensor; of a wrapper the same wrapper around what it makes of the parts. Calls no collective."""
+    if not is_wrapper(tensor):
+        return change(tensor)
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    parts = {name: getattr(wrapper, name) for name in names}
+    inner = {name: rewrapped(part, change) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+    found: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, context, wrapper.size(), wrapper.stride())
+    return found
+
+
+def align(wrapper: torch.Tensor) -> None:
+    """Make a wrapper's outside say what its parts are now (their device). `.data =` reaches the outside alone."""
+    wrapper.data = rewrapped(wrapper, lambda part: part)

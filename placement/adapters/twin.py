@@ -5,39 +5,46 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 
-from placement.adapters.tensors import nested_tensors
+from placement.adapters.tensors import nested_tensors, parts_of
 
 
-def twin_sizes(optimizer: torch.optim.Optimizer, compute_device: torch.device) -> list[int] | None:
+def twin_sizes(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> list[int] | None:
     """Bytes of every storage that the first step of `optimizer` will create on the device, 0-dimensional CPU tensors not counted.
 
     A twin of the same class is stepped on meta tensors: no memory, no value, no hook and no random state of the user is touched.
     Every parameter that requires a gradient is taken to get one. None when the class cannot be stepped without data.
+
+    Args:
+        given: identities of parameters that get a gradient without autograd (main parameters).
     """
     python_state = random.getstate()
     devices = [compute_device] if compute_device.type == "cuda" else []
     try:
         # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
-            return _step_twin(optimizer)
+            return _step_twin(optimizer, given)
     except Exception:  # a user's class may do anything in a step; then its state is sized when it is born
         return None
     finally:
         random.setstate(python_state)
 
 
-def _step_twin(optimizer: torch.optim.Optimizer) -> list[int]:
+def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> list[int]:
     groups = [_twin_group(group) for group in optimizer.param_groups]
     cls: Any = type(optimizer)
     twin = cls(groups)
     for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
         for parameter, source in zip(group["params"], original["params"], strict=True):
-            if source.requires_grad:
+            if source.requires_grad or id(source) in given:
                 parameter.grad = torch.empty_like(parameter)
+    for name, value in vars(optimizer).items():  # what a constructor was told beside the groups (a block size)
+        if type(value) in (bool, int, float, str) and type(vars(twin).get(name)) is type(value):
+            setattr(twin, name, value)
     # The innermost function: without the wrappers that torch's constructor puts around it, which run the user's global hooks.
     inspect.unwrap(cls.step)(twin)
     sizes: list[int] = []
@@ -45,7 +52,7 @@ def _step_twin(optimizer: torch.optim.Optimizer) -> list[int]:
     for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
         on_device = bool(original.get("fused") or original.get("capturable"))
         for parameter in group["params"]:
-            for _, tensor in nested_tensors(twin.state.get(parameter, {}), ""):
+            for tensor in _parts_in(twin.state.get(parameter, {})):
                 storage = tensor.untyped_storage()
                 if storage._cdata in seen or not (tensor.is_meta or on_device):
                     continue
@@ -55,11 +62,25 @@ def _step_twin(optimizer: torch.optim.Optimizer) -> list[int]:
     return [size for size in sizes if size]
 
 
+def _parts_in(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes of a parameter's state."""
+    return (part for _, tensor in nested_tensors(state, "") for _, part in parts_of(tensor, ""))
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded parameter, which is what its state is made like; any other parameter itself.
+
+    A step of DTensors may call collectives (a norm, a mean), and registering must not.
+    """
+    parts = list(parts_of(parameter, ""))
+    return parts[0][1] if len(parts) == 1 else parameter
+
+
 def _twin_group(group: dict[str, Any]) -> dict[str, Any]:
     twin: dict[str, Any] = {}
     for key, value in group.items():
         if key == "params":
-            twin[key] = [torch.nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in value]
+            twin[key] = [torch.nn.Parameter(torch.empty_like(_held(parameter), device="meta")) for parameter in value]
         elif key in ("fused", "foreach", "capturable", "differentiable"):
             # The plain implementation makes the same state, and is the only one that runs on meta tensors.
             twin[key] = False

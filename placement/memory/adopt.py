@@ -43,6 +43,13 @@ class Claim:
     aliases: tuple[torch.Tensor, ...]
 
     @property
+    def bases(self) -> tuple[torch.Tensor, ...]:
+        """What these tensors are views of and nobody names: autograd keeps it as long as the view (the padded shard of FSDP2)."""
+        named = {id(alias) for alias in self.aliases}
+        bases = {id(base): base for alias in self.aliases if (base := alias._base) is not None and id(base) not in named}
+        return tuple(bases.values())
+
+    @property
     def nbytes(self) -> int:
         return self.storage.nbytes()
 
@@ -111,7 +118,7 @@ class Adoption:
             # One new storage for all aliases, also when an interrupt and a repetition come between them.
             if index not in self._homes:
                 self._homes[index] = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
-            _rebind(claim.aliases, self._homes[index])
+            _rebind((*claim.bases, *claim.aliases), self._homes[index])
         self._homes.pop(index, None)
 
     def forget_claims(self) -> None:
@@ -233,7 +240,7 @@ def _refuse_unknown(claim: Claim) -> None:
         if alias.is_inference():
             raise RegistrationError(f"{claim.name!r}: an inference tensor cannot change device; make it outside inference mode")
     # One reference from each tensor and one from the Python object of the storage.
-    surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - 1
+    surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - len(claim.bases) - 1
     if surplus > 0:
         shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
         raise RegistrationError(

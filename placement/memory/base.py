@@ -126,8 +126,6 @@ class Device(abc.ABC):
 
     name: str
     """As users write it: "cuda:0", "simulated"."""
-    uuid: str = ""
-    """The accelerator's own name, as `nvidia-smi -L` says it; empty without one. `cuda:0` of two processes may be two GPUs."""
     torch_device: torch.device
     """Where tensors over a range say they are (`cpu` on the simulated device)."""
     granularity: int
@@ -136,6 +134,11 @@ class Device(abc.ABC):
     """The size of a full chunk, a multiple of the granularity."""
     pinned_limit_bytes: int | None = None
     """Most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
+
+    @property
+    def uuid(self) -> str:
+        """The accelerator's own name, as `nvidia-smi -L` says it; empty without one. `cuda:0` of two processes may be two GPUs."""
+        return ""
 
     @abc.abstractmethod
     def host(self, nbytes: int) -> HostSlab:

@@ -57,7 +57,6 @@ class CudaDevice(Device):
     def __init__(self, index: int = 0, *, chunk_bytes: int = 64 << 20, peers: Sequence[int] | None = None) -> None:
         self._driver = Driver(index, peers)
         self.name = f"cuda:{index}"
-        self.uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         self.torch_device = torch.device("cuda", index)
         self.granularity = self._driver.granularity
         self.chunk_bytes = self._rounded(max(chunk_bytes, 1))
@@ -72,6 +71,10 @@ class CudaDevice(Device):
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
+
+    @property
+    def uuid(self) -> str:
+        return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
 
     def host(self, nbytes: int) -> HostSlab:
         pin = functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)

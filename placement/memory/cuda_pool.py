@@ -217,8 +217,8 @@ def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None
         place = bisect.bisect_right(segments, (storage.data_ptr(), sys.maxsize)) - 1
         if place >= 0 and storage.data_ptr() < segments[place][1]:
             raise RegistrationError(
-                f"{name!r} lies in a private memory pool (a captured CUDA graph's, or a MemPool): register before capturing, "
-                "and build the object outside the pool"
+                f"{name!r} lies in a private memory pool (a captured CUDA graph's, or a MemPool such as one of ncclMemAlloc, whose buffers "
+                "NCCL registers): register before capturing, and build the object outside the pool"
             )
 
 

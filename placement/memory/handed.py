@@ -2,7 +2,7 @@
 
 A state dict's tensors alias the live ones. Over a range they would read poison after the next offload, so the living ones are
 pointed to the host copy when the bytes go there, and back to the device when they return: whoever holds a state dict reads
-what the object holds, wherever it is.
+what the object holds, wherever it is. Of a wrapper (a DTensor) the parts follow, and the wrapper says where they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from placement.adapters.tensors import align, is_plain_type, is_wrapper, parts_of, rewrapped
 from placement.memory.base import Device
 from placement.memory.range import Range
 
@@ -23,6 +24,8 @@ class Handed:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tensors: list[weakref.ref[torch.Tensor]] = []
+        """Plain ones: those handed out as they are, and the parts of the wrappers."""
+        self._wrappers: list[weakref.ref[torch.Tensor]] = []
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage that shows a place, by address, while anybody holds it."""
 
@@ -43,22 +46,19 @@ class Handed:
             empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
             return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Remember a tensor that is about to be handed out; it must be nobody else's object."""
-        self._tensors = [ref for ref in self._tensors if ref() is not None] if len(self._tensors) % 256 == 255 else self._tensors
-        self._tensors.append(weakref.ref(tensor))
-        return tensor
-
     def disown(self, live: Iterable[torch.Tensor]) -> None:
         """Forget tensors that are the object's own now: `load_state_dict` of an optimizer takes over the tensors that it is given."""
         if self._tensors:
             own = {id(tensor) for tensor in live}
             self._tensors = [ref for ref in self._tensors if (tensor := ref()) is not None and id(tensor) not in own]
+            kept = [(ref, wrapper) for ref in self._wrappers if (wrapper := ref()) is not None]
+            self._wrappers = [ref for ref, wrapper in kept if not any(id(part) in own for _, part in parts_of(wrapper, ""))]
 
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        """The plain tensors and the parts of wrappers."""
         for ref in self._tensors:
             tensor = ref()
             if tensor is not None:
@@ -72,18 +72,30 @@ class Handed:
         Args:
             from_host: its values are in the host copy now, and no longer on the device.
         """
-        if tensor.untyped_storage().nbytes() == 0:
-            return tensor
+        if isinstance(tensor, torch.nn.Parameter) and not from_host:
+            return tensor  # asked for with keep_vars: the live parameter itself
+        if not is_wrapper(tensor):
+            # Of classes that we do not know (FSDP1's ShardedTensor) nothing can lie in a range: they were gathered and cut for this.
+            is_ours = is_plain_type(type(tensor)) and tensor.untyped_storage().nbytes() > 0
+            return self._hand_out_plain(tensor, ranges, from_host) if is_ours else tensor
+        with torch.no_grad():
+            # Not of tensor.detach(): wrappers have code of their own for that, and some (torchao's optimizer state) read values in it.
+            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, ranges, from_host)).requires_grad_(False)
+        self._wrappers = _add(self._wrappers, shown)
+        return shown
+
+    def _hand_out_plain(self, tensor: torch.Tensor, ranges: Sequence[Range], from_host: bool) -> torch.Tensor:
         host = self.over_host(tensor, ranges) if from_host else None
         if host is not None:
             self.note_shown(ranges, [host])
-            return self.add(host)
-        if isinstance(tensor, torch.nn.Parameter):
-            return tensor  # asked for with keep_vars: the live parameter itself
-        return self.add(tensor.detach())
+        elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor: it says the same as the others
+            host = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        found = tensor.detach() if host is None else host
+        self._tensors = _add(self._tensors, found)
+        return found
 
     def over_host(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
-        """The same tensor over the host copy; None when its storage is not in a range.
+        """The same plain tensor over the host copy; None when its storage is not in a range.
 
         Its storage has the size of the original, so that saving it writes no more than that.
         """
@@ -99,9 +111,7 @@ class Handed:
         if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
             return None
         addresses, offset = place[0].adoption.addresses, place[1]
-        return self.over(
-            tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes())
-        )
+        return self.over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
     def note_shown(self, ranges: Sequence[Range], tensors: Iterable[torch.Tensor] | None = None) -> None:
         """The host copies of these tensors (None: of all) can be written through from now on."""
@@ -114,23 +124,53 @@ class Handed:
         """Point every living tensor to the host copy, but for those of storages that follow by themselves. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
+            if tensor.numel() == 0 and not tensor.is_cpu:
+                return torch.empty_like(tensor, device="cpu")
             return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor, ranges)
 
         self._point_to(find)
 
     def point_to_device(self, ranges: Sequence[Range]) -> None:
         """Point every living tensor to the device. Idempotent."""
-        self._point_to(lambda tensor: self._over_device(tensor, ranges))
+
+        def find(tensor: torch.Tensor) -> torch.Tensor | None:
+            if tensor.numel() == 0 and tensor.device != self._device.torch_device:
+                return torch.empty_like(tensor, device=self._device.torch_device)
+            return self._over_device(tensor, ranges)
+
+        self._point_to(find)
+
+    def leave(self, ranges: Sequence[Range] | None = None) -> None:
+        """Give every living tensor memory of its own, with today's values: the ranges that they lie in are about to go.
+
+        Args:
+            ranges: only what lies in these, and then in host memory, because nothing else has the values; None: all, where they are.
+        """
+        if ranges is None:
+            self._point_to(lambda tensor: tensor.detach().clone())
+        elif ranges:
+            self._point_to(lambda tensor: None if _place(tensor, ranges) is None else tensor.detach().to("cpu", copy=True))
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to what `find` gives for it; None leaves it where it is. Idempotent."""
-        for tensor in self:
-            there = find(tensor)
-            if there is not None:
-                with torch.no_grad():
+        with torch.no_grad():
+            for tensor in self:
+                there = find(tensor)
+                if there is not None:
                     tensor.data = there
+            for wrapper in self._wrappers:
+                if (alive := wrapper()) is not None:
+                    align(alive)
         self._tensors = [ref for ref in self._tensors if ref() is not None]
+        self._wrappers = [ref for ref in self._wrappers if ref() is not None]
         self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
+
+
+def _add(known: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> list[weakref.ref[torch.Tensor]]:
+    """Remember one more tensor, which must be nobody else's object. The dead are swept out now and then."""
+    living = [ref for ref in known if ref() is not None] if len(known) % 256 == 255 else known
+    living.append(weakref.ref(tensor))
+    return living
 
 
 def _place(tensor: torch.Tensor, ranges: Sequence[Range]) -> tuple[Range, int] | None:

@@ -14,17 +14,21 @@ from dataclasses import dataclass
 import torch
 
 from placement.adapters.base import Adapter
-from placement.adapters.tensors import parts_of
+from placement.adapters.tensors import align, parts_of
 from placement.errors import DeviceMemoryError, IntegrityError
 from placement.memory import adopt, poisoned
 from placement.memory.base import Device
 from placement.memory.claims import RANGES
 from placement.memory.fingerprint import fingerprints
 from placement.memory.handed import Handed
-from placement.memory.intake import Intake
+from placement.memory.intake import Intake, guests_elsewhere, known_aliases
+from placement.memory.loans import Loans
 from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
+
+_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
+"""How long strays are waited for before somebody complains of them, where there is a process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Holding:
         self.on_device = False
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
         self.handed = Handed(device)
+        self.loans = Loans()
         self._intake = Intake(device, adapter, name, self)
         self._zeroed = Zeroed(device, adapter)
         self.offloaded_timestamp_seconds = time.time()
@@ -75,6 +80,8 @@ class Holding:
         """Whether copies to the device may be under way that no decision has taken over yet."""
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
+        self.foreign: tuple[tuple[str, int], ...] = ()
+        """Name and bytes of what a framework keeps on the device for the object, offloaded or not, as of the last look."""
 
     # --- measuring
 
@@ -108,6 +115,7 @@ class Holding:
     def look(self) -> None:
         """Measure what the object owns in torch's memory."""
         self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+        self.foreign = tuple(self.adapter.foreign())
 
     # --- adopting
 
@@ -140,6 +148,8 @@ class Holding:
             raise
         was_on_device = any(claim.storage.device == self.device.torch_device for claim in (*stay, *loose))
         del stay, loose, fresh
+        self.foreign = tuple(self.adapter.foreign())
+        self._align_wrappers()
         self.count_uses()
         self.newborn()
         self._versions_offloaded = self._intake.versions
@@ -150,7 +160,7 @@ class Holding:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
         before, here = self.ranges, 0
         born = self.newborn()
-        poisoned.refuse(self.device, self.name, born, self.ranges)
+        self._refuse_poisoned(born)
         before_versions, self._versions_offloaded = self._versions_offloaded, self._intake.versions
         poisoned.refuse_written(self.name, before_versions, self._intake.versions, self.ranges)
         for loose, claims in enumerate(born):
@@ -159,8 +169,37 @@ class Holding:
             if fresh is not None:
                 self._keep((*self.ranges, fresh))
                 fresh.move_in()
+        if len(self.ranges) > len(before):
+            self._align_wrappers()
         self.loose_bytes = here
         return self.ranges[len(before) :]
+
+    def take_in_restored(self) -> None:
+        """Adopt what was put into the offloaded object with its values (state from a checkpoint): they go straight to the host copy."""
+        stay, _ = self.newborn()
+        fresh = self._intake.take_in(stay, False)
+        if fresh is not None:
+            self.device.sync()
+            self._is_settled = False
+            self._keep((*self.ranges, fresh))
+            del stay
+            self.settle(Stock(self.device))
+            self._align_wrappers()
+            self.count_uses()
+
+    def _refuse_poisoned(self, born: poisoned.Born) -> None:
+        try:
+            poisoned.refuse(self.device, self.name, born, self.ranges)
+        except IntegrityError:
+            self.newborn()  # what was put back lies in other storages now, which were never counted
+            self._versions_offloaded = self._intake.versions
+            raise
+
+    def _align_wrappers(self) -> None:
+        """A wrapper whose parts were rebound to another device says so itself."""
+        for owned in self.adapter.owned():
+            if owned.wrapper is not None and owned.wrapper.device != owned.tensor.device:
+                align(owned.wrapper)
 
     def drop_dead(self, stock: Stock) -> None:
         """Return ranges that no tensor uses any more (dropped gradients, replaced optimizer state)."""
@@ -176,9 +215,7 @@ class Holding:
 
     def _drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
-        for tensor in self.handed if gone else ():  # nothing but a state dict has these values: it keeps them
-            if any(r.has(tensor.untyped_storage().data_ptr()) for r in gone):
-                tensor.data = tensor.detach().to("cpu", copy=True)
+        self.handed.leave(gone)
         for r in gone:
             self._vacate(r, stock)
             RANGES.remove(r.adoption.addresses.base)
@@ -195,9 +232,11 @@ class Holding:
         """
         if self.lost is not None:
             raise IntegrityError(self.lost)
+        if self.on_device:
+            self.loans.wait()  # what leaves the device is written over the host copy
         if not self.on_device and self._dead():
             # Before the dead are dropped, with the only good values in them.
-            poisoned.refuse(self.device, self.name, self.newborn(), self.ranges)
+            self._refuse_poisoned(self.newborn())
         self._is_settled = False
         self._is_copying = not self.on_device
         if self.on_device:
@@ -208,7 +247,7 @@ class Holding:
 
     def dead_ranges(self) -> tuple[Range, ...]:
         """Ranges with nothing but gradients in them: what need not be saved when gradients are dropped."""
-        dead = {gradient.untyped_storage()._cdata for gradient in self._gradients().values()}
+        dead = {gradient.untyped_storage()._cdata for gradient in self._gradients().values()} | self._lasting()
         living = {each.tensor.untyped_storage()._cdata for each in self.adapter.owned() if not each.loose}
         return tuple(
             r for r in self.ranges if r.loose and all(p.ref.expired() or p.ref.cdata in dead - living for p in r.placed)
@@ -217,12 +256,29 @@ class Holding:
     def _gradients(self) -> dict[int, torch.Tensor]:
         """The tensors that hold the bytes of the object's gradients, by identity."""
         gradients = [owner.grad for owner in self.adapter.with_gradients() if owner.grad is not None]
+        gradients += self.adapter.unreduced_gradients()
         return {id(part): part for gradient in gradients for _, part in parts_of(gradient, "")}
 
+    def _lasting(self) -> set[int]:
+        """The storages of gradients that the framework goes on using when the gradients are dropped."""
+        return {buffer.untyped_storage()._cdata for buffer in self.adapter.gradient_buffers()}
+
     def drop_gradients(self) -> None:
-        """Set every gradient to None. Ranges that this leaves empty go at the next move."""
+        """Set every gradient to None. Ranges that this leaves empty go at the next move. Buffers of gradients on the device become zero."""
         for owner in self.adapter.with_gradients():
             owner.grad = None
+        self.adapter.drop_unreduced()
+        for buffer in self.adapter.gradient_buffers() if self.on_device else ():
+            buffer.detach().zero_()
+
+    def _empty(self, dropped: Sequence[Range], stock: Stock) -> None:
+        """Take the ranges of dropped gradients out. What the framework goes on using stays, and will be zero when it is loaded."""
+        lasting = self._lasting()
+        staying = [r for r in dropped if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)]
+        for r in staying:
+            r.prints = None
+            r.slab.view(0, r.nbytes).zero_()
+        self._drop([r for r in dropped if r not in staying], stock)
 
     def take_in_newborn(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
@@ -250,12 +306,26 @@ class Holding:
         for r, now in prints:
             r.prints = now
         self.handed.point_to_host(self.ranges, except_for=self._moving_in)
-        surplus = {entry.name: entry.surplus() for r in before for entry in r.placed}
+        surplus = self.strays(before)
         self._keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
         self.on_device = False
-        return sum(surplus.values()), ", ".join([name for name, count in surplus.items() if count][:8])
+        return sum(surplus.values()), ", ".join([*surplus][:8])
+
+    def strays(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
+        """By name, the references to adopted storages that others hold now."""
+        lasting = self._lasting()  # the framework holds these, as often as it likes
+        placed = [entry for r in (self.ranges if ranges is None else ranges) for entry in r.placed if entry.ref.cdata not in lasting]
+        return {entry.name: count for entry in placed if (count := entry.surplus(known_aliases(entry.ref.cdata)))}
+
+    def lasting_strays(self) -> dict[str, int]:
+        """The same, but for those that go by themselves: a process group's thread lets go of what it sent a moment after its collective."""
+        for seconds in _WAITS_SECONDS:
+            if not (found := self.strays()) or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+                return found
+            time.sleep(seconds)
+        return self.strays()
 
     def commit_load(self) -> None:
         """Every byte is on its way, and the current stream waits for it: decide."""
@@ -286,7 +356,7 @@ class Holding:
                 self.device.sync()
             if self._dropped is not None:
                 self.drop_gradients()
-                self._drop(self._dropped, stock)
+                self._empty(self._dropped, stock)
             for r in self.ranges:
                 self._vacate(r, stock)
                 r.move_in()
@@ -296,6 +366,7 @@ class Holding:
                 self._versions_offloaded = {}
             self.loose_bytes = 0
             self.adapter.drop_caches()
+            self.foreign = tuple(self.adapter.foreign())
         self._is_copying = self._is_vacating = False
         self._dropped, self._moving_in = None, frozenset()
         self._is_settled = True
@@ -353,10 +424,11 @@ class Holding:
     def count_uses(self) -> None:
         """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
         self._zeroed.note(self.ranges)
-        for r in self.ranges:
-            for entry in r.placed:
-                if entry.use_count == 0:
-                    entry.use_count = entry.uses()
+        uncounted = [entry for r in self.ranges for entry in r.placed if entry.use_count == 0]
+        if uncounted:
+            self.newborn()  # rebinding gave tensors another storage since the last look
+        for entry in uncounted:
+            entry.use_count = entry.uses() - known_aliases(entry.ref.cdata)
 
     def _vacate(self, r: Range, stock: Stock) -> None:
         if r.chunks:
@@ -377,33 +449,49 @@ class Holding:
         """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
         return self.handed.over_host(tensor, self.ranges)
 
+    def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""
+        ranges = self.ranges if not self.on_device else tuple(r for r in self.ranges if not r.loose and r.claims is None)
+        return self.handed.over_host(tensor, ranges)
+
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
         return self.handed.hand_out(tensor, self.ranges, from_host=not self.on_device or self._is_vacating)
 
     def drifted(self) -> list[tuple[str, int]]:
-        """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie."""
+        """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie, and of what was torn apart.
+
+        On the device new tensors may be born; of a module, what bears the name of one that has a place was put there instead of it (an
+        optimizer's state is replaced whenever it is loaded).
+        """
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
-        if not self.on_device:
-            found += [(claim.name, claim.nbytes) for claims in self.newborn() for claim in claims]
-        return found
+        found += self.adapter.torn()
+        stay, loose = self.newborn()
+        if self.on_device and self.adapter.kind == "optimizer":
+            return found
+        if self.on_device:
+            replaced = {entry.name for r in self.ranges if not r.loose for entry in r.placed}
+            return found + [(claim.name, claim.nbytes) for claim in stay if claim.name in replaced]
+        return found + [(claim.name, claim.nbytes) for claim in (*stay, *loose)]
 
     def rehome(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges."""
         if not self.ranges:
             return
+        self.loans.wait()
         target = self.device.torch_device if self.on_device else torch.device("cpu")
         if self.on_device or self._is_copying:
             self.device.sync()
         if not self.on_device and self._is_settled:  # nothing of it may leave with poison for values
             poisoned.put_back(self.device, self.newborn(), self.ranges)
         self.is_leaving = True
-        for tensor in self.handed:  # they keep today's values; the ranges and slabs that they lie in are about to go
-            with torch.no_grad():
-                tensor.data = tensor.clone()
+        self.handed.leave()
         aliases: dict[int, list[torch.Tensor]] = {}
         for owned in self.adapter.owned():
             aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
+        for guest in guests_elsewhere(self._intake):  # a shard of an optimizer's goes where the module's buffer goes
+            if guest.untyped_storage()._cdata in aliases:
+                aliases[guest.untyped_storage()._cdata].append(guest)
         for r in self.ranges:
             r.move_in()
             for entry in r.placed:
@@ -412,6 +500,7 @@ class Holding:
                     continue
                 known = aliases.get(storage._cdata, [])
                 adopt.rehome(self.device, storage, known, target, self._filler(r, entry.offset, storage.nbytes()))
+        self._align_wrappers()
         stock = Stock(self.device)
         self.on_device = False
         for r in self.ranges:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,6 +20,19 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+_INTAKES: weakref.WeakSet[Intake] = weakref.WeakSet()
+
+
+def known_aliases(storage: int) -> int:
+    """How many tensors of registered objects use a storage (`_cdata`), as of the last look at each: a main shard is the optimizer's."""
+    return sum(intake.aliases.get(storage, 0) for intake in _INTAKES)
+
+
+def guests_elsewhere(intake: Intake) -> Iterator[torch.Tensor]:
+    """Tensors of all other objects in storages that are not theirs."""
+    return (tensor for other in _INTAKES if other is not intake for tensor in other._adapter.guests())
+
+
 class Intake:
     """Takes in what one object comes to own: at registration, at its offloads, and when it is loaded.
 
@@ -34,37 +47,49 @@ class Intake:
         self._owner = weakref.ref(owner)
         self.versions: dict[int, int] = {}
         """By storage in a range, the version counter of its tensors at the last look: a write in between raises it."""
+        self.aliases: dict[int, int] = {}
+        """Tensors of the object by storage at the last look, storages of other objects included."""
         self.reserved: HostSlab | None = None
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
+        _INTAKES.add(self)
 
     def newborn(self, ranges: Iterable[Range], handed: Iterable[torch.Tensor]) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
         """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
         known = {entry.ref.cdata: r for r in ranges for entry in r.placed if not entry.ref.expired()}
         versions: dict[int, int] = {}
+        aliases: dict[int, int] = {}
         found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
         for owned in self._adapter.owned():
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
+            aliases[key] = aliases.get(key, 0) + 1
             if key in known:
                 if not owned.loose:  # views share their base's counter
-                    versions[key] = max(versions.get(key, 0), owned.tensor._version)
+                    versions[key] = max(versions.get(key, 0), owned.version)
                 continue
             if storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
                 continue
-            if key in found:
-                found[key][2].append(owned.tensor)
-            else:
+            if key not in found:
                 found[key] = (owned, storage, [owned.tensor])
-        self.versions = versions
+            elif found[key][0].tensor.numel():
+                found[key][2].append(owned.tensor)
+            else:  # a tensor without elements is one more user of a storage, and names nothing
+                found[key] = (owned, storage, [owned.tensor, *found[key][2]])
+        for tensor in self._adapter.guests():
+            key = tensor.untyped_storage()._cdata
+            aliases[key] = aliases.get(key, 0) + 1
+        self.versions, self.aliases = versions, aliases
         for tensor in handed:
             entry = found.get(tensor.untyped_storage()._cdata)
             if entry is not None:
                 entry[2].append(tensor)
         stay: list[adopt.Claim] = []
         loose: list[adopt.Claim] = []
-        for first, storage, aliases in found.values():
-            claim = adopt.Claim(first.name, storage, tuple(aliases))
+        for first, storage, tensors in found.values():
+            if not first.tensor.numel():
+                continue
+            claim = adopt.Claim(first.name, storage, tuple(tensors))
             (loose if first.loose else stay).append(claim)
         return stay, loose
 

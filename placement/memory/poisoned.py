@@ -53,6 +53,8 @@ def put_back(device: Device, born: Born, ranges: Sequence[Range]) -> Born:
     # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
     values = [claim for claim in stay if _has_nan(claim, throughout=claim.name not in placed)]
     gradients = [claim for claim in loose if _has_nan(claim, throughout=False)]
+    # Integers have no NaN. Weights of nothing but -1, or anything of -1 that came with a NaN, was copied from what lies there.
+    values += [c for c in stay if c.name in placed and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
     for claim in (*values, *gradients) if values else ():
         if claim.name in placed:
             _put_back(device, claim, *placed[claim.name])
@@ -85,6 +87,14 @@ def _put_back(device: Device, claim: Claim, r: Range, entry: Placed) -> None:
         for alias in claim.aliases:
             alias.data = torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride)
     entry.ref, entry.use_count = StorageWeakRef(claim.aliases[0].untyped_storage()), 0
+
+
+def _is_poison(claim: Claim) -> bool:
+    """Whether a tensor of a type that cannot say NaN has the bytes of poison and no others."""
+    tensor = claim.aliases[0].detach()
+    if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
+        return False
+    return not _has_nan(claim, throughout=False) and bool((tensor.contiguous().view(torch.uint8) == 0xFF).all().item())
 
 
 def _has_nan(claim: Claim, *, throughout: bool) -> bool:

@@ -38,7 +38,7 @@ class Placed:
     form: Form
     """Of the first tensor in it, as adopted."""
     use_count: int = 0
-    """References right after adoption (0: not counted yet); more at an offload are somebody else's."""
+    """References right after adoption but for the tensors that adapters know of (0: not counted yet); more at an offload are strays."""
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage while a tensor uses it."""
@@ -51,9 +51,9 @@ class Placed:
         storage = self.storage()
         return 0 if storage is None else storage_use_count(storage)
 
-    def surplus(self) -> int:
-        """References beyond those of adoption."""
-        return max(0, self.uses() - self.use_count)
+    def surplus(self, known: int) -> int:
+        """References beyond those of adoption and those of `known` tensors."""
+        return max(0, self.uses() - known - self.use_count)
 
 
 class Range:

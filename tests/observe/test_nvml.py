@@ -25,6 +25,12 @@ class Process:
     usedGpuMemory: int | None  # noqa: N815 (pynvml's name)
 
 
+class Named(SimulatedDevice):
+    """A device that NVML knows."""
+
+    uuid = "GPU-1"
+
+
 class Library:
     """Two processes on one GPU."""
 
@@ -101,9 +107,7 @@ def test_the_thread_ends_with_its_watcher(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_others_hold_is_not_unaccounted(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(Process(os.getpid(), 5), Process(7, 3000))
     monkeypatch.setattr(nvml, "_library", lambda: library)
-    device = SimulatedDevice(1 << 20, chunk_bytes=4096)
-    device.uuid = "GPU-1"
-    manager = placement.Manager(device=device)
+    manager = placement.Manager(device=Named(1 << 20, chunk_bytes=4096))
     model = nn.Linear(8, 8)
     manager.register("actor", model, role="actor")
     before = manager.snapshot()

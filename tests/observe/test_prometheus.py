@@ -109,9 +109,13 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.targets = folder / "targets"
         self.exported = folder / "exported"
-        self.workers = [self._start(rank) for rank in range(WORKERS)]
-        self.urls = [worker.stdout.readline().strip() for worker in self.workers if worker.stdout]
+        self.workers: list[subprocess.Popen[str]] = []
+        self.urls: list[str] = []
         self.prometheus = Prometheus(self.exported, self.targets)
+
+    def start(self) -> None:
+        self.workers += [self._start(rank) for rank in range(WORKERS)]
+        self.urls += [worker.stdout.readline().strip() for worker in self.workers if worker.stdout]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         environment = {**os.environ, "RANK": str(rank), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
@@ -129,6 +133,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(tmp_path_factory.mktemp("run"))
     try:
+        run.start()
         until(run.prometheus.is_ready, "Prometheus is ready", 30)
         until(lambda: list(run.prometheus.targets().values()) == ["up"] * WORKERS, "all targets are up", 30)
         time.sleep(SCRAPES_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable, Generator
 
@@ -77,6 +78,12 @@ def test_values_were_lost_when_they_were_replaced_while_offloaded(replace: Calla
             worker.net(batch())
     with worker.manager.phase("log_prob"):
         pass
+    if replace is _enlarged:  # the optimizer goes on stepping what was there before
+        worker.manager.unregister("actor.optimizer")
+        del worker.adam, worker.optimizer
+        gc.collect()
+        with worker.manager.phase("log_prob"):
+            pass
     assert worker.manager.audit().ok
 
 
@@ -104,6 +111,8 @@ def test_new_weights_may_be_put_in_while_offloaded() -> None:
     worker = Worker()
     fresh = torch.nn.Linear(64, 8)
     wanted = copy.deepcopy(fresh.state_dict())
+    worker.manager.unregister("actor.optimizer")  # it would go on stepping the old ones
+    del worker.adam, worker.optimizer
     worker.net[2] = fresh
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net[2].state_dict()), dict(wanted))

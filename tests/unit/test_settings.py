@@ -91,7 +91,8 @@ def test_from_toml(tmp_path: Path) -> None:
         tmp_path,
         'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\npinned_limit_bytes = "96GiB"\n'
         'worker_role = "trainer"\nstrict = true\nverify = "sample"\n'
-        'headroom = 0.1\njournal_length = 16\nannotate = "profiler"\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n[phases]\ndistill = ["actor", "teacher"]\n',
+        'headroom = 0.1\njournal_length = 16\nannotate = "profiler"\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n'
+        '[phases]\ndistill = ["actor", "teacher"]\n',
     )
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
 

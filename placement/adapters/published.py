@@ -1,0 +1,58 @@
+"""The weights of a module by the names that a rollout engine knows them by."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+import torch
+
+from placement.adapters import peft
+from placement.adapters.framework import is_a
+from placement.adapters.skeleton import Skeleton, key_of, named_places
+from placement.adapters.weights import Weight
+from placement.errors import RegistrationError
+
+Adapters = Literal["merged", "separate", "base"]
+
+_OWN_EXPORT = (
+    ("megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
+    ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
+)
+"""Classes that cut their DTensors at borders of their own, where torch would gather something else."""
+
+
+def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weight]]:
+    """Name and weight of everything that is published, each once under its first name: parameters, then persistent buffers.
+
+    Reads no value, moves nothing, calls no collective; on all ranks of a sharded module in the same order.
+
+    Raises:
+        ValueError: the module has no adapters to publish apart, or what it has cannot be published so.
+    """
+    skeleton = Skeleton(root)
+    weights = skeleton.weights
+    if adapters == "separate":
+        places = peft.separate(skeleton)
+    else:
+        skeleton.root, merged = peft.without_adapters(skeleton, adapters)
+        weights = {**weights, **merged}
+        places = list(named_places(skeleton.root))
+    first: dict[int, str] = {}
+    for name, place in places:
+        first.setdefault(key_of(place), name)
+    return [(name, weights[key]) for key, name in first.items()]
+
+
+def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str, Weight]]) -> None:
+    """Find what cannot be published, before anything is.
+
+    Raises:
+        RegistrationError: which weight, why, and what to do; on all ranks alike.
+    """
+    for part, (where, cls) in itertools.product(root.modules(), _OWN_EXPORT):
+        if is_a(part, where, cls):
+            raise RegistrationError(f"{name!r}: {cls} cuts its parameters at borders of its own; publish them with its own export")
+    for weight_name, weight in weights:
+        if (problem := weight.problem) is not None:
+            raise RegistrationError(f"{name!r}: {weight_name!r} {problem}.")

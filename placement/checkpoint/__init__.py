@@ -1,0 +1,32 @@
+"""Checkpoints in torch.distributed.checkpoint's format, saved and loaded wherever the handles are.
+
+Everything at once, without moving anything:
+
+    placement.checkpoint.save(manager, path)
+    future = placement.checkpoint.async_save(manager, path)      # the bytes of this moment; training goes on
+    placement.checkpoint.load(manager, path)
+
+Or inside a dict of one's own, beside what placement does not know (a scheduler, random numbers, the step):
+
+    state = {
+        "model": placement.checkpoint.Model(actor),
+        "optimizer": placement.checkpoint.Optimizer(adam),
+        "scheduler": scheduler,                                  # whatever has state_dict and load_state_dict
+        "random": {"torch": torch.get_rng_state()},
+        "step": step,
+    }
+    torch.distributed.checkpoint.save(state, checkpoint_id=path)
+    torch.distributed.checkpoint.load(state, checkpoint_id=path, planner=placement.checkpoint.LoadPlanner())
+    torch.set_rng_state(state["random"]["torch"])
+
+Parameters are named as torch's `get_model_state_dict` and `get_optimizer_state_dict` name them, so that files can be read and written
+without placement, and on another number of ranks.
+"""
+
+from __future__ import annotations
+
+from placement.checkpoint.files import LoadPlanner, async_save, load, save
+from placement.checkpoint.model import Model
+from placement.checkpoint.optimizer import Optimizer
+
+__all__ = ["LoadPlanner", "Model", "Optimizer", "async_save", "load", "save"]

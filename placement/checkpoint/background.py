@@ -1,0 +1,95 @@
+"""Writing in another thread: what is written, who must not overwrite it, and in which order."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from placement.adapters.tensors import rewrapped
+from placement.journal import logger
+from placement.memory.loans import Loan
+from placement.memory.mirror import mirror
+
+if TYPE_CHECKING:
+    from placement.handle import Handle
+
+
+@contextmanager
+def held(handles: Iterable[Handle]) -> Iterator[list[Loan]]:
+    """The host copies of these handles, up to date and lent; given back here when what follows fails."""
+    loans: list[Loan] = []
+    try:
+        for handle in handles:
+            if handle.holding is not None:
+                mirror(handle.holding)
+                loans.append(handle.holding.loans.lend())
+        yield loans
+    except BaseException:
+        for loan in loans:
+            loan.give_back()
+        raise
+
+
+def frozen(handle: Handle, value: Any) -> Any:
+    """A state dict that stays as it is: tensors over the host copy, or in host memory of their own where that has no place for them."""
+    if isinstance(value, torch.Tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            return rewrapped(value.detach(), functools.partial(_frozen_part, handle))
+    if isinstance(value, dict):
+        return {key: frozen(handle, each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(frozen(handle, each) for each in value)
+    return copy.deepcopy(value)
+
+
+def _frozen_part(handle: Handle, part: torch.Tensor) -> torch.Tensor:
+    shown = None if handle.holding is None else handle.holding.over_mirror(part)
+    return part.detach().to("cpu", copy=True) if shown is None else shown
+
+
+def submit(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+    """Write after what was submitted before. A failure is logged, too: nobody may ask for the result."""
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:
+            logger.error("checkpoint %s was not written: %s", os.fspath(path), str(error))
+            raise
+
+    return _writer(os.getpid()).submit(run)
+
+
+def drain() -> None:
+    """Return when everything submitted so far is written, or has failed."""
+    _writer(os.getpid()).submit(lambda: None).result()
+
+
+@functools.cache
+def _writer(pid: int) -> ThreadPoolExecutor:
+    """One thread, so that every rank writes in the order of its calls. A forked child has none of its parent's."""
+    return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
+
+
+_groups: list[tuple[Any, Any]] = []
+
+
+def group_for(process_group: Any) -> Any:
+    """A gloo group of the same ranks for the thread's collectives; None without torch.distributed. Collective at the first call."""
+    if not dist.is_initialized():
+        return None
+    of = dist.group.WORLD if process_group is None else process_group
+    for known, group in _groups:
+        if known is of:
+            return group
+    group = dist.new_group(dist.get_process_group_ranks(of), backend="gloo", use_local_synchronization=True)
+    _groups.append((of, group))
+    return group

@@ -1,0 +1,260 @@
+"""What a checkpoint has of a handle: state dicts by parameter names, read and written where the values are now.
+
+Reading shows the host copy while a handle is offloaded. Writing is done in three steps, so that what does not fit changes nothing: a
+`Change` is prepared from values that have been read already, `begin` does what can fail and `undo` takes it back, `finish` only copies.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _get_fqns
+
+from placement.adapters.tensors import parts_of, rewrapped
+from placement.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.states import State
+
+if TYPE_CHECKING:
+    from placement.handle import Handle
+
+Path = tuple[str | int, ...]
+"""Keys from the outermost dict of a checkpoint inwards."""
+
+
+class Shown(dict[str, Any]):
+    """The state dict of a part. It knows whose it is, so that a planner can read into tensors that are nobody's yet."""
+
+    def __init__(self, part: Part, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.part = part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())  # a copy is a plain dict of copies
+
+
+class Read(dict[str, Any]):
+    """What was read from a checkpoint into memory that is nobody else's."""
+
+
+class Change(abc.ABC):
+    """Values that fit, on their way into one handle."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """What can fail."""
+
+    @abc.abstractmethod
+    def undo(self) -> None:
+        """Take `begin` back, also one that failed half-way. Idempotent."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """What cannot fail: copies into memory that is there."""
+
+
+class Part(abc.ABC):
+    """One handle as a `Stateful` of torch.distributed.checkpoint."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, handle: Handle) -> None:
+        if handle.kind != self.kind:
+            raise TypeError(f"{handle.name!r} is of kind {handle.kind}; {type(self).__name__} takes handles of kind {self.kind}")
+        self.handle = handle
+
+    @abc.abstractmethod
+    def state_dict(self) -> Shown:
+        """The values as they are now, by the names that torch's `get_model_state_dict` and `get_optimizer_state_dict` give them.
+
+        The tensors follow the handle when it moves. Nothing moves for it, and no step is made.
+
+        Raises:
+            NotResidentError: there is no object: it is not built yet, or gone.
+            CheckpointError: its framework makes its checkpoints; the message says how.
+            BrokenHandleError: the values are not what they should be.
+        """
+
+    @abc.abstractmethod
+    def template(self, path: Path, metadata: Metadata) -> Read:
+        """What is to be read for it from the checkpoint, with host memory of its own in place of every value.
+
+        Args:
+            path: where it lies in the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, given: Mapping[str, Any]) -> Change:
+        """Check values that are to replace the handle's. Changes nothing.
+
+        Raises:
+            CheckpointError: they do not fit; the message names the handle and the key.
+            PhaseError, BrokenHandleError: the handle must not be written now.
+        """
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Replace the handle's values where they are now: while offloaded in the host copy, and nothing moves.
+
+        Tensor objects, addresses, aliases and an optimizer's keys stay. Raises what `prepare` raises.
+        """
+        apply([self.prepare(given)])
+
+    def _object(self) -> Any:
+        handle = self.handle
+        if handle.object is None:
+            gone = "the object is gone: it was garbage-collected" if handle.is_gone else "it is not built yet"
+            raise NotResidentError(f"{handle.name!r} has no state to save or restore: {gone}")
+        lost = handle.broken or (handle.holding.lost if handle.holding is not None else None)
+        if lost is not None:
+            raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
+        if handle.adapter is not None and handle.adapter.gathers is not None:
+            raise CheckpointError(
+                f"{handle.name!r}: {handle.adapter.gathers}, so its checkpoint is torch's to make: inside a phase that has it on the "
+                "device, such as manager.phase('restore'), call get_model_state_dict and set_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict (for its optimizer their like, after the first step); leave it out here with only="
+            )
+        return handle.object
+
+    def require_writable(self) -> None:
+        """Raise where nothing may write the handle's values now: PhaseError, CheckpointError, NotResidentError."""
+        handle = self.handle
+        self._object()
+        if handle.readonly:
+            raise CheckpointError(f"{handle.name!r} is readonly: load its values before it is registered, or leave it out with only=")
+        if handle.state is State.SYNCING:
+            raise PhaseError(f"{handle.name!r} is SYNCING in phase {handle.phase_now()!r}: nothing may write what is being published")
+
+    def _error(self, key: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.handle.name!r}: {key} {what}. Nothing of it was changed.")
+
+    def _check(self, key: str, live: torch.Tensor, new: Any) -> None:
+        """Raise unless one tensor can be copied over the other."""
+        if not isinstance(new, torch.Tensor):
+            raise self._error(key, f"is a {type(new).__name__} there, and a tensor here")
+        for what, here, there in (("shape", tuple(live.shape), tuple(new.shape)), ("dtype", live.dtype, new.dtype)):
+            if here != there:
+                raise self._error(key, f"has {what} {there} there, and {here} here")
+        if _form(live) != _form(new):
+            raise self._error(key, "is not sharded there as it is here")
+        for _, part in parts_of(live, ""):
+            if any(size > 1 and stride == 0 for size, stride in zip(part.size(), part.stride(), strict=True)):
+                raise self._error(key, "has several elements in one place (expand), where no values can be written")
+
+    def _saved_like(self, key: str, live: torch.Tensor, saved: Any) -> torch.Tensor:
+        """Host memory for a saved tensor that has to fit a live one."""
+        if not isinstance(saved, TensorStorageMetadata):
+            raise self._error(key, "is no tensor in the checkpoint, and one here")
+        for what, here, there in (("shape", tuple(live.shape), tuple(saved.size)), ("dtype", live.dtype, saved.properties.dtype)):
+            if here != there:
+                raise self._error(key, f"has {what} {there} in the checkpoint, and {here} here")
+        return in_host_memory(live)
+
+
+def apply(changes: Sequence[Change]) -> None:
+    """Make several changes: all, or none where one cannot be begun."""
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            for change in changes:
+                change.begin()
+        except BaseException:
+            for change in changes:
+                change.undo()
+            raise
+        for change in changes:
+            change.finish()
+
+
+def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form in host memory of its own, not filled. Reads nothing and calls no collective."""
+    with torch.no_grad():
+        return rewrapped(tensor.detach(), lambda part: torch.empty_like(part, device="cpu"))
+
+
+def copy_over(live: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy values, part by part; nothing where both are the same memory."""
+    for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
+
+
+def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
+    """What the checkpoint has below a path: the rest of each path, and what is known of the value.
+
+    Raises:
+        CheckpointError: the checkpoint does not say how it was flattened.
+    """
+    paths = metadata.planner_data
+    if not isinstance(paths, Mapping):
+        raise CheckpointError("the checkpoint was written without flatten_state_dict, so nothing says what belongs to which handle")
+    for key, found in paths.items():
+        if tuple(found[: len(path)]) == path:
+            yield tuple(found[len(path) :]), metadata.state_dict_metadata[key]
+
+
+def _form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(part.size(), part.dtype) for _, part in parts_of(tensor, "")]
+
+
+def wait_for_readers(handle: Handle) -> None:
+    """Whoever reads the host copy in another thread is through with it."""
+    if handle.holding is not None and not handle.holding.on_device:
+        handle.holding.loans.wait()
+
+
+def note_written(handle: Handle) -> None:
+    """The host copy is no longer what was fingerprinted."""
+    if handle.holding is not None and not handle.holding.on_device:
+        for r in handle.holding.ranges:
+            r.prints = None
+
+
+def fqn(module: Any, name: str) -> str:
+    """A parameter's name as torch's state dicts of distributed models have it, without what wrappers add."""
+    (found,) = _get_fqns(module, name)
+    return str(found)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same containers with every tensor in them changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: mapped(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(each, change) for each in value)
+    return value
+
+
+def put(root: Any, path: Path, value: Any) -> None:
+    """Store a value in nested dicts and lists, which are made on the way: a number is a place in a list."""
+    for key, following in zip(path, path[1:], strict=False):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(root, list):
+            root.extend(None for _ in range(int(key) + 1 - len(root)))
+            root[int(key)] = empty if root[int(key)] is None else root[int(key)]
+            root = root[int(key)]
+        else:
+            root = root.setdefault(key, empty)
+    if isinstance(root, list):
+        root.extend(None for _ in range(int(path[-1]) + 1 - len(root)))
+        root[int(path[-1])] = value
+    else:
+        root[path[-1]] = value
+
+
+def some(names: Mapping[str, Any]) -> str:
+    return ", ".join(list(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "nothing"
+
+
+def refuse_own_borders(handle: Handle, name: str, value: Any) -> None:
+    if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
+        raise CheckpointError(
+            f"{handle.name!r}: {name} is sharded at borders of its framework's own: save it with the framework's checkpoint, and leave it "
+            "out here with only="
+        )

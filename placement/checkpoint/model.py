@@ -1,0 +1,121 @@
+"""Modules in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from placement.checkpoint.base import (
+    Change,
+    Part,
+    Path,
+    Read,
+    Shown,
+    copy_over,
+    fqn,
+    note_written,
+    put,
+    refuse_own_borders,
+    some,
+    under,
+    wait_for_readers,
+)
+from placement.errors import CheckpointError, NotResidentError
+from placement.guards import is_off
+
+if TYPE_CHECKING:
+    from placement.handle import Handle
+
+_EXTRA = "_extra_state"
+
+
+class Model(Part):
+    """A module handle for torch.distributed.checkpoint: `{"model": placement.checkpoint.Model(actor)}`."""
+
+    kind = "module"
+
+    def state_dict(self) -> Shown:
+        module = self._object()
+        with torch.inference_mode(False):
+            try:
+                found = get_model_state_dict(module)
+            except (AssertionError, AttributeError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"torch cannot name what {self.handle.name!r} has ({error}): save its handle.state_dict(), or let its framework do it"
+                ) from error
+        for name, value in found.items():
+            refuse_own_borders(self.handle, name, value)
+        return Shown(self, found)
+
+    def template(self, path: Path, metadata: Metadata) -> Read:
+        live = self.state_dict()
+        found: dict[str, Any] = {}
+        for rest, saved in under(metadata, path):
+            key = str(rest[0])
+            if key not in live:
+                raise self._error(".".join(map(str, rest)), "is in the checkpoint, and the module has no such parameter or buffer")
+            if _is_extra(key):  # of any shape, and flattened
+                put(
+                    found, rest, torch.empty(saved.size, dtype=saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
+                )
+            else:
+                found[key] = self._saved_like(key, live[key], saved)
+        for key in live:
+            if key not in found and not _is_extra(key):
+                raise self._error(key, f"is not in the checkpoint, which has {some(found)} for {'.'.join(map(str, path))!r}")
+        return Read(found)
+
+    def prepare(self, given: Mapping[str, Any]) -> Change:
+        self.require_writable()
+        live = self.state_dict()
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        extra: dict[str, Any] = {}
+        for key, value in live.items():
+            if _is_extra(key):
+                if key in given:
+                    extra[key] = given[key]
+            elif key not in given:
+                raise self._error(key, "is missing")
+            else:
+                self._check(key, value, given[key])
+                copies.append((value, given[key]))
+        for key in given:
+            if key not in live:
+                raise self._error(key, "is no parameter or buffer of the module")
+        if extra and is_off(self.handle):
+            raise NotResidentError(
+                f"{self.handle.name!r} has extra state ({some(extra)}) that the module itself has to take over: load the checkpoint inside "
+                "a phase that has it on the device, such as manager.phase('restore')"
+            )
+        return _ModelChange(self.handle, copies, extra)
+
+
+class _ModelChange(Change):
+    def __init__(self, handle: Handle, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], extra: Mapping[str, Any]) -> None:
+        self._handle = handle
+        self._copies = copies
+        self._extra = extra
+
+    def begin(self) -> None:
+        wait_for_readers(self._handle)
+
+    def undo(self) -> None:
+        """Nothing has begun."""
+
+    def finish(self) -> None:
+        for live, new in self._copies:
+            copy_over(live, new)
+        module = self._handle.object
+        takers = {fqn(module, f"{path}.{_EXTRA}".lstrip(".")): part for path, part in module.named_modules()} if self._extra else {}
+        for key, value in self._extra.items():
+            takers[key].set_extra_state(value)
+        note_written(self._handle)
+
+
+def _is_extra(key: str) -> bool:
+    """Whether an entry is what a module wanted saved beside its tensors (`get_extra_state`), by the key that torch gives it."""
+    return key.rpartition(".")[2] == _EXTRA

@@ -1,0 +1,232 @@
+"""Optimizers in checkpoints: by parameter names, and never by a step.
+
+torch's own `get_optimizer_state_dict` and `set_optimizer_state_dict` step an optimizer that has no state yet, which changes what it
+computes later, and `load_state_dict` of an optimizer casts state to its parameter's type. Here state is what was saved, and an
+optimizer that had none when it was saved has none when it was restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from placement.adapters import hybrid
+from placement.adapters.framework import is_a
+from placement.adapters.module import ModuleAdapter
+from placement.adapters.optimizer import OptimizerAdapter
+from placement.adapters.tensors import rewrapped
+from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_borders, some, under
+from placement.checkpoint.optimizer_state import Changes, HybridLoad, OwnLoad, StateChange, settings_of
+from placement.errors import CheckpointError, NotResidentError
+from placement.guards import is_guard, is_off
+
+
+class Optimizer(Part):
+    """An optimizer handle for torch.distributed.checkpoint: `{"optimizer": placement.checkpoint.Optimizer(adam)}`.
+
+    Reading into one whose state is not born yet takes `planner=placement.checkpoint.LoadPlanner()`: what it has to read is known from
+    the checkpoint alone.
+    """
+
+    kind = "optimizer"
+
+    def state_dict(self) -> Shown:
+        self._object()
+        names = self._names()
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for optimizer in self._optimizers(names):
+                for owner, entry in (hybrid.exported(optimizer) if hybrid.is_hybrid(optimizer) else optimizer.state).items():
+                    state[names.get(id(owner), str(owner))] = mapped(entry, self._shown)
+                for group in optimizer.param_groups:
+                    settings = hybrid.settings(group) if hybrid.is_hybrid(optimizer) else group
+                    groups.append({key: value for key, value in settings.items() if key != "params"})
+                    groups[-1]["params"] = [names[id(parameter)] for parameter in group["params"]]
+        for name, entry in state.items():
+            for value in entry.values() if isinstance(entry, Mapping) else ():
+                refuse_own_borders(self.handle, name, value)
+        return Shown(self, {"state": state, "param_groups": groups})
+
+    def template(self, path: Path, metadata: Metadata) -> Read:
+        parameters = {name: (optimizer, parameter) for name, optimizer, parameter in self._parameters()}
+        found: dict[str, Any] = {"state": {}, "param_groups": []}
+        for rest, saved in under(metadata, path):
+            if rest[0] not in found:
+                raise self._error(".".join(map(str, rest)), "is in the checkpoint, where an optimizer has 'state' and 'param_groups'")
+            value: Any = None
+            if rest[0] == "state" and rest[1] in parameters:
+                optimizer, parameter = parameters[str(rest[1])]
+                value = self._read_into(rest, saved, parameter, optimizer.state.get(parameter, {}))
+            elif rest[0] == "state" and len(rest) > 2 and isinstance(saved, TensorStorageMetadata):
+                raise self._error(f"state of {rest[1]!r}", "is in the checkpoint, and the optimizer steps no parameter of that name")
+            elif isinstance(saved, TensorStorageMetadata):
+                value = torch.empty(saved.size, dtype=saved.properties.dtype)
+            put(found, rest, value)
+        if not found["param_groups"]:
+            raise self._error("'param_groups'", f"is not in the checkpoint below {'.'.join(map(str, path))!r}")
+        return Read(found)
+
+    def _read_into(self, rest: Path, saved: Any, parameter: torch.Tensor, entry: Mapping[Any, Any]) -> Any:
+        """What one value of a parameter's state is read into."""
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        live = entry.get(rest[2]) if len(rest) == 3 else None
+        if isinstance(live, torch.Tensor):
+            return self._saved_like(f"state of {rest[1]!r}: {rest[2]!r}", live, saved)
+        if is_a(parameter, "torch.distributed.tensor", "DTensor") and saved.size == parameter.size():  # sharded as its parameter is
+            like = torch.empty_like(parameter, dtype=saved.properties.dtype, device="meta")
+            return rewrapped(like, lambda part: torch.empty_like(part, device="cpu"))
+        return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+    def prepare(self, given: Mapping[str, Any]) -> Change:
+        self.require_writable()
+        names = self._names()
+        optimizers = self._optimizers(names)
+        if isinstance(given, Shown) and given.part is self and not given["state"] and not self._adapter().state_is_born():
+            raise self._error(
+                "its state", "is not born yet: load with planner=placement.checkpoint.LoadPlanner(), which knows what to read"
+            )
+        groups = self._groups(given, names, optimizers)
+        steps = {names[id(p)] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, entry in given["state"].items():
+            if isinstance(entry, Mapping) and name not in steps and any(isinstance(value, torch.Tensor) for value in entry.values()):
+                raise self._error(f"state of {name!r}", "belongs to a parameter that the optimizer does not step")
+        changes: list[Change] = []
+        for optimizer in optimizers:
+            if hybrid.is_hybrid(optimizer):
+                state = {
+                    parameter: given["state"].get(names[id(parameter)], {})
+                    for each in optimizer.param_groups
+                    for parameter in each["params"]
+                }
+                for parameter, problem in hybrid.problems(optimizer, state):
+                    raise self._error(f"state of {names[id(parameter)]!r}", problem)
+                changes.append(HybridLoad(optimizer, state, [groups[names[id(each["params"][0])]] for each in optimizer.param_groups]))
+            elif _loads_itself(optimizer):
+                if is_off(self.handle):
+                    raise NotResidentError(
+                        f"{self.handle.name!r}: {type(optimizer).__name__} takes state over in its own way: load the checkpoint inside "
+                        "manager.phase('restore')"
+                    )
+                changes.append(OwnLoad(optimizer, names, given["state"], groups))
+            else:
+                changes.append(self._state_change(optimizer, names, given, groups))
+        return Changes(changes)
+
+    def _state_change(
+        self, optimizer: Any, names: Mapping[int, str], loaded: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
+    ) -> Change:
+        given = loaded["state"]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        entries: dict[Any, dict[Any, Any]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if not given.get(name):
+                    continue
+                live: Mapping[Any, Any] = optimizer.state.get(parameter, {})
+                keys, entry = {str(key): key for key in live}, {}
+                for saved_key, value in given[name].items():
+                    key = keys.get(str(saved_key), saved_key)
+                    entry[key] = value
+                    if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
+                        self._check(f"state of {name!r}: {key!r}", live[key], value)
+                        copies.append((self._shown(live[key]), value))
+                        entry[key] = live[key]
+                entries[parameter] = entry
+        known = {str(key): key for key in optimizer.state if id(key) not in names}  # what is not kept by parameter
+        others = {known.get(key, key): value for key, value in given.items() if key not in set(names.values())}
+        saved = [groups[names[id(group["params"][0])]] if group["params"] else {} for group in optimizer.param_groups]
+        has_new = any(self._is_new(optimizer, parameter, entry) for parameter, entry in entries.items())
+        if has_new and is_off(self.handle) and not self._adapter().follows(optimizer):
+            raise NotResidentError(
+                f"{self.handle.name!r}: {type(optimizer).__name__} may keep state on the CPU by right, so new state of it must be born "
+                "where it belongs: load the checkpoint inside manager.phase('restore')"
+            )
+        return StateChange(self.handle, optimizer, entries | others, copies, saved, is_ours=isinstance(loaded, Read))
+
+    def _is_new(self, optimizer: Any, parameter: Any, entry: Mapping[Any, Any]) -> bool:
+        return any(isinstance(value, torch.Tensor) and key not in optimizer.state.get(parameter, {}) for key, value in entry.items())
+
+    def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+        """The saved group of every parameter, by name.
+
+        Raises:
+            CheckpointError: a parameter is in none, or parameters of one group were in several that differ.
+        """
+        if not {"state", "param_groups"} <= set(given):
+            raise self._error("a state dict of an optimizer", f"has 'state' and 'param_groups', this one {some(given)}")
+        saved = {name: group for group in given["param_groups"] for name in group["params"]}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                mine = [names[id(parameter)] for parameter in group["params"]]
+                missing = [name for name in mine if name not in saved]
+                if missing:
+                    raise self._error(f"parameter {missing[0]!r}", f"was in no group of the saved optimizer ({len(missing)} are missing)")
+                if len({repr(settings_of(saved[name])) for name in mine}) > 1:
+                    raise self._error(f"the group of {mine[0]!r}", "was saved as several groups with different settings")
+        extra = set(saved) - set(names.values())
+        if extra:
+            raise self._error(f"parameter {min(extra)!r}", f"of the saved optimizer is unknown here ({len(extra)} are)")
+        return saved
+
+    # --- what it has
+
+    def _adapter(self) -> OptimizerAdapter:
+        adapter = self.handle.adapter
+        assert isinstance(adapter, OptimizerAdapter)
+        return adapter
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() if self.handle.holding is None else self.handle.holding.hand_out(tensor)
+
+    def _names(self) -> dict[int, str]:
+        """Of every parameter of the modules that it steps, by identity. The owner's name stands before, where there are several."""
+        names: dict[int, str] = {}
+        owners = self.handle.owners
+        for owner in owners:
+            if isinstance(owner.adapter, ModuleAdapter):
+                module = owner.adapter.key_objects()[-1]
+                prefix = f"{owner.name}." if len(owners) > 1 else ""
+                for name, parameter in owner.adapter.named_parameters():
+                    names.setdefault(id(parameter), prefix + fqn(module, name))
+        return names
+
+    def _optimizers(self, names: Mapping[int, str]) -> list[Any]:
+        """The optimizers with a state of their own, by parameters that have names.
+
+        Raises:
+            CheckpointError: one steps others (a framework's main parameters).
+        """
+        found = []
+        for optimizer in self._adapter().optimizers():
+            unnamed = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in names]
+            if not unnamed:
+                found.append(optimizer)
+            elif self.handle.external_reason is None:
+                raise CheckpointError(
+                    f"{self.handle.name!r} steps {len(unnamed)} tensors that are no parameters of the modules it was registered for: save "
+                    "it with its framework's checkpoint or as handle.state_dict(), and leave it out here with only="
+                )
+        if not found:
+            raise CheckpointError(f"{self.handle.name!r} steps no parameter that has a name; save it with its framework's checkpoint")
+        return found
+
+    def _parameters(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
+        names = self._names()
+        for optimizer in self._optimizers(names):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield names[id(parameter)], optimizer, parameter
+
+
+def _loads_itself(optimizer: Any) -> bool:
+    """Whether an optimizer does more at a load than torch does: a method of its own, or hooks that are not ours."""
+    if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+        return True
+    hooks = (*optimizer._optimizer_load_state_dict_pre_hooks.values(), *optimizer._optimizer_load_state_dict_post_hooks.values())
+    return any(not is_guard(hook) for hook in hooks)

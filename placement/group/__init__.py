@@ -1,0 +1,9 @@
+"""Ranks that change phase together, and processes that share a GPU."""
+
+from __future__ import annotations
+
+from placement.group.agreement import Group
+from placement.group.base import Board, BoardLost
+from placement.group.store import StoreGroup, from_environment
+
+__all__ = ["Board", "BoardLost", "Group", "StoreGroup", "from_environment"]

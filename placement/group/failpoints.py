@@ -1,0 +1,62 @@
+"""Named places where a test may stop, kill or delay a process: `PLACEMENT_FAILPOINTS="group.after_vote=2:kill"`.
+
+The names are the steps of the protocol. Without the variable, which is read once, passing one costs a look at an empty table.
+Grammar: `NAME=N:ACTION`, several separated by ";"; the N-th passage acts (from 1), once. Actions: `kill` (SIGKILL), `stop`
+(SIGSTOP), `raise` (RuntimeError), `sleep(SECONDS)`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+
+NAMES = (
+    "group.before_proposal",
+    "group.after_proposal",
+    "group.before_prepare",
+    "group.after_prepare",
+    "group.after_vote",
+    "group.before_claim",
+    "group.after_claim",
+    "group.before_obey",
+    "group.after_obey",
+)
+_TERM = re.compile(r"(?P<name>[a-z_.]+)=(?P<at>[0-9]+):(?P<action>kill|stop|raise|sleep\((?P<seconds>[0-9.]+)\))")
+
+
+def parse(text: str) -> dict[str, tuple[int, str, float]]:
+    """By name: at which passage, what, and for how long.
+
+    Raises:
+        ValueError: a term is none, or names no step.
+    """
+    found = {}
+    for term in filter(None, text.split(";")):
+        match = _TERM.fullmatch(term.strip())
+        if match is None or match["name"] not in NAMES:
+            raise ValueError(f"PLACEMENT_FAILPOINTS: {term!r} is not NAME=N:ACTION with one of {', '.join(NAMES)}")
+        found[match["name"]] = (int(match["at"]), match["action"].partition("(")[0], float(match["seconds"] or 0))
+    return found
+
+
+_ARMED = parse(os.environ.get("PLACEMENT_FAILPOINTS", ""))
+_passed: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Pass the step `name`."""
+    if not _ARMED or name not in _ARMED:
+        return
+    _passed[name] += 1
+    at, action, seconds = _ARMED[name]
+    if _passed[name] != at:
+        return
+    if action == "raise":
+        raise RuntimeError(f"failpoint {name}")
+    if action == "sleep":
+        time.sleep(seconds)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)

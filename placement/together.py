@@ -1,0 +1,92 @@
+"""What a border has to do with the other ranks of a group; nothing where there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placement.errors import CoordinatorLost, GroupError, PhaseError
+from placement.states import Plan
+
+if TYPE_CHECKING:
+    from placement.group.agreement import Group
+
+_TOLD = "_placement_told_the_group"
+
+
+class Together:
+    """The borders of one manager as its group sees them: each consumes one epoch on every rank, whatever becomes of it.
+
+    Raises:
+        ValueError: `group` is no group.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        if group is not None and not callable(getattr(group, "propose", None)):
+            raise ValueError(f"group must be a placement.group.StoreGroup or its like, not {group!r}")
+        self._group = group
+
+    def propose(self, action: str, budget_bytes: int) -> int | None:
+        """Before the plan of an entry or a switch is made. Returns the least budget of all ranks; None without a group.
+
+        Raises:
+            GroupError, CoordinatorLost: see `Group.propose`.
+        """
+        return None if self._group is None else self._group.propose(action, budget_bytes)
+
+    def agree(self, plan: Plan) -> None:
+        """Everything is moved, and could still go back.
+
+        Raises:
+            GroupError: go back. CoordinatorLost: keep what was prepared.
+        """
+        if self._group is not None:
+            self._group.agree(plan)
+
+    def failed(self, error: BaseException) -> GroupError | None:
+        """An entry or a switch did not succeed here. Returns what to raise in place of `error`; None: `error` itself."""
+        if self._group is None or self._is_told(error):
+            return None
+        try:
+            told = self._group.abort(error)
+        except CoordinatorLost as lost:
+            error.add_note(f"placement: {lost}")
+            return None
+        return told if isinstance(error, Exception) else None
+
+    def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
+        """A phase was left: what is off the device stays off it, but everybody learns whether everybody came so far.
+
+        Args:
+            error: the user's, that is on its way.
+
+        Returns:
+            `failures`, and what the group has to say.
+        """
+        if self._group is None:
+            return failures
+        try:
+            if error is not None or failures:
+                self.failed(error if error is not None else failures[0])
+            else:
+                self._group.propose(action, 0)
+                self._group.agree(plan)
+        except (GroupError, CoordinatorLost) as told:
+            return [*failures, told]
+        return failures
+
+    def abandoned(self, name: str) -> None:
+        """A phase was dropped while open: the others must not wait for this rank."""
+        if self._group is not None:
+            self.failed(PhaseError(f"phase {name!r} was abandoned"))
+
+    def _is_told(self, error: BaseException) -> bool:
+        """Whether the others know of it: an exception ends one epoch, however many phases it passes through."""
+        if isinstance(error, (GroupError, CoordinatorLost)) or getattr(error, _TOLD, False):
+            return True
+        setattr(error, _TOLD, True)  # on the exception itself: to remember it would keep its frames, and the model, alive
+        return False
+
+
+def describe(verb: str, name: str, only: tuple[str, ...] | None) -> str:
+    """An action as all ranks have to say it."""
+    return f"{verb} {name}" if only is None else f"{verb} {name} only={','.join(sorted(only))}"

@@ -1,0 +1,137 @@
+"""verl#6188 and #5995: FSDP2 under `CPUOffloadPolicy` was moved by hand, and everything after that failed.
+
+"Attempted to set the storage of a tensor on device cpu to a storage on different device cuda:0": torch itself brings such
+parameters to the device and back. They are found for what they are, tracked, guarded, measured, and never moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from placement import Handle, PhaseError, RegistrationError, State
+from placement.adapters.base import Adapter, Owned
+from placement.testing import assert_nothing_resident
+from tests.ranks import Ranks
+from tests.sharded import training
+from tests.sharded.fsdp2_worker import Model, loss_of, sharded, worker
+
+_REASON = "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
+
+
+class Untouched(training.Program):
+    """Nobody reshards what torch places: its root stays unsharded after a forward, also between phases."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.reshard()
+        return super().tensors()
+
+
+def offloaded() -> training.Program:
+    model = sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    phases = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
+    return Untouched(model, torch.optim.AdamW(model.parameters(), lr=1e-2), functools.partial(loss_of, model), phases=phases)
+
+
+def test_twenty_steps(two_ranks: Ranks, one_rank: Ranks) -> None:
+    for outcome in (*two_ranks.run(training.compare, offloaded), *one_rank.run(training.compare, offloaded)):
+        assert not any(outcome.resident_bytes.values())
+        assert not any(outcome.offloaded_bytes.values())
+
+
+def _nothing_moves() -> None:
+    program = offloaded()
+    model: Any = program.model
+    storages = _storages(program)
+    manager, actor, adam = worker(model, program.optimizer)
+    assert (actor.external_reason, adam.external_reason) == (_REASON, _REASON)
+    assert adam.owners == (actor,)
+    with pytest.raises(PhaseError, match=r"step\(\) of 'actor.optimizer' in phase 'idle'"):
+        program.optimizer.step()
+    with manager.phase("log_prob"):
+        program.evaluate(0)
+        assert actor.state is State.GPU_RESIDENT
+        with pytest.raises(PhaseError, match="call step"):
+            program.optimizer.step()
+    for step in range(2):
+        with manager.phase("train"):
+            program.learn(step)
+        assert {name: address for name, address in _storages(program).items() if name in storages} == storages
+        assert (actor.resident_bytes, actor.host_bytes, actor.num_bytes, adam.resident_bytes) == (0, 0, 0, 0)
+    assert float(model.blocks[0].calls) == 3  # the buffer, which torch moves with no policy
+    state = actor.state_dict()
+    assert [training.as_bytes(value.to_local()) for name, value in state.items() if "calls" not in name] == [
+        training.as_bytes(value._local_tensor) for name, value in model.state_dict().items() if "calls" not in name
+    ]
+    assert manager.device.memory().chunk_bytes == 0
+    assert_nothing_resident(manager)
+    manager.close()
+    assert {name: address for name, address in _storages(program).items() if name in storages} == storages
+
+
+def _storages(program: training.Program) -> dict[str, int]:
+    return {
+        f"{name}{path}": part.untyped_storage().data_ptr()
+        for name, value in program.tensors()
+        for path, part in training.local_parts(value)
+    }
+
+
+def test_nothing_of_it_is_ever_moved(two_ranks: Ranks) -> None:
+    two_ranks.run(_nothing_moves)
+
+
+def _one_optimizer_for_both() -> None:
+    """Half of its state is torch's to place and half is ours: neither moving it nor leaving it would be right."""
+    kept, moved = sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False)), sharded(Model(blocks=1))
+    optimizer = torch.optim.AdamW([*kept.parameters(), *moved.parameters()])
+    manager, _, _ = worker(kept, torch.optim.SGD(kept.parameters()))
+    manager.register("critic", moved, role="critic")
+    with pytest.raises(RegistrationError, match="parameters whose state a framework places"):
+        manager.register("both", optimizer)
+    assert set(manager.handles) == {"actor", "actor.optimizer", "critic"}
+    manager.close()
+
+
+def test_an_optimizer_of_both_kinds_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_one_optimizer_for_both)
+
+
+class _Elsewhere(Adapter):
+    """An adapter of something that a framework keeps partly on an accelerator; the meta device stands in for it."""
+
+    kind = "module"
+
+    def __init__(self) -> None:
+        self.there = torch.empty(10, device="meta")
+        self.here = torch.empty(7)
+
+    def owned(self) -> Iterator[Owned]:
+        yield Owned("weight", self.there)
+        yield Owned("weight.view", self.there[2:])
+        yield Owned("buffer", self.here)
+
+    def key_objects(self) -> tuple[Any, ...]:
+        return (self,)
+
+    @property
+    def external(self) -> str:
+        return "a framework"
+
+
+def test_bytes_on_the_accelerator_are_measured_each_storage_once() -> None:
+    handle = Handle("actor", kind="module", role="actor", readonly=False, moves=lambda _: contextlib.nullcontext())  # type: ignore[arg-type,return-value]
+    adapter = _Elsewhere()
+    assert handle.resident_bytes == 0
+    handle.attach(adapter, adapter, lambda _: None)
+    handle.measure()
+    assert (handle.resident_bytes, handle.num_bytes) == (40, 0)
+    adapter.there = torch.empty(1, device="meta")
+    handle.measure()
+    assert handle.resident_bytes == 4

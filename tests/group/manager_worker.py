@@ -1,0 +1,118 @@
+"""Ranks with a manager each, in processes of their own, over a store: what the tests of a group call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import Manager
+from placement.errors import DeviceMemoryError, GroupError
+from placement.group import StoreGroup
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+
+CHUNK = 4096
+
+
+class Worker:
+    """An actor with Adam, and a reference, on a device of its own."""
+
+    def __init__(self, generation: int, deadline_seconds: float = 10.0, chunks: int = 64) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        group = StoreGroup(store, dist.get_rank(), dist.get_world_size(), deadline_seconds, generation=generation)
+        self.faults = Faults(SimulatedDevice(chunks * CHUNK, chunk_bytes=CHUNK))
+        self.manager = Manager(device=self.faults, group=group)
+        self.group = group
+        self.actor, self.ref = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.adam = torch.optim.Adam(self.actor.parameters())
+        self.manager.register("actor", self.actor, role="actor")
+        self.manager.register("adam", self.adam)
+        self.manager.register("ref", self.ref, role="ref", readonly=True)
+
+    def step(self) -> float:
+        with self.manager.phase("log_prob") as step:
+            with torch.no_grad():
+                target = self.ref(torch.ones(2, 48))
+            step.switch("train")
+            loss = ((self.actor(torch.ones(2, 48)) - target) ** 2).mean()
+            self.adam.zero_grad()
+            loss.backward()
+            self.adam.step()
+        return float(loss)
+
+    def states(self) -> dict[str, str]:
+        return {name: handle.state.value for name, handle in self.manager.handles.items()}
+
+
+def steps_together(generation: int) -> Any:
+    worker = Worker(generation)
+    losses = [worker.step() for _ in range(3)]
+    assert_nothing_resident(worker.manager)
+    return losses, worker.group.epoch
+
+
+def out_of_memory_on(generation: int, failing: int, switched: bool) -> Any:
+    """One rank's driver refuses memory in the middle of a border; then a step that succeeds."""
+    worker = Worker(generation)
+    worker.step()
+    if dist.get_rank() == failing:
+        worker.faults.fail("create", at=2 if not switched else 4)
+    told: dict[int, str] = {}
+    cause = ""
+    try:
+        with worker.manager.phase("log_prob") as step:
+            step.switch("train")
+    except GroupError as error:
+        told, cause = dict(error.failures), type(error.__cause__).__name__
+    assert worker.faults.fired == (dist.get_rank() == failing)
+    assert_nothing_resident(worker.manager)
+    loss = worker.step()
+    is_its_own = cause == DeviceMemoryError.__name__ or dist.get_rank() != failing
+    return told, is_its_own, loss
+
+
+def user_error_on(generation: int, failing: int) -> Any:
+    """An exception in the body of a phase on one rank: its own there, a GroupError at the next border of the others."""
+    worker = Worker(generation)
+    caught = ""
+    try:
+        with worker.manager.phase("log_prob"), worker.manager.phase("checkpoint"):
+            if dist.get_rank() == failing:
+                raise ZeroDivisionError("in the user's code")
+
+    except (ZeroDivisionError, GroupError) as error:
+        caught = f"{type(error).__name__}: {error}"
+    assert_nothing_resident(worker.manager)
+    epoch = worker.group.epoch
+    losses = worker.step()
+    return caught, epoch, losses
+
+
+def budgets_differ(generation: int) -> Any:
+    """Rank 1 has room for the reference only: no rank loads more."""
+    worker = Worker(generation, chunks=64 if dist.get_rank() == 0 else 4)
+    try:
+        with worker.manager.phase("log_prob"):
+            pass
+        told = ""
+    except GroupError as error:
+        told = str(error)
+    except DeviceMemoryError as error:
+        told = f"alone: {error}"
+    assert_nothing_resident(worker.manager)
+    return told
+
+
+def other_action(generation: int) -> Any:
+    worker = Worker(generation)
+    try:
+        with worker.manager.phase("log_prob" if dist.get_rank() == 0 else "train"):
+            pass
+        told = {}
+    except GroupError as error:
+        told = dict(error.failures)
+    assert_nothing_resident(worker.manager)
+    worker.step()
+    return told

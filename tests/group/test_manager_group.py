@@ -1,0 +1,57 @@
+"""Managers of two ranks that change phase together, in real processes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.group import manager_worker as worker
+from tests.ranks import Ranks
+
+_generations = itertools.count(1)
+
+
+@pytest.fixture
+def generation() -> int:
+    """A membership of its own for each test: the ranks live on."""
+    return next(_generations)
+
+
+def test_steps_are_made_together(two_ranks: Ranks, generation: int) -> None:
+    (first, epochs), (second, other) = two_ranks.run(worker.steps_together, generation)
+    assert first == second
+    assert epochs == other == 9  # enter, switch, leave: three steps
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("switched", [False, True])
+def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_step_succeeds(
+    two_ranks: Ranks, generation: int, failing: int, switched: bool
+) -> None:
+    results = two_ranks.run(worker.out_of_memory_on, generation, failing, switched)
+    for told, is_its_own, loss in results:
+        assert list(told) == [failing]
+        assert told[failing].startswith("DeviceMemoryError")
+        assert is_its_own
+        assert loss == results[0][2]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_of_the_user_on_one_rank(two_ranks: Ranks, generation: int, failing: int) -> None:
+    results = two_ranks.run(worker.user_error_on, generation, failing)
+    assert results[failing][0] == "ZeroDivisionError: in the user's code"
+    assert f"rank {failing}: ZeroDivisionError: in the user's code" in results[1 - failing][0]
+    assert results[0][1] == results[1][1]  # both are at the same epoch again
+    assert results[0][2] == results[1][2]
+
+
+def test_a_plan_that_does_not_fit_one_rank_is_nobodys(two_ranks: Ranks, generation: int) -> None:
+    for told in two_ranks.run(worker.budgets_differ, generation):
+        assert "DeviceMemoryError" in told
+        assert not told.startswith("alone")
+
+
+def test_ranks_that_want_different_phases_are_named(two_ranks: Ranks, generation: int) -> None:
+    for told in two_ranks.run(worker.other_action, generation):
+        assert told == {0: "is about to enter log_prob", 1: "is about to enter train"}

@@ -1,0 +1,260 @@
+"""Faults, interrupts, several managers, and ends that nobody planned, with sharded models. Bodies for ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import placement
+from placement.errors import DeviceMemoryError, HostMemoryError
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.sharded import one_of_each, training
+from tests.sharded.adversary_worker import Script, check_off, simulated, twice
+from tests.sharded.one_of_each import PROGRAMS
+
+REFUSALS: dict[str, tuple[type[Exception], ...]] = {
+    "fsdp2": (AssertionError,),
+    "fsdp1_original": (TypeError,),
+    "fsdp1_flat": (RuntimeError,),
+    "ddp": (),
+    "tensor_parallel": (),
+}
+"""What torch itself raises where it does not copy what it made of a model."""
+
+
+class Interrupts(Faults):
+    """A device during whose calls the user presses Ctrl-C."""
+
+    def _count(self, operation: str) -> None:
+        try:
+            super()._count(operation)
+        except (DeviceMemoryError, HostMemoryError, InjectedFault):
+            raise KeyboardInterrupt(operation) from None
+
+
+def _any_rank(value: bool) -> bool:
+    answer = torch.tensor(float(value))
+    dist.all_reduce(answer)
+    return bool(answer)
+
+
+def twice_verified(script: Script, name: str) -> None:
+    """`twice` with `verify="always"`. For `Ranks.run`, which takes no keywords."""
+    twice(script, name, verify="always")
+
+
+def fail_at_every_call(name: str, is_interrupt: bool) -> dict[str, int]:
+    """A switch from training one model to using another, failed at each device call in turn; nothing is lost. Returns how many of each."""
+    torch.manual_seed(0)
+    actor, critic = PROGRAMS[name]("cpu"), PROGRAMS[name]("cpu")
+    actor.model.eval()  # in training it counts its forward passes
+    critic.model.eval()
+    measuring = placement.Manager(device=simulated())
+    needed_bytes = _train_once(actor, critic, measuring)
+    measuring.close()
+    # Little room beside what is there, so that one goes as the other comes.
+    simulation = SimulatedDevice(needed_bytes + 6 * training.CHUNK_BYTES, chunk_bytes=training.CHUNK_BYTES)
+    device = (Interrupts if is_interrupt else Faults)(simulation)
+    manager = placement.Manager(device=device, headroom=0.0)
+    _train_once(actor, critic, manager)
+    expected = _look(actor, critic, manager)
+    failed: dict[str, int] = {}
+    for operation in ("host", "reserve", "create", "map", "copy", "sync"):
+        for call in range(1, 100):
+            fired = device.fired
+            with (
+                contextlib.suppress(KeyboardInterrupt, DeviceMemoryError, HostMemoryError, InjectedFault),
+                manager.phase("train", only=["actor"]) as phase,
+            ):
+                actor.optimizer.zero_grad()
+                actor.backward(1)  # gradients that have no place yet
+                actor.evaluate(4)  # leaves a root unsharded
+                device.fail(operation, at=call)
+                phase.switch("values")
+            device.clear()
+            if not _any_rank(device.fired > fired):  # shards differ in size, so one rank may make more calls
+                break
+            failed[operation] = call
+            check_off(manager)
+            assert _look(actor, critic, manager) == expected, f"{operation} {call}"
+    manager.close()
+    return failed
+
+
+def _train_once(actor: training.Program, critic: training.Program, manager: placement.Manager) -> int:
+    """Register both, step the first one; gradients of another pass are left. Returns the most bytes that were on the device."""
+    manager.register("actor", actor.model, role="actor")
+    manager.register("actor.optimizer", actor.optimizer)
+    manager.register("critic", critic.model, role="critic")
+    for _ in range(2):
+        with manager.phase("train", only=["actor"]):
+            actor.learn(0)
+    with manager.phase("train", only=["actor"]):
+        actor.backward(1)
+    with manager.phase("train", only=["actor"]):
+        return sum(handle.resident_bytes for handle in manager.handles.values())
+
+
+def _look(actor: training.Program, critic: training.Program, manager: placement.Manager) -> tuple[bytes, bytes, dict[str, str]]:
+    """What both compute, and every value of the first."""
+    with manager.phase("log_prob"):
+        actor_loss = training.as_bytes(actor.evaluate(3))
+    with manager.phase("values"):
+        critic_loss = training.as_bytes(critic.evaluate(3))
+    with manager.phase("train", only=["actor"]):
+        actor.reshard()
+        return actor_loss, critic_loss, training.digest(actor)
+
+
+def collected(name: str) -> None:
+    """Nobody holds the model any more: its handle goes, and with it every byte."""
+    device = simulated()
+    manager = placement.Manager(device=device)
+    program: Any = PROGRAMS[name]("cpu")
+    program.register(manager)
+    with manager.phase("train"):
+        program.learn(0)
+    with manager.phase("train"):
+        program.backward(0)
+        del program
+        gc.collect()
+    gc.collect()
+    assert not manager.handles, [*manager.handles]
+    assert device.memory().chunk_bytes == 0
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def two_managers(name: str) -> None:
+    """Each moves its own model; a model of one is refused by the other."""
+    programs, managers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        programs.append(PROGRAMS[name]("cpu"))
+        managers.append(placement.Manager(device=simulated()))
+        programs[-1].register(managers[-1])
+    with pytest.raises(placement.RegistrationError, match="belongs to 'actor'"):
+        managers[1].register("stolen", programs[0].model)
+    losses = [[], []]
+    for step in range(3):
+        with managers[0].phase("train"), managers[1].phase("train"):
+            for index, program in enumerate(programs):
+                losses[index].append(training.as_bytes(program.learn(step)))
+        for manager in managers:
+            assert_nothing_resident(manager)
+    assert losses[0] == losses[1]
+    managers[0].close()
+    with managers[1].phase("log_prob"):
+        other = training.as_bytes(programs[1].evaluate(7))
+    assert training.as_bytes(programs[0].evaluate(7)) == other
+    managers[1].close()
+
+
+def readonly(name: str) -> None:
+    """A reference is never copied back, and a write to it is found and undone."""
+    torch.manual_seed(0)
+    program = PROGRAMS[name]("cpu")
+    program.model.eval()  # in training it counts its forward passes
+    manager = placement.Manager(device=simulated())
+    handle = manager.register("ref", program.model, role="ref", readonly=True)
+    for _ in range(3):
+        with manager.phase("log_prob"):
+            loss = training.as_bytes(program.evaluate(0))
+    assert handle.counters.skipped_bytes > 0
+    copied = handle.counters.offloaded_bytes
+
+    def write() -> None:
+        with manager.phase("log_prob"), torch.no_grad():
+            program.reshard()
+            for parameter in program.model.parameters():
+                for _, part in training.local_parts(parameter):
+                    part.add_(1)
+
+    with pytest.raises(placement.IntegrityError, match="readonly"):
+        write()
+    with manager.phase("log_prob"):
+        assert training.as_bytes(program.evaluate(0)) == loss
+    assert handle.counters.offloaded_bytes == copied
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def lazy(name: str) -> None:
+    """A model that is sharded only when its phase comes: building calls collectives, so on all ranks in the same place."""
+    built = []
+
+    def factory() -> torch.nn.Module:
+        torch.manual_seed(0)
+        built.append(PROGRAMS[name]("cpu"))
+        model = built[0].model
+        assert isinstance(model, torch.nn.Module)
+        return model
+
+    manager = placement.Manager(device=simulated())
+    late = manager.register("critic", placement.Lazy(factory), role="critic")
+    with manager.phase("log_prob"):
+        assert not built
+    with manager.phase("values"):
+        loss = training.as_bytes(built[0].evaluate(0))
+    assert late.object is built[0].model
+    assert_nothing_resident(manager)
+    torch.manual_seed(0)
+    assert training.as_bytes(PROGRAMS[name]("cpu").evaluate(0)) == loss
+    manager.close()
+
+
+def copies(name: str) -> None:
+    """What torch can copy or pickle while it is resident is a model of its own; while it is offloaded that is refused."""
+    torch.manual_seed(0)
+    program = PROGRAMS[name]("cpu")
+    manager = placement.Manager(device=simulated())
+    program.register(manager)
+    with manager.phase("train"):
+        program.learn(0)
+    refusals = (placement.NotResidentError, *REFUSALS[name])
+    with pytest.raises(refusals):
+        copy.deepcopy(program.model)
+    with manager.phase("log_prob"):
+        wanted = training.as_bytes(program.evaluate(5))
+        other: Any = None
+        with contextlib.suppress(*REFUSALS[name]):
+            other = copy.deepcopy(program.model)
+    assert (other is None) == bool(REFUSALS[name])
+    if other is not None:
+        rows = one_of_each.rows(5 * 2, "cpu", same_data=name == "tensor_parallel")
+        loss = training.Program(other, None, lambda number: other(rows).float().square().mean())
+        assert training.as_bytes(loss.evaluate(5)) == wanted
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def dict_of(name: str) -> None:
+    """A sharded state dict that was taken while resident is readable while offloaded, and torch.save writes it whole."""
+    torch.manual_seed(0)
+    program = PROGRAMS[name]("cpu")
+    manager = placement.Manager(device=simulated())
+    program.register(manager)
+    with manager.phase("train"):
+        program.learn(0)
+    with manager.phase("log_prob"):
+        shown = program.model.state_dict()
+        values = {key: training.as_bytes(part) for key, value in shown.items() for _, part in training.local_parts(value)}
+    now = {key: training.as_bytes(part) for key, value in shown.items() for _, part in training.local_parts(value)}
+    assert now == values
+    offloaded = program.model.state_dict()
+    assert {k: training.as_bytes(part) for k, value in offloaded.items() for _, part in training.local_parts(value)} == values
+    file = io.BytesIO()
+    torch.save({key: part for key, value in offloaded.items() for _, part in training.local_parts(value)}, file)
+    file.seek(0)
+    assert {key: training.as_bytes(value) for key, value in torch.load(file).items()} == values
+    with manager.phase("train"):
+        program.learn(1)
+    assert_nothing_resident(manager)
+    manager.close()

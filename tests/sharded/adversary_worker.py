@@ -1,0 +1,316 @@
+"""Programs of a user who does what he should not, or what nobody thought of; run plain and under a manager, and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+import placement
+from placement.memory.base import Device
+from placement.testing import SimulatedDevice
+from tests.sharded import training
+from tests.sharded.one_of_each import PROGRAMS, Block
+
+
+class Stage:
+    """A program with a manager, or without one: then phases do nothing."""
+
+    def __init__(self, name: str, is_managed: bool, device: Device | None = None, **keywords: Any) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.program = PROGRAMS[name]("cpu")
+        self.manager: placement.Manager | None = None
+        self.seen: list[Any] = []
+        """What must be the same with and without a manager."""
+        self.reported: set[str] = {"stray_reference"}
+        """What an audit may find: somebody (a live graph, a traceback) holds storages of an offloaded model."""
+        if is_managed:
+            self.manager = placement.Manager(device=device or simulated(), **keywords)
+            self.program.register(self.manager)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [module for module in self.program.model.modules() if isinstance(module, Block)]
+
+    @contextlib.contextmanager
+    def phase(self, name: str, **keywords: Any) -> Iterator[Any]:
+        """A phase of the manager; at the end of the outermost everything is off the device."""
+        with contextlib.nullcontext() if self.manager is None else self.manager.phase(name, **keywords) as phase:
+            yield phase
+        if self.manager is not None and not self.manager.snapshot().phases:
+            check_off(self.manager, self.reported)
+
+    def see(self, value: torch.Tensor) -> None:
+        self.seen.append(training.as_bytes(value))
+
+    def step(self, number: int) -> None:
+        """One whole step."""
+        for phase, method in self.program.phases:
+            with self.phase(phase):
+                self.see(getattr(self.program, method)(number))
+
+    def end(self) -> None:
+        """Leave placement; the values of everything are seen."""
+        if self.manager is not None:
+            self.manager.close()
+            assert self.manager.device.memory().chunk_bytes == 0
+        self.program.reshard()
+        self.seen.append(training.digest(self.program))
+
+
+def check_off(manager: placement.Manager, reported: Collection[str] = ("stray_reference",)) -> None:
+    """Everything is off the device, and nothing is wrong beyond what has to be reported."""
+    findings = [finding for finding in manager.audit().findings if finding.what not in reported]
+    assert not findings, findings
+    manager.check_integrity()
+    assert manager.device.memory().chunk_bytes == 0
+    training.assert_off(manager)
+
+
+class UserError(Exception):
+    """What the user's own code raises."""
+
+
+def simulated() -> SimulatedDevice:
+    return SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES)
+
+
+Script = Callable[[Stage], None]
+
+
+def twice(script: Script, name: str, **keywords: Any) -> None:
+    """Run a script plain and managed; what it sees must not differ."""
+    outcomes = []
+    for is_managed in (False, True):
+        stage = Stage(name, is_managed, **keywords)
+        script(stage)
+        stage.end()
+        outcomes.append(stage.seen)
+        del stage
+        gc.collect()
+    plain, managed = outcomes
+    assert len(plain) == len(managed), f"{len(managed)} results for {len(plain)}"
+    for index, (one, other) in enumerate(zip(plain, managed, strict=True)):
+        assert one == other, f"result {index} differs: {_short(other)} for {_short(one)}"
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:200]
+
+
+# --- scripts
+
+
+def forward_raises(stage: Stage) -> None:
+    """The last block's forward raises, with everything before it gathered, with and without gradients. These steps are given up.
+
+    FSDP1 alone would train something else afterwards.
+    """
+
+    def hook(*_: object) -> None:
+        raise UserError("forward")
+
+    for number in range(4):
+        stage.step(number)
+        if stage.manager is None:
+            continue
+        handle = stage.blocks[1].up.register_forward_pre_hook(hook)
+        stage.program.model.eval()  # it counts its forward passes in training
+        for phase, method in stage.program.phases:
+            with contextlib.suppress(UserError), stage.manager.phase(phase):
+                getattr(stage.program, method)(number)
+            check_off(stage.manager)
+        stage.program.model.train()
+        handle.remove()
+        stage.program.optimizer.zero_grad()
+
+
+def backward_raises(stage: Stage) -> None:
+    """A backward pass raises between the two blocks. The step is given up, and training goes on as if it had not been tried.
+
+    FSDP2 and DDP alone would not: the one trains nothing in the next step, the other raises.
+    """
+
+    class Raise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise UserError("backward")
+
+    for number in range(4):
+        stage.step(number)
+        if stage.manager is None:
+            continue
+        handle = stage.blocks[0].register_forward_hook(lambda module, args, output: Raise.apply(output))
+        stage.program.model.eval()  # it counts its forward passes in training
+        with contextlib.suppress(UserError), stage.manager.phase("train"):
+            stage.program.learn(number)
+        stage.program.model.train()
+        check_off(stage.manager)
+        handle.remove()
+        stage.program.optimizer.zero_grad()
+
+
+def graph_over_a_border(stage: Stage) -> None:
+    """Forward in one phase, backward in the next, the optimizer's step in a third."""
+    for number in range(4):
+        with stage.phase("train"):
+            loss = stage.program.loss(number)
+            stage.see(loss)
+        with stage.phase("train"):
+            loss.backward()
+        del loss
+        with stage.phase("train"):
+            stage.program.optimizer.step()
+            stage.program.optimizer.zero_grad()
+    stage.step(9)
+
+
+def zeroed_in_place(stage: Stage) -> None:
+    """Gradients are kept and zeroed in place."""
+    for number in range(4):
+        for phase, method in stage.program.phases[:-1]:
+            with stage.phase(phase):
+                stage.see(getattr(stage.program, method)(number))
+        with stage.phase("train"):
+            stage.program.optimizer.step()
+        with stage.phase("train"):
+            stage.program.optimizer.zero_grad(set_to_none=False)
+    stage.step(9)
+
+
+def clipped(stage: Stage) -> None:
+    """Gradients are clipped in a phase of their own."""
+    for number in range(4):
+        with stage.phase("train"):
+            stage.see(stage.program.backward(number))
+        with stage.phase("train"):
+            clip = getattr(stage.program.model, "clip_grad_norm_", None)  # FSDP1 has its own
+            norm = torch.nn.utils.clip_grad_norm_(stage.program.model.parameters(), 0.1) if clip is None else clip(0.1)
+            stage.see(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        with stage.phase("train"):
+            stage.program.optimizer.step()
+            stage.program.optimizer.zero_grad()
+
+
+def switched(stage: Stage) -> None:
+    """One open phase that switches, with a phase nested in it, and the model kept over the end."""
+    for number in range(4):
+        with stage.phase("log_prob") as phase:
+            stage.see(stage.program.evaluate(number))
+            if phase is not None:
+                phase.switch("train")
+            stage.see(stage.program.backward(number))
+            with stage.phase("checkpoint"):
+                pass
+            stage.see(stage.program.learn(number))
+            if phase is not None:
+                phase.switch("weight_sync", only=["actor"])
+            stage.see(stage.program.evaluate(number))
+            if phase is not None:
+                phase.switch("idle")
+
+
+def state_dicts(stage: Stage) -> None:
+    """Values go back to an earlier state dict of model and optimizer, and forward again."""
+    stage.step(0)
+    with stage.phase("train"):
+        weights = {key: value.clone() for key, value in stage.program.model.state_dict().items()}
+        state = _cloned(stage.program.optimizer.state_dict())
+    for number in (1, 2):
+        stage.step(number)
+    with stage.phase("restore"):
+        stage.program.model.load_state_dict(weights)
+        stage.program.optimizer.load_state_dict(state)
+    for number in (1, 2):
+        stage.step(number)
+
+
+def assigned(stage: Stage) -> None:
+    """A state dict is assigned: the parameters are other objects afterwards, so the optimizer steps the old ones, which is reported."""
+    stage.step(0)
+    before = {id(parameter) for parameter in stage.program.model.parameters()}
+    stage.reported.add("drift")
+    with stage.phase("restore"):
+        weights = {key: value.clone() for key, value in stage.program.model.state_dict().items()}
+        stage.program.model.load_state_dict(weights, assign=True)
+    for number in (1, 2):
+        with stage.phase("log_prob"):
+            stage.see(stage.program.evaluate(number))
+    if stage.manager is not None:
+        stage.program.reshard()
+        found = any(finding.what == "drift" and "steps" in finding.detail for finding in stage.manager.audit().findings)
+        assert found == any(id(parameter) not in before for parameter in stage.program.model.parameters())
+
+
+def left_for_good(stage: Stage) -> None:
+    """Placement is closed in the middle of the training, which goes on, and the same objects are registered once more."""
+    stage.step(0)
+    with stage.phase("train"):
+        stage.see(stage.program.backward(0))
+    if stage.manager is not None:
+        stage.manager.close()
+        manager, stage.manager = stage.manager, None
+        assert manager.device.memory().chunk_bytes == 0
+        stage.step(1)
+        stage.manager = placement.Manager(device=simulated())
+        stage.program.register(stage.manager)
+        stage.step(2)
+        return
+    stage.step(1)
+    stage.step(2)
+
+
+def left_while_resident(stage: Stage) -> None:
+    """Model and optimizer are unregistered inside a phase, with gradients alive."""
+    stage.step(0)
+    with stage.phase("train"):
+        stage.see(stage.program.backward(0))
+        if stage.manager is not None:
+            stage.manager.unregister("actor.optimizer")
+            stage.manager.unregister("actor")
+            assert stage.manager.device.memory().chunk_bytes == 0
+        stage.see(stage.program.learn(0))
+    stage.program.phases = ()
+    stage.see(stage.program.evaluate(1))
+
+
+def cast(stage: Stage) -> None:
+    """The model's precision changes inside a phase."""
+    with stage.phase("log_prob"):
+        stage.see(stage.program.evaluate(0))
+    with stage.phase("restore"):
+        stage.program.model.double()
+    with stage.phase("log_prob"):
+        stage.see(sum((each.detach().sum() for each in _local(stage.program.model)), torch.zeros(())))
+
+
+def holders(stage: Stage) -> None:
+    """What a forward pass shows is held over a border."""
+    for number in range(3):
+        with stage.phase("log_prob"):
+            stage.see(stage.program.evaluate(number))
+            held = list(stage.program.model.parameters())
+        stage.step(number)
+        del held
+
+
+def _local(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        for _, part in training.local_parts(parameter):
+            yield part
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(each) for key, each in value.items()}
+    return [_cloned(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,320 @@
+"""What ranks do in the tests of checkpoints: programs with every kind of model, saved, restored and resumed in every state."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import placement
+from placement import Handle, Manager, checkpoint
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded.training import as_bytes, local_parts
+
+WIDTH = 12
+STATES = {"offloaded": None, "resident": "log_prob", "syncing": "weight_sync", "training": "train", "checkpoint": "checkpoint"}
+
+
+class Net(torch.nn.Module):
+    """Sizes that no number of ranks divides, a tied head, a buffer, and a parameter with one row, of which a second rank has none."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(21, WIDTH)
+        self.up = torch.nn.Linear(WIDTH, inner)
+        self.down = torch.nn.Linear(inner, WIDTH)
+        self.row = torch.nn.Parameter(torch.randn(1, WIDTH))
+        self.head = torch.nn.Linear(WIDTH, 21, bias=False)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.seen += 1
+        hidden = self.embed(tokens)
+        return self.head(hidden + self.down(torch.relu(self.up(hidden))) * self.row)
+
+
+@dataclass
+class Program:
+    """A model and its optimizer, registered or not."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    manager: Manager | None = None
+
+    @property
+    def actor(self) -> Handle:
+        assert self.manager is not None
+        return self.manager.handles["actor"]
+
+    @property
+    def adam(self) -> Handle:
+        assert self.manager is not None
+        return self.manager.handles["actor.optimizer"]
+
+    def step(self, number: int) -> bytes:
+        """One training step; the loss."""
+        tokens = torch.randint(0, 21, (3, 5), generator=torch.Generator().manual_seed(number))
+        loss = self.model(tokens).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return as_bytes(loss)
+
+    def train(self, *numbers: int) -> list[bytes]:
+        """Steps, each in a phase of its own where there is a manager."""
+        losses = []
+        for number in numbers:
+            if self.manager is None:
+                losses.append(self.step(number))
+                continue
+            with self.manager.phase("train"):
+                losses.append(self.step(number))
+            assert_nothing_resident(self.manager)
+        return losses
+
+    def values(self) -> dict[str, bytes]:
+        """Every value that a checkpoint has to bring back, as this rank's bytes, read as a user reads them."""
+        model = self.model.state_dict() if self.manager is None else self.actor.state_dict()
+        optimizer = self.optimizer.state_dict() if self.manager is None else self.adam.state_dict()
+        found = {f"model.{name}": as_bytes(part) for name, value in model.items() for _, part in local_parts(value)}
+        for number, entry in optimizer["state"].items():
+            for key, value in entry.items():
+                parts = local_parts(value) if isinstance(value, torch.Tensor) else [("", torch.tensor(float("nan")))]
+                found |= {f"optimizer.{number}.{key}": as_bytes(part) for _, part in parts}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
+        return found | {"groups": repr(groups).encode()}
+
+    def objects(self) -> list[int]:
+        """What must stay: tensor objects, addresses, optimizer keys, and which names are one tensor."""
+        named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+        parts = [part.data_ptr() for _, value in named for _, part in local_parts(value)]
+        return [*(id(value) for _, value in named), *parts, *(id(key) for key in self.optimizer.state)]
+
+
+def build(kind: str, optimizer: str, *, managed: bool = True, seed: int = 0) -> Program:
+    """A program of one kind: plain, ddp, fsdp2, external (fsdp2 under CPUOffloadPolicy), tp, tied or lora."""
+    torch.manual_seed(seed)
+    model: Any = Net(36 if kind == "tp" else 35)  # tensor parallelism computes with what it has
+    if kind == "tied":
+        model.head.weight = model.embed.weight
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["up", "down"], r=3, init_lora_weights=False))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    if kind == "tp":
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        model.row.requires_grad_(False)
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    if kind == "external":
+        policy = CPUOffloadPolicy(pin_memory=False)
+        for part in (model.up, model):
+            fully_shard(part, offload_policy=policy)
+    if kind in ("fsdp2", "lora", "tied"):
+        inner = model.base_model.model if kind == "lora" else model
+        for part in (inner.up, inner.down) if kind != "tied" else ():
+            fully_shard(part)
+        fully_shard(model)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    steps: torch.optim.Optimizer
+    if optimizer == "adam":
+        groups = [{"params": trained[:2], "lr": 3e-2}, {"params": trained[2:], "weight_decay": 0.1}]
+        steps = torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+    else:
+        steps = torch.optim.SGD(trained, lr=1e-2, momentum=0.9)
+    program = Program(model, steps)
+    if managed:
+        program.manager = Manager(device=SimulatedDevice(64 << 20, chunk_bytes=4096))
+        program.manager.register("actor", model, role="actor")
+        program.manager.register("actor.optimizer", steps)
+    return program
+
+
+def _in(program: Program, phase: str | None, act: Callable[[], None]) -> None:
+    assert program.manager is not None
+    if phase is None:
+        moved = len(program.manager.journal)
+        act()
+        assert len(program.manager.journal) == moved
+        assert_nothing_resident(program.manager)
+        return
+    with program.manager.phase(phase):
+        if program.actor.holding is not None and program.actor.holding.on_device:
+            with torch.no_grad():  # which leaves the root unsharded
+                program.model(torch.zeros(2, 3, dtype=torch.int64))
+        act()
+    assert_nothing_resident(program.manager)
+
+
+def resume(kind: str, optimizer: str, root: str) -> None:
+    """Save in every state, restore into every state, and go on as if nothing had been."""
+    program = build(kind, optimizer)
+    manager = program.manager
+    assert manager is not None
+    program.train(1, 2)
+    wanted = program.values()
+    for name, phase in STATES.items():
+        how = checkpoint.save if name != "training" else _save_in_the_background
+        _in(program, phase, functools.partial(how, manager, os.path.join(root, name)))
+    after = program.train(3, 4, 5)
+    end = program.values()
+    objects = program.objects()
+    for name, into in zip(STATES, itertools.cycle(("training", "offloaded", "resident"))):
+        _in(program, STATES[into], functools.partial(checkpoint.load, manager, os.path.join(root, name)))
+        _assert_same(program.values(), wanted, f"{name} into {into}")
+        assert program.objects() == objects
+        with manager.phase("log_prob"):
+            _assert_same(program.values(), wanted, f"{name} into {into}, loaded")
+        program.train(9)  # so that the next has something to undo
+    checkpoint.load(manager, os.path.join(root, "training"))
+    assert program.train(3, 4, 5) == after
+    _assert_same(program.values(), end, "resumed")
+    fresh = build(kind, optimizer, seed=1)  # its optimizer has no state yet
+    assert fresh.manager is not None
+    _in(fresh, None, functools.partial(checkpoint.load, fresh.manager, os.path.join(root, "offloaded")))
+    _assert_same(fresh.values(), wanted, "into an optimizer without state")
+    assert fresh.train(3, 4, 5) == after
+    _assert_same(fresh.values(), end, "resumed by an optimizer without state")
+    fresh = build(kind, optimizer, seed=1)
+    assert fresh.manager is not None
+    _in(fresh, "restore", functools.partial(checkpoint.load, fresh.manager, os.path.join(root, "training")))
+    assert fresh.train(3, 4, 5) == after
+    _assert_same(fresh.values(), end, "resumed by an optimizer without state, loaded in restore")
+
+
+def _save_in_the_background(manager: Manager, path: str) -> None:
+    checkpoint.async_save(manager, path).result()
+
+
+def without_placement(kind: str, optimizer: str, root: str) -> None:
+    """What placement saved, torch reads into a plain program; and the other way round."""
+    program = build(kind, optimizer)
+    assert program.manager is not None
+    program.train(1, 2)
+    wanted = program.values()
+    checkpoint.save(program.manager, os.path.join(root, "ours"))
+    after = program.train(3, 4)
+    plain = build(kind, optimizer, managed=False, seed=1)
+    state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
+    dcp.load(state, checkpoint_id=os.path.join(root, "ours"))
+    set_model_state_dict(plain.model, state["actor"])  # type: ignore[arg-type]
+    set_optimizer_state_dict(plain.model, plain.optimizer, state["actor.optimizer"])  # type: ignore[arg-type]
+    _assert_same(plain.values(), wanted, "read by torch")
+    state = {"actor": get_model_state_dict(plain.model), "actor.optimizer": get_optimizer_state_dict(plain.model, plain.optimizer)}
+    dcp.save(state, checkpoint_id=os.path.join(root, "theirs"))
+    fresh = build(kind, optimizer, seed=1)
+    assert fresh.manager is not None
+    checkpoint.load(fresh.manager, os.path.join(root, "theirs"))
+    _assert_same(fresh.values(), wanted, "written by torch")
+    assert fresh.train(3, 4) == after
+    assert plain.train(3, 4) == after
+
+
+def whole(kind: str, root: str, act: str) -> dict[str, Any]:
+    """Save after two steps, or load into a fresh program. Returns the whole values."""
+    program = build(kind, "adam", seed=act == "load")
+    assert program.manager is not None
+    if act == "save":
+        program.train(1, 2)
+        checkpoint.save(program.manager, root)
+    else:
+        checkpoint.load(program.manager, root)
+    shown = {"model": checkpoint.Model(program.actor).state_dict(), "optimizer": checkpoint.Optimizer(program.adam).state_dict()["state"]}
+    return {key: as_bytes(value.full_tensor() if hasattr(value, "full_tensor") else value) for key, value in _flat(shown, "")}
+
+
+def _flat(values: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _flat(value, f"{path}.{key}")
+    elif isinstance(values, torch.Tensor):
+        yield path, values
+
+
+def stateful(kind: str, root: str) -> None:
+    """The wrappers in a user's own dict, with torch's own save, async_save and load."""
+    program = build(kind, "adam")
+    assert program.manager is not None
+    program.train(1, 2)
+    wanted = program.values()
+    state = {"model": checkpoint.Model(program.actor), "optimizer": checkpoint.Optimizer(program.adam), "step": 2}
+    dcp.save(dict(state), checkpoint_id=os.path.join(root, "saved"))
+    group = dist.new_group(backend="gloo")  # training goes on, and collectives of two threads must not meet in one group
+    writing: Any = dcp.async_save(dict(state), checkpoint_id=os.path.join(root, "async"), process_group=group)
+    program.train(3)
+    writing.result()
+    assert program.values() != wanted
+    for name in ("saved", "async"):
+        fresh = build(kind, "adam", seed=1)
+        found: dict[str, Any] = {"model": checkpoint.Model(fresh.actor), "optimizer": checkpoint.Optimizer(fresh.adam), "step": 0}
+        dcp.load(found, checkpoint_id=os.path.join(root, name), planner=checkpoint.LoadPlanner())
+        assert found["step"] == 2
+        _assert_same(fresh.values(), wanted, name)
+        fresh.train(3)
+        _assert_same(fresh.values(), program.values(), name)
+        program.train(4)
+        dcp.load(dict(state), checkpoint_id=os.path.join(root, name))  # in place, by torch's own planner: everything is there
+        _assert_same(program.values(), wanted, f"{name}, in place")
+        program.train(3)
+
+
+def one_rank_that_cannot(root: str) -> tuple[str, str, bool]:
+    """On rank 1 a parameter has another shape. Returns what each rank hears, and whether anything changed."""
+    program = build("plain", "adam")
+    assert program.manager is not None
+    program.train(1)
+    checkpoint.save(program.manager, os.path.join(root, "fine"))
+    program.train(2)
+    before = program.values()
+    if dist.get_rank() == 1:
+        program.manager.unregister("actor.optimizer")
+        program.manager.unregister("actor")
+        program.model.row = torch.nn.Parameter(torch.randn(1, WIDTH + 1))
+        program.manager.register("actor", program.model, role="actor")
+    told = ["", ""]
+    for index, only in enumerate((["actor"], ["actor", "no such handle" if dist.get_rank() == 1 else "actor.optimizer"])):
+        try:
+            checkpoint.load(program.manager, os.path.join(root, "fine"), only=only)
+        except placement.PlacementError as error:
+            told[index] = str(error)
+    dist.barrier()  # nobody is left behind in a collective
+    return told[0], told[1], dist.get_rank() == 1 or program.values() == before
+
+
+def two_meshes(root: str) -> str:
+    """Experts cut by expert parallelism: tensors of one name on two meshes."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shards"))["shards"])
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    try:
+        checkpoint.save(manager, root)
+    except placement.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def _assert_same(found: dict[str, bytes], wanted: dict[str, bytes], where: str) -> None:
+    assert list(found) == list(wanted), f"{where}: {sorted({*found} ^ {*wanted})}"
+    different = [name for name in wanted if found[name] != wanted[name]]
+    assert not different, f"{where}: {different}"

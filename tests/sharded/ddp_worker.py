@@ -1,0 +1,237 @@
+"""Models under DistributedDataParallel, and what the ranks of test_ddp.py do with them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from placement import Manager, RegistrationError
+from placement.policies import Colocated
+from placement.testing import SimulatedDevice
+from tests.sharded import training
+
+BUCKET_MB = 0.0003
+"""Several buckets, so that the reducer makes new ones after its first iteration."""
+
+
+class Net(torch.nn.Module):
+    """Buffers that every forward pass writes, a frozen part, and one that only every other batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.norm = torch.nn.BatchNorm1d(7)
+        self.other = torch.nn.Linear(7, 7)
+        self.frozen = torch.nn.Linear(7, 7).requires_grad_(False)
+        self.last = torch.nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor, use_other: bool) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        x = self.frozen(self.other(x) if use_other else x)
+        return self.last(x)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to wrap a model."""
+
+    keywords: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[..., Any] = torch.optim.AdamW
+    hook: str | None = None
+    accumulates: bool = False
+    """The first backward pass of a step is not averaged."""
+    sets_to_none: bool = True
+    leaves_out: bool = False
+    """Every other batch uses only some of the parameters."""
+
+    def model(self) -> DistributedDataParallel:
+        # PowerSGD's buckets go through several collectives each, which ranks with gloo may start in different orders.
+        bucket_mb = 25 if self.hook == "power_sgd" else BUCKET_MB
+        model = DistributedDataParallel(Net(), bucket_cap_mb=bucket_mb, **self.keywords)
+        if self.hook == "power_sgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.hook == "half":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return model
+
+    def program(self, **keywords: Any) -> Program:
+        model = self.model()
+        optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        return Program(model, optimizer, self.loss_of(model), variant=self, **keywords)
+
+    def loss_of(self, model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
+        return lambda number: model(batch(number), not self.leaves_out or number % 4 < 2).square().mean()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * number + dist.get_rank()))
+
+
+def zero(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **keywords: Any) -> Callable[..., Any]:
+    return functools.partial(_zero, optimizer_class=optimizer_class, **keywords)
+
+
+def _zero(parameters: list[torch.Tensor], **keywords: Any) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its package warns when it is imported, which fails the test process
+
+    return ZeroRedundancyOptimizer(parameters, **keywords)
+
+
+@dataclass
+class Program(training.Program):
+    variant: Variant = Variant()
+    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
+
+    def backward(self, step: int) -> torch.Tensor:
+        with self.model.no_sync() if self.variant.accumulates else contextlib.nullcontext():
+            return super().backward(step)
+
+    def learn(self, step: int) -> torch.Tensor:
+        loss = self.loss(2 * step + 1)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.variant.sets_to_none)
+        return loss.detach()
+
+    def learn_anew(self, step: int) -> torch.Tensor:
+        """The gradients of the step are left to the next one, which does not want them."""
+        self.optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def zeroes(self, step: int) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        return torch.tensor(float(step))
+
+    def optimizers(self) -> list[Any]:
+        return [getattr(self.optimizer, "optim", self.optimizer)]
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        leaves = any(method == "learn_anew" for _, method in self.phases)
+        yield from ((name, tensor) for name, tensor in super().values() if not (leaves and name.endswith(".grad")))
+        for index, (_, state) in enumerate(self.model._comm_hooks):
+            for bucket, error in sorted(getattr(state, "error_dict", {}).items()):
+                yield f"hook.{index}.error.{bucket}", error
+
+
+def trains_alike(variant: Variant) -> training.Outcome:
+    return training.compare(variant.program)
+
+
+def trains_alike_dropping(variant: Variant) -> training.Outcome:
+    """Gradients die at the end of each phase with a step, where nobody needs them any more."""
+    build = functools.partial(variant.program, phases=(("log_prob", "evaluate"), ("train", "learn_anew")))
+    return training.compare(build, policy=Colocated(drop_gradients=True))
+
+
+def managed(variant: Variant, **keywords: Any) -> tuple[Manager, Program]:
+    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES), **keywords)
+    program = variant.program()
+    program.register(manager)
+    return manager, program
+
+
+# --- single cases
+
+
+def loses_gradients_by_data() -> tuple[list[bytes], list[bytes]]:
+    """The trap: losses of a plain run, and of one in which gradients are moved by `.data` between two backward passes."""
+
+    def run(moves: bool) -> list[bytes]:
+        torch.manual_seed(0)
+        program = Variant({"gradient_as_bucket_view": True}).program()
+        seen = []
+        for step in range(4):
+            program.backward(step)
+            for parameter in program.model.parameters() if moves else ():
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.clone()
+            seen.append(training.as_bytes(program.learn(step)))
+        return seen
+
+    return run(moves=False), run(moves=True)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is said of a reducer's memory."""
+
+    foreign_bytes: int
+    report: str
+    is_ok: bool
+    snapshot_bytes: int
+
+
+def foreign(variant: Variant, steps: int) -> Seen:
+    """What lies on the device after some steps, each of which sets the gradients to None before its phase ends."""
+    manager, program = managed(variant)
+    for step in range(steps):
+        with manager.phase("train"):
+            program.learn(step)
+    audit = manager.audit()
+    (actor,) = [handle for handle in manager.snapshot().handles if handle.name == "actor"]
+    return Seen(audit.foreign_bytes, audit.report, audit.ok, actor.foreign_bytes)
+
+
+def gradient_bytes(variant: Variant) -> int:
+    return sum(parameter.nbytes for parameter in variant.model().parameters() if parameter.requires_grad)
+
+
+def buckets_stay_in_place(drops: bool) -> None:
+    """The reducer's buckets lie in the handle's ranges from the first offload on, with chunks behind them while it is resident."""
+    manager, program = managed(Variant({"gradient_as_bucket_view": True}), policy=Colocated(drop_gradients=drops))
+    holding = manager.handles["actor"].holding
+    assert holding is not None
+    for step in range(4):
+        with manager.phase("train"):
+            program.backward(step)
+            buckets = [parameter.grad._base for parameter in program.model.parameters() if parameter.grad is not None]
+            addresses = {bucket.data_ptr() for bucket in buckets if bucket is not None}
+            inside = {each for each in addresses if any(r.has(each) and not r.missing() for r in holding.ranges)}
+            assert addresses
+            assert step < 2 or inside == addresses  # the reducer makes new ones in its second iteration
+            program.optimizer.step()
+            if not drops:
+                program.optimizer.zero_grad()
+        assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
+        assert not drops or all(parameter.grad is None for parameter in program.model.parameters())
+
+
+def refuses_mixed_precision() -> str:
+    """What is said to a wrapper that puts other parameters in place of its own."""
+    model = DistributedDataParallel(Net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    try:
+        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", model)
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
+
+def refuses_overlap() -> str:
+    """What is said to a sharded optimizer that steps inside the backward pass."""
+    manager, program = managed(Variant())
+    parameters = [parameter for parameter in program.model.parameters() if parameter.requires_grad]
+    optimizer = zero(torch.optim.SGD, lr=0.1, overlap_with_ddp=True)(parameters)
+    try:
+        manager.register("overlapping", optimizer)
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
+
+def trains_alike_zeroing(variant: Variant) -> training.Outcome:
+    """Gradients are zeroed in place while they are offloaded; of what shares a bucket with them nobody zeroes the rest."""
+    phases = (("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))
+    return training.compare(functools.partial(variant.program, phases=phases))

@@ -1,0 +1,370 @@
+"""Models under FSDP1, and what the ranks of test_fsdp1.py do with them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+from placement import Manager, PhaseError, RegistrationError
+from placement.policies import Colocated
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded import training
+
+CPU = torch.device("cpu")
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Net(torch.nn.Module):
+    """Two units in a root: shards are uneven on two ranks, one unit is frozen half, and a buffer lies in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(5, 7)
+        self.block = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 7))
+        self.last = torch.nn.Sequential(torch.nn.Linear(7, 7), torch.nn.Tanh())
+        self.head = torch.nn.Linear(7, 3, bias=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.block((x := torch.tanh(self.embed(x))) * self.scale.to(x.dtype))))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to wrap a model."""
+
+    use_orig_params: bool
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    mixed_precision: MixedPrecision | None = None
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    accumulates: bool = False
+    """The first backward pass of a step is not reduced: whole gradients, not this rank's shard, cross a border."""
+    mesh: tuple[int, ...] = ()
+    clips: bool = False
+    offloads: bool = False
+    frozen: bool = False
+
+    def wrap(self, module: torch.nn.Module, **keywords: Any) -> FullyShardedDataParallel:
+        mesh = dist.device_mesh.init_device_mesh("cpu", self.mesh) if self.mesh else None
+        keywords = {
+            "use_orig_params": self.use_orig_params,
+            "sharding_strategy": self.strategy,
+            "mixed_precision": self.mixed_precision,
+            "device_id": CPU,
+            "device_mesh": mesh,
+            "cpu_offload": CPUOffload(offload_params=self.offloads),
+            **keywords,
+        }
+        return FullyShardedDataParallel(module, **keywords)
+
+    def model(self) -> FullyShardedDataParallel:
+        net = Net()
+        if self.frozen:
+            net.block.requires_grad_(False)
+        net.block, net.last = self.wrap(net.block), self.wrap(net.last)  # type: ignore[assignment]
+        return self.wrap(net)
+
+    def program(self, **keywords: Any) -> Program:
+        model = self.model()
+        optimizer = self.optimizer((p for p in model.parameters() if p.requires_grad), lr=0.05)  # type: ignore[call-arg]
+        return Program(model, optimizer, loss_of(model), variant=self, **keywords)
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * number + dist.get_rank()))
+
+
+def loss_of(model: torch.nn.Module) -> Callable[[int], torch.Tensor]:
+    return lambda number: model(batch(number)).float().square().mean()
+
+
+def units(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and handle of every unit."""
+    for name, part in model.named_modules():
+        if isinstance(part, FullyShardedDataParallel) and part._handle is not None:
+            yield name, part._handle
+
+
+@dataclass
+class Program(training.Program):
+    """Flat parameters count as well: under original names they are hidden."""
+
+    variant: Variant = Variant(True)
+    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("train", "backward"), ("train", "learn"))
+
+    def backward(self, step: int) -> torch.Tensor:
+        with self.model.no_sync() if self.variant.accumulates else contextlib.nullcontext():
+            return super().backward(step)
+
+    def learn(self, step: int) -> torch.Tensor:
+        loss = self.loss(2 * step + 1)
+        loss.backward()
+        if self.variant.clips:
+            self.model.clip_grad_norm_(0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def learn_anew(self, step: int) -> torch.Tensor:
+        """The gradients of the step are left to the next one, which does not want them."""
+        self.optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def set_aside(self, step: int) -> torch.Tensor:
+        """A backward pass that is not reduced: the shard of what was reduced before is put aside."""
+        with self.model.no_sync():
+            return super().backward(step)
+
+    def zeroes(self, step: int) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        return torch.tensor(float(step))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().tensors()
+        for name, handle in units(self.model):
+            yield f"{name}.flat", handle.flat_param
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        hidden = {f"{name}.flat.grad" for name, handle in units(self.model) if handle._use_orig_params}
+        if any(method == "learn_anew" for _, method in self.phases):
+            hidden |= {f"{name}.grad" for name, _ in self.tensors()}
+        yield from ((name, tensor) for name, tensor in super().values() if name not in hidden)
+        for name, handle in units(self.model):
+            if hasattr(handle.flat_param, "_local_shard"):
+                yield f"{name}.shard", handle.flat_param._local_shard
+
+
+def trains_alike(variant: Variant) -> training.Outcome:
+    return training.compare(variant.program)
+
+
+def trains_alike_dropping(variant: Variant) -> training.Outcome:
+    """Gradients die at the end of each phase with a step, where nobody needs them any more."""
+    build = functools.partial(variant.program, phases=(("log_prob", "evaluate"), ("train", "learn_anew")))
+    return training.compare(build, policy=Colocated(drop_gradients=True))
+
+
+def managed(variant: Variant) -> tuple[Manager, Program]:
+    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    program = variant.program()
+    program.register(manager)
+    return manager, program
+
+
+# --- single cases
+
+
+def gathered_bytes(model: torch.nn.Module) -> dict[str, int]:
+    """By unit, what it has gathered for computing."""
+    fields = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+    return {
+        name: sum(getattr(handle.flat_param, field).untyped_storage().nbytes() for field in fields if hasattr(handle.flat_param, field))
+        for name, handle in units(model)
+    }
+
+
+def what_stays_gathered(variant: Variant) -> tuple[dict[str, int], dict[str, int]]:
+    """What a forward pass without gradients leaves, in its phase and after it."""
+    manager, program = managed(variant)
+    with manager.phase("log_prob"):
+        program.evaluate(0)
+        inside = gathered_bytes(program.model)
+    assert_nothing_resident(manager)
+    return inside, gathered_bytes(program.model)
+
+
+def shares_storages(variant: Variant) -> tuple[bool, ...]:
+    """Whether flat parameter, local shard and original parameters lie in one storage: at first, loaded again, moved by `.data`."""
+    manager, program = managed(variant)
+    answers = []
+    for step in range(2):
+        with manager.phase("train"):
+            program.learn(step)
+            answers.append(all(map(_is_one, (handle for _, handle in units(program.model)))))
+    manager.close()
+    answers.append(all(map(_is_one, (handle for _, handle in units(program.model)))))
+    for _, handle in units(program.model):
+        handle.flat_param.data = handle.flat_param.data.clone()  # what `module.to()` does
+    answers.append(any(map(_is_one, (handle for _, handle in units(program.model)))))
+    return tuple(answers)
+
+
+def _is_one(handle: Any) -> bool:
+    flat = handle.flat_param
+    parts = [flat._local_shard, *(part for part in flat._params or () if part.numel())]
+    return all(part.untyped_storage()._cdata == flat.untyped_storage()._cdata for part in parts)
+
+
+def summons_across_a_border(variant: Variant) -> tuple[str, ...]:
+    """What is said when full parameters are summoned at a border and at registration. Nothing is lost by it."""
+    manager, program = managed(variant)
+    said = []
+
+    def digest() -> dict[str, str]:
+        with manager.phase("restore"):
+            return training.digest(program)
+
+    with manager.phase("train"):
+        program.learn(0)
+    before = digest()
+    with manager.phase("train") as phase, FullyShardedDataParallel.summon_full_params(program.model, writeback=True):
+        for attempt in (
+            lambda: phase.switch("values"),
+            lambda: Manager(device=SimulatedDevice(training.CAPACITY)).register("again", program.model),
+        ):
+            try:
+                attempt()
+            except (PhaseError, RegistrationError) as error:
+                said.append(str(error))
+    assert_nothing_resident(manager)
+    assert digest() == before
+    summoning = FullyShardedDataParallel.summon_full_params(program.model, writeback=True)
+    try:
+        with manager.phase("train"):
+            summoning.__enter__()
+    except PhaseError as error:
+        said.append(str(error))
+    assert manager.handles["actor"].resident_bytes > 0
+    summoning.__exit__(None, None, None)
+    assert digest() == before
+    assert_nothing_resident(manager)
+    return tuple(said)
+
+
+def fails_in_the_middle(variant: Variant, where: str) -> None:
+    """Training goes on after passes that an exception ended as if they had never been begun."""
+
+    def fail(program: Program) -> None:
+        net = program.model.module
+        hooks = {"forward": net.head.register_forward_pre_hook, "backward": net.embed.register_full_backward_hook}
+        hook = hooks[where](lambda *_: 1 / 0)
+        try:
+            program.loss(100).backward()
+        finally:
+            hook.remove()
+
+    torch.manual_seed(0)
+    plain = variant.program()
+    wanted = [training.as_bytes(plain.learn(step)) for step in range(3)]
+    torch.manual_seed(0)
+    manager, program = managed(variant)
+    seen = []
+    for step in range(3):
+        with contextlib.suppress(ZeroDivisionError), manager.phase("train"):
+            fail(program)
+        assert_off(manager, program)
+        program.optimizer.zero_grad()
+        with manager.phase("train"):
+            seen.append(training.as_bytes(program.learn(step)))
+        assert_off(manager, program)
+    assert seen == wanted
+
+
+def assert_off(manager: Manager, program: Program) -> None:
+    assert all(handle.resident_bytes == 0 for handle in manager.handles.values())
+    assert not any(gathered_bytes(program.model).values())
+
+
+def backward_in_another_phase(variant: Variant) -> None:
+    """The graph of a forward pass outlives an offload; the model is registered and stepped while it is gathered."""
+
+    def run(phase: Callable[[], Any], program: Program, register: Callable[[], None]) -> list[bytes]:
+        seen = []
+        for step in range(3):
+            if step == 1:
+                loss = program.loss(step)
+                register()
+                with phase():
+                    loss.backward()
+            with phase():
+                loss = program.loss(step)
+            with phase():
+                loss.backward()
+                program.optimizer.step()
+                program.optimizer.zero_grad()
+                seen.append(training.as_bytes(loss))
+        return seen
+
+    torch.manual_seed(0)
+    plain = variant.program()
+    wanted = run(contextlib.nullcontext, plain, lambda: None)
+    torch.manual_seed(0)
+    manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    program = variant.program()
+    managers: list[Manager] = []
+
+    def register() -> None:
+        program.register(manager)
+        managers.append(manager)
+        assert manager.handles["actor.optimizer"].owners == (manager.handles["actor"],)
+
+    def phase() -> Any:
+        return managers[0].phase("train") if managers else contextlib.nullcontext()
+
+    assert run(phase, program, register) == wanted
+    assert_off(manager, program)
+    manager.close()
+    assert training.digest(program) == training.digest(plain)
+
+
+def casts_buffers(variant: Variant) -> torch.dtype:
+    """FSDP1 gives buffers another type, and so other memory, at its first forward pass: after they were registered."""
+    manager, program = managed(variant)
+    with manager.phase("log_prob"):
+        program.evaluate(0)
+        cast = program.model.module.scale.clone()
+    assert_nothing_resident(manager)
+    assert not manager.handles["actor"].holding.drifted()  # type: ignore[union-attr]
+    with manager.phase("log_prob"):
+        assert torch.equal(program.model.module.scale, cast)
+    return cast.dtype
+
+
+def is_tracked(variant: Variant) -> tuple[str, ...]:
+    """Why a model under CPUOffload and its optimizer are not moved. FSDP1 wants pinned memory for it, which is ordinary memory here."""
+    manager, program = managed(variant)
+    with mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
+        wanted = training.as_bytes(program.evaluate(0))
+        for _ in range(2):
+            with manager.phase("log_prob"):
+                assert training.as_bytes(program.evaluate(0)) == wanted
+    with pytest.raises(PhaseError, match="TRAINING"):
+        program.optimizer.step()
+    assert all(handle.counters.offloaded_bytes == handle.host_bytes == 0 for handle in manager.handles.values())
+    assert manager.audit().ok
+    return tuple(str(handle.external_reason) for handle in manager.handles.values())
+
+
+def mixes_offload(variant: Variant) -> str:
+    """What is said to a model of which torch keeps one part on the CPU."""
+    net = Net()
+    net.block = variant.wrap(net.block, cpu_offload=CPUOffload(offload_params=True))  # type: ignore[assignment]
+    try:
+        Manager(device=SimulatedDevice(training.CAPACITY)).register("actor", variant.wrap(net))
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
+
+def trains_alike_zeroing(variant: Variant) -> training.Outcome:
+    """Gradients are zeroed in place while they are offloaded; nobody zeroes their padding."""
+    phases = (("train", "backward"), ("checkpoint", "zeroes"), ("train", "learn"))
+    return training.compare(functools.partial(variant.program, phases=phases))
+
+
+def trains_alike_setting_aside(variant: Variant) -> training.Outcome:
+    """Gradients that are reduced and, beside them, gradients that are not cross a border."""
+    phases = (("train", "backward"), ("train", "set_aside"), ("train", "learn"))
+    return training.compare(functools.partial(variant.program, phases=phases))

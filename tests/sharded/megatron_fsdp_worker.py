@@ -1,0 +1,154 @@
+"""Megatron-FSDP, built small: the package of that name, and what megatron-core brings along. Run inside `pretend_cuda()`, on a rank."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from placement import Manager, RegistrationError
+from placement.adapters.module import ModuleAdapter
+from placement.memory.claims import RANGES
+from placement.policies import Colocated
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded import training
+from tests.sharded.pretend_cuda import pretend_cuda
+
+PACKAGES = {"0.6.1": "megatron_fsdp", "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp"}
+STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
+
+
+class Block(torch.nn.Module):
+    """A unit that is gathered and released as a whole."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+def package(version: str) -> Any:
+    """A version's `fully_shard`. 0.6.1 does not go with megatron-core 0.16.1, so it is loaded as where there is none."""
+    name = PACKAGES[version]
+    hidden = [each for each in ("megatron.core", *sys.modules) if each.startswith("megatron.core")] if name == "megatron_fsdp" else []
+    with mock.patch.dict(sys.modules, dict.fromkeys(hidden)):
+        module = importlib.import_module(f"{name}.fully_shard")
+        found = {each: value for each, value in sys.modules.items() if each.startswith(name)}
+    sys.modules.update(found)  # the end of the patch takes out whatever came in under it
+    return module
+
+
+class Program(training.Program):
+    """Sharded parameters are what lives on: the module shows them or the gathered ones by turns."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = self.model.param_and_grad_buffer
+        yield from buffer.optimizer_named_parameters
+        for number, group in enumerate(buffer.parameter_groups):
+            for name in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer"):
+                if (held := getattr(group, name)) is not None:
+                    yield f"{number}.{name}", held.data
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().values():
+            if not name.endswith("_buffer"):  # between their shards lies what was there when they were allocated
+                yield name, tensor
+
+    def backward(self, step: int) -> torch.Tensor:
+        self.model.set_model_auto_sync(False)
+        loss = self.loss(2 * step)
+        loss.backward()
+        return loss.detach()
+
+    def learn(self, step: int) -> torch.Tensor:
+        self.model.set_model_auto_sync(True)
+        return super().learn(step)
+
+
+def loss_of(model: Any, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator)).square().mean()
+    return loss
+
+
+def build(version: str, strategy: str) -> Program:
+    fsdp = package(version)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    model = fsdp.fully_shard_model(
+        torch.nn.Sequential(Block(16, 65), Block(65, 33), torch.nn.Linear(33, 8)),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        device=torch.device("cpu"),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        calculate_per_token_loss=True,  # gloo cannot scale in a reduction
+    )
+    optimizer = fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return Program(model, optimizer, functools.partial(loss_of, model))
+
+
+def compare(version: str, strategy: str, **options: Any) -> training.Outcome:
+    """The 20 steps of `training.compare`."""
+    with pretend_cuda():
+        return training.compare(functools.partial(build, version, strategy), **options)
+
+
+def nothing_is_left(strategy: str) -> int:
+    """Every buffer lies in the handle's addresses and every gathered bucket is released, with gradients in flight between two backwards.
+
+    Returns the bytes that were gathered inside the phase.
+    """
+    with pretend_cuda():
+        program = build("0.6.1", strategy)
+        manager = Manager(device=SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+        program.register(manager)
+        buffer = program.model.param_and_grad_buffer
+        with manager.phase("train"):
+            program.backward(0)
+            gathered = sum(bucket.data.untyped_storage().nbytes() for bucket in buffer.weight_alloc.buckets.values())
+        assert_nothing_resident(manager)
+        assert sum(bucket.data.untyped_storage().nbytes() for bucket in buffer.weight_alloc.buckets.values()) == 0
+        for name, tensor in [*program.tensors(), *program.model.raw_param.items()]:
+            for path, part in training.local_parts(tensor):
+                storage = part.untyped_storage()
+                assert storage.nbytes() == 0 or RANGES.owner_of(storage.data_ptr()) is not None, f"{name}{path} was left on the device"
+        adapter = manager.handles["actor"].adapter
+        assert isinstance(adapter, ModuleAdapter)
+        assert {id(each) for each in adapter.parameters()} == {id(each) for _, each in buffer.optimizer_named_parameters}
+        with manager.phase("train"):
+            program.learn(0)
+        assert_nothing_resident(manager)
+        return gathered
+
+
+def dropped_gradients_and_user_buffers() -> None:
+    """Dropped, the buffers of gradients are zero in their places. Memory that NCCL has registered is refused."""
+    with pretend_cuda():
+        program = build("0.6.1", "optim_grads_params")
+        program.model.ddp_config.nccl_ub = True
+        device = SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES)
+        manager = Manager(device=device, policy=Colocated(drop_gradients=True))
+        with pytest.raises(RegistrationError, match="nccl_ub"):
+            program.register(manager)
+        program.model.ddp_config.nccl_ub = False
+        program.register(manager)
+        groups = program.model.param_and_grad_buffer.parameter_groups
+        with manager.phase("train"):
+            program.backward(0)
+            program.model.finish_grad_sync()
+            assert any(group.main_grad_buffer.data.any() for group in groups)
+        with manager.phase("log_prob"):
+            assert not any(group.main_grad_buffer.data.any() for group in groups)
+        with manager.phase("train"):
+            program.learn(1)
+        manager.check_integrity()

@@ -1,0 +1,152 @@
+"""What ranks do in the tests of state dicts of sharded modules."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+from torch.distributed.tensor import DTensor
+
+from placement import CheckpointError, Manager, NotResidentError, checkpoint
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded.checkpoint_worker import Program, build
+from tests.sharded.training import as_bytes, local_parts
+
+
+def parts(values: Any, path: str = "") -> dict[str, bytes]:
+    """The bytes of every tensor in a state dict, of a sharded one those of this rank."""
+    if isinstance(values, torch.Tensor):
+        return {f"{path}{inner}": as_bytes(part) for inner, part in local_parts(values)}
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, (list, tuple)) else ()
+    return {key: part for name, value in pairs for key, part in parts(value, f"{path}.{name}").items()}
+
+
+def live(program: Program) -> dict[str, bytes]:
+    """The same of what the objects have, read on the device."""
+    assert program.manager is not None
+    with program.manager.phase("restore"):
+        model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
+        state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
+        return parts({"model": model, "state": state})
+
+
+def _stepped(program: Program) -> list[torch.Tensor]:
+    return [each for group in program.optimizer.param_groups for each in group["params"]]
+
+
+def held(kind: str) -> None:
+    """State dicts taken in one state and held through all others: the same objects, with what the object has by then."""
+    program = build(kind, "adam")
+    manager = program.manager
+    assert manager is not None
+    program.train(1)
+    for taken in (None, "log_prob", "train"):
+        if taken is None:
+            shown = {"model": program.model.state_dict(), "state": program.optimizer.state_dict()["state"]}
+        else:
+            with manager.phase(taken):
+                shown = {"model": program.model.state_dict(), "state": program.optimizer.state_dict()["state"]}
+        objects = [id(part) for _, value in _tensors(shown) for _, part in local_parts(value)]
+        for number in (2, 3):
+            wanted = live(program)
+            assert parts(shown) == wanted, f"{kind}, taken in {taken}"
+            assert_nothing_resident(manager)
+            with manager.phase("log_prob"):
+                assert parts(shown) == wanted
+            program.train(number)
+            assert live(program) != wanted
+        assert [id(part) for _, value in _tensors(shown) for _, part in local_parts(value)] == objects
+        file = io.BytesIO()
+        torch.save(shown, file)
+        file.seek(0)
+        assert parts(torch.load(file, weights_only=False)) == live(program)
+        if kind == "fsdp2" and dist.get_world_size() > 1:
+            assert any(part.numel() == 0 for _, value in _tensors(shown["model"]) for _, part in local_parts(value)) == (
+                dist.get_rank() == 1
+            )
+    last = live(program)
+    manager.close()
+    assert parts(shown) == last  # from here on it is a copy
+    program.manager = None
+    program.train(4)
+    assert parts(shown) == last
+
+
+def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(values, torch.Tensor):
+        return [("", values)]
+    return [found for value in values.values() for found in _tensors(value)] if isinstance(values, dict) else []
+
+
+def gathered(kind: str) -> None:
+    """Collectives on what was handed out while offloaded see the values."""
+    program = build(kind, "adam")
+    assert program.manager is not None
+    program.train(1)
+    with program.manager.phase("restore"):
+        wanted = {name: as_bytes(_whole(value)) for name, value in program.model.state_dict().items()}
+    assert {name: as_bytes(_whole(value)) for name, value in program.actor.state_dict().items()} == wanted
+    assert any(isinstance(value, DTensor) for value in program.actor.state_dict().values())
+    assert_nothing_resident(program.manager)
+
+
+def _whole(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return found
+
+
+def taken_over() -> None:
+    """An optimizer that loads what it had shown takes over the very tensors; they are its own then, and move."""
+    program = build("fsdp2", "adam")
+    manager = program.manager
+    assert manager is not None
+    program.train(1)
+    with manager.phase("restore"):
+        shown = program.optimizer.state_dict()
+        program.optimizer.load_state_dict(shown)
+    wanted = live(program)
+    assert_nothing_resident(manager)
+    assert live(program) == wanted
+    program.train(2, 3)
+    other = build("fsdp2", "adam", managed=False)
+    other.train(1, 2, 3)
+    assert {name: as_bytes(part) for name, value in program.actor.state_dict().items() for _, part in local_parts(value)} == {
+        name: as_bytes(part) for name, value in other.model.state_dict().items() for _, part in local_parts(value)
+    }
+
+
+def fsdp1(use_orig_params: bool, root: str) -> tuple[str, str, str]:
+    """FSDP1 gathers for a state dict: refused while offloaded, right while resident. Returns what was said."""
+    keywords = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords))
+    model = FullyShardedDataParallel(model, **keywords)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        wanted = parts(model.state_dict())
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("actor", model, role="actor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    manager.register("actor.optimizer", optimizer)
+    said = []
+    for ask in (handle.state_dict, model[1].state_dict, lambda: checkpoint.save(manager, root, only=["actor"])):
+        try:
+            ask()
+        except (NotResidentError, CheckpointError) as error:
+            said.append(str(error))
+        assert_nothing_resident(manager)
+    with manager.phase("restore"):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            found = handle.state_dict()
+            assert parts(found) == wanted
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
+            sharded = handle.state_dict()
+            assert sharded.keys() == found.keys()
+            shards = {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()}
+            assert shards
+    assert {name: as_bytes(shard.tensor) for name, value in sharded.items() for shard in value.local_shards()} == shards
+    assert parts(found) == wanted  # gathered, so it is a copy
+    assert_nothing_resident(manager)
+    first, second, third = said
+    return first, second, third

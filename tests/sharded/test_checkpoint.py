@@ -1,0 +1,58 @@
+"""Checkpoints of sharded models: in every state, on one and two ranks, with and without placement, resumed bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+from tests.sharded import checkpoint_worker as worker
+
+KINDS = ("plain", "ddp", "fsdp2", "external", "tp", "tied", "lora")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("kind", ["plain", "fsdp2", "tied", "lora"])
+def test_resuming_is_going_on_on_two_ranks(kind: str, optimizer: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(worker.resume, kind, optimizer, str(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp2", "adam"), ("lora", "sgd")])
+def test_resuming_is_going_on_on_one_rank(kind: str, optimizer: str, one_rank: Ranks, tmp_path: Path) -> None:
+    one_rank.run(worker.resume, kind, optimizer, str(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [*((kind, "adam") for kind in KINDS), ("fsdp2", "sgd")])
+def test_torch_reads_what_we_write_and_the_other_way_round(kind: str, optimizer: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(worker.without_placement, kind, optimizer, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_the_other_way_round(
+    kind: str, one_rank: Ranks, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    saved = two_ranks.run(worker.whole, kind, two, "save")
+    assert saved[0] == saved[1]
+    assert one_rank.run(worker.whole, kind, two, "load") == saved[:1]
+    saved = one_rank.run(worker.whole, kind, one, "save")
+    assert two_ranks.run(worker.whole, kind, one, "load") == saved * 2
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "plain"])
+def test_the_wrappers_in_a_dict_of_the_users(kind: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(worker.stateful, kind, str(tmp_path))
+
+
+def test_what_fits_on_one_rank_only_changes_nothing_on_any(two_ranks: Ranks, tmp_path: Path) -> None:
+    for rank, (fits, chosen, unchanged) in enumerate(two_ranks.run(worker.one_rank_that_cannot, str(tmp_path))):
+        assert "'actor': row has shape (1, 12) in the checkpoint, and (1, 13) here" in fits, rank
+        assert "no such handle" in chosen, rank
+        assert unchanged
+
+
+def test_tensors_of_one_name_on_two_meshes_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    for found in two_ranks.run(worker.two_meshes, str(tmp_path)):
+        assert "actor.weight is sharded over ranks" in found
+    assert not list(tmp_path.iterdir())

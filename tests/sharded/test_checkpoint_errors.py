@@ -1,0 +1,363 @@
+"""Checkpoints that do not fit, and the ways in which saving and restoring go wrong silently elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import placement
+from placement import CheckpointError, Manager, NotResidentError, PhaseError, checkpoint
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, learn, make_manager, net
+
+
+def trained(**keywords: Any) -> Worker:
+    worker = Worker(**keywords)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        learn(worker.critic_net, worker.sgd)
+    return worker
+
+
+def values(worker: Worker) -> dict[str, Any]:
+    return copy.deepcopy({name: handle.state_dict() for name, handle in worker.manager.handles.items()})
+
+
+def rewrite(root: Path, **changes: Any) -> Path:
+    """The checkpoint in `root/fine` once more, with values changed by flat key; None leaves one out."""
+    dcp_to_torch_save(root / "fine", root / "file")
+    state = torch.load(root / "file", weights_only=False)
+    for key, value in changes.items():
+        handle, *path = key.split("__")
+        inner = state[handle.replace("_", ".")]
+        for each in path[:-1]:
+            inner = inner[each]
+        if value is None:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = value
+    dcp.save(state, checkpoint_id=root / "changed")
+    return root / "changed"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor__0.weight": None}, "'actor': 0.weight is not in the checkpoint"),
+        ({"critic__2.bias": torch.zeros(9)}, r"'critic': 2.bias has shape \(9,\) in the checkpoint, and \(8,\) here"),
+        ({"critic__2.bias": torch.zeros(8).half()}, "'critic': 2.bias has dtype torch.float16 in the checkpoint, and torch.float32 here"),
+        ({"actor__more": torch.zeros(2)}, "'actor': more is in the checkpoint, and the module has no such parameter"),
+        ({"critic__2.bias": "words"}, "'critic': 2.bias is no tensor in the checkpoint"),
+        ({"actor_optimizer__state__0.weight__exp_avg": torch.zeros(2)}, "'actor.optimizer': state of '0.weight': 'exp_avg' has shape"),
+        ({"actor_optimizer__state__other": {"exp_avg": torch.zeros(2)}}, "'actor.optimizer': state of 'other' is in the checkpoint"),
+        ({"critic_optimizer__param_groups": None}, "'critic.optimizer': 'param_groups' is not in the checkpoint"),
+        (
+            {"critic_optimizer__param_groups": [{"lr": 1.0, "params": ["0.weight"]}]},
+            "'critic.optimizer': parameter '0.bias' was in no group of the saved optimizer",
+        ),
+    ],
+)
+@pytest.mark.parametrize("phase", [None, "train"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(changes: dict[str, Any], said: str, phase: str | None, tmp_path: Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "fine")
+    path = rewrite(tmp_path, **changes)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 1)
+        learn(worker.critic_net, worker.sgd, 1)
+    before = values(worker)
+    with worker.manager.phase(phase or "checkpoint"), pytest.raises(CheckpointError, match=said):
+        checkpoint.load(worker.manager, path)
+    assert_same(values(worker), before)
+    assert_nothing_resident(worker.manager)
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), dict(before["actor"]))
+
+
+def test_a_checkpoint_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "fine")
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 1)
+    before = values(worker)
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*absent"):
+        checkpoint.load(worker.manager, tmp_path / "absent")
+    data = next((tmp_path / "fine").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])  # what a full disk leaves
+    with pytest.raises(CheckpointError, match="loading from"):
+        checkpoint.load(worker.manager, tmp_path / "fine")
+    assert_same(values(worker), before)
+    (tmp_path / "fine" / ".metadata").write_bytes(b"not one")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.load(worker.manager, tmp_path / "fine")
+    assert_same(values(worker), before)
+    assert_nothing_resident(worker.manager)
+
+
+def test_what_is_being_published_or_is_readonly_is_not_written(tmp_path: Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "a", only=[*worker.manager.handles])
+    before = values(worker)
+    with worker.manager.phase("weight_sync"), pytest.raises(PhaseError, match="'actor' is SYNCING"):
+        checkpoint.load(worker.manager, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="'ref' is readonly"):
+        checkpoint.load(worker.manager, tmp_path / "a", only=["critic", "ref"])
+    assert_same(values(worker), before)
+    checkpoint.save(worker.manager, tmp_path / "b")
+    with pytest.raises(CheckpointError, match="'ref' is readonly"):
+        checkpoint.load(worker.manager, tmp_path / "b", only=["ref"])
+    with pytest.raises(PhaseError, match="critc"):
+        checkpoint.load(worker.manager, tmp_path / "b", only=["critc"])
+
+
+def test_some_handles_only(tmp_path: Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "a", only=[worker.actor, "actor.optimizer"])
+    wanted = values(worker)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 1)
+        learn(worker.critic_net, worker.sgd, 1)
+    critic = values(worker)["critic"]
+    with pytest.raises(CheckpointError, match=r"'critic': 0\.weight is not in the checkpoint, which has nothing for 'critic'"):
+        checkpoint.load(worker.manager, tmp_path / "a")
+    checkpoint.load(worker.manager, tmp_path / "a", only=["actor", worker.optimizer])
+    assert_same(values(worker)["actor"], wanted["actor"])
+    assert_same(values(worker)["critic"], critic)
+
+
+def test_a_lazy_handle_that_is_not_built(tmp_path: Path) -> None:
+    def manager_with_lazy() -> Manager:
+        manager = make_manager()
+        manager.register("actor", net(), role="actor")
+        manager.register("critic", placement.Lazy(net), role="critic")
+        return manager
+
+    manager = manager_with_lazy()
+    checkpoint.save(manager, tmp_path / "without")
+    checkpoint.load(manager, tmp_path / "without")  # nothing of it is there to be lost
+    assert not manager.handles["critic"].is_built
+    with pytest.raises(NotResidentError, match="'critic' has no state to save or restore: it is not built yet"):
+        checkpoint.save(manager, tmp_path / "x", only=["critic"])
+    with manager.phase("values"):
+        checkpoint.save(manager, tmp_path / "with")
+    with pytest.raises(NotResidentError, match=r"'critic' .* not built yet"):
+        checkpoint.load(manager_with_lazy(), tmp_path / "with")  # it would be built later with other values
+
+
+def test_no_step_is_made_to_save_or_to_restore_state_that_is_not_born(tmp_path: Path) -> None:
+    """pytorch#164929: torch's get_optimizer_state_dict steps, and the loss of the second step differs ever after."""
+    torch.manual_seed(1)
+    plain = Worker()
+    with plain.manager.phase("train"):
+        losses = [learn(plain.net, plain.adam, seed) for seed in range(3)]
+    torch.manual_seed(1)
+    worker = Worker()
+    checkpoint.save(worker.manager, tmp_path / "a")
+    checkpoint.Optimizer(worker.optimizer).state_dict()
+    assert not worker.adam.state
+    with worker.manager.phase("train"):
+        checkpoint.save(worker.manager, tmp_path / "b")
+        assert not worker.adam.state
+        learn(worker.net, worker.adam, 7)
+    for path in ("a", "b"):
+        assert worker.adam.state
+        checkpoint.load(worker.manager, tmp_path / path)
+        assert len(worker.adam.state) == 0  # not even empty entries
+        assert_nothing_resident(worker.manager)
+        with worker.manager.phase("train"):
+            assert_same([learn(worker.net, worker.adam, seed) for seed in range(3)], losses)
+
+
+def test_a_parameter_that_had_no_state_has_none(tmp_path: Path) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        worker.net[2].requires_grad_(False)
+        learn(worker.net, worker.adam)
+        worker.net[2].requires_grad_(True)
+    assert len(worker.adam.state) == 2
+    checkpoint.save(worker.manager, tmp_path / "a")
+    wanted = values(worker)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 1)
+    assert len(worker.adam.state) == 4
+    checkpoint.load(worker.manager, tmp_path / "a")
+    assert {id(key) for key in worker.adam.state} == {id(parameter) for parameter in worker.net[0].parameters()}
+    assert_same(values(worker)["actor.optimizer"], wanted["actor.optimizer"])
+    with worker.manager.phase("train"):
+        assert_same(worker.adam.state_dict(), wanted["actor.optimizer"])
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("phase", [None, "restore"])
+def test_state_is_not_cast_to_its_parameters_type(phase: str | None, tmp_path: Path) -> None:
+    """torch's Optimizer.load_state_dict casts float32 moments of bfloat16 parameters down."""
+
+    def worker(seed: int) -> tuple[Manager, torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(8, 8).bfloat16()
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        manager = make_manager()
+        manager.register("actor", model, role="actor")
+        manager.register("adam", adam)
+        return manager, model, adam
+
+    manager, model, adam = worker(0)
+    with manager.phase("train"):
+        for parameter in model.parameters():
+            moments = {name: torch.randn(parameter.shape) * 1e-3 for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(3.0), **moments}
+    wanted = copy.deepcopy(manager.handles["adam"].state_dict())
+    checkpoint.save(manager, tmp_path / "a")
+    other, _model, _adam = worker(1)
+    with other.phase(phase or "checkpoint"):
+        checkpoint.load(other, tmp_path / "a")
+    assert_same(other.handles["adam"].state_dict(), wanted)
+    assert_nothing_resident(other)
+    with other.phase("restore"):
+        assert_same(other.handles["adam"].state_dict(), wanted)
+
+
+@pytest.mark.parametrize("verify", ["always", "sample"])
+def test_restoring_is_no_fault_to_who_verifies_every_move(verify: str, tmp_path: Path) -> None:
+    worker = trained(verify=verify)
+    checkpoint.save(worker.manager, tmp_path / "a")
+    wanted = values(worker)
+    for phase in ("checkpoint", "train"):
+        with worker.manager.phase("train"):
+            learn(worker.net, worker.adam, 1)
+            checkpoint.async_save(worker.manager, tmp_path / phase).result()
+        with worker.manager.phase(phase):
+            checkpoint.load(worker.manager, tmp_path / "a")
+        with worker.manager.phase("log_prob"):
+            assert_same(dict(worker.net.state_dict()), dict(wanted["actor"]))
+        assert_same(values(worker), wanted)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_buffer_that_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+    manager, model = make_manager(), net()
+    model.register_buffer("wide", torch.arange(4.0).unsqueeze(1).expand(4, 3))
+    handle = manager.register("actor", model, role="actor")
+    checkpoint.save(manager, tmp_path / "a")
+    with manager.phase("log_prob"), torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(CheckpointError, match="'actor': wide has several elements in one place"):
+        checkpoint.load(manager, tmp_path / "a")
+    assert not handle.state_dict()["0.weight"].any()
+
+
+def test_restoring_takes_the_host_memory_that_was_reserved(tmp_path: Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "a")
+    fresh = Worker()
+    before = {name: handle.host_bytes for name, handle in fresh.manager.handles.items()}
+    for _ in range(3):
+        checkpoint.load(fresh.manager, tmp_path / "a")
+        assert {name: handle.host_bytes for name, handle in fresh.manager.handles.items()} == before
+        assert_nothing_resident(fresh.manager)
+
+
+def test_host_memory_that_runs_out_changes_nothing(tmp_path: Path) -> None:
+    worker = trained()
+    checkpoint.save(worker.manager, tmp_path / "a")
+    faults = placement.testing.Faults(SimulatedDevice(64 << 20))
+    fresh = Worker(device=faults)
+    assert fresh.optimizer.holding is not None
+    fresh.optimizer.holding._intake.reserved = None  # as after a second unborn round
+    before = values(fresh)
+    faults.fail("host")
+    with pytest.raises(placement.HostMemoryError):
+        checkpoint.load(fresh.manager, tmp_path / "a")
+    assert faults.fired == 1
+    assert_same(values(fresh), before)
+    assert not fresh.adam.state
+    assert_nothing_resident(fresh.manager)
+    checkpoint.load(fresh.manager, tmp_path / "a")
+    assert_same(values(fresh)["actor.optimizer"], values(worker)["actor.optimizer"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_optimizer_without_state_asks_for_the_planner(tmp_path: Path) -> None:
+    worker = trained()
+    dcp.save({"optimizer": checkpoint.Optimizer(worker.optimizer)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    fresh = Worker()
+    before = values(fresh)
+    with pytest.raises(CheckpointError, match="LoadPlanner"):
+        dcp.load({"optimizer": checkpoint.Optimizer(fresh.optimizer)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert_same(values(fresh), before)
+    state = {"optimizer": checkpoint.Optimizer(fresh.optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True, planner=checkpoint.LoadPlanner())
+    assert_same(values(fresh)["actor.optimizer"], values(worker)["actor.optimizer"])
+
+
+def test_groups_are_matched_by_parameter_and_tensor_settings_keep_their_place(tmp_path: Path) -> None:
+    def worker(order: int) -> tuple[Manager, torch.nn.Module, torch.optim.Optimizer]:
+        model = net()
+        groups = [{"params": [model[0].weight, model[2].weight], "lr": torch.tensor(0.5)}, {"params": [model[0].bias, model[2].bias]}]
+        adam = torch.optim.AdamW(groups[::order], lr=0.1 * (2 + order))
+        manager = make_manager()
+        manager.register("actor", model, role="actor")
+        manager.register("adam", adam)
+        return manager, model, adam
+
+    manager, _model, adam = worker(1)
+    adam.param_groups[0]["lr"].fill_(0.25)
+    adam.param_groups[1]["weight_decay"] = 0.125
+    checkpoint.save(manager, tmp_path / "a")
+    other, _other_model, swapped = worker(-1)
+    rate = swapped.param_groups[1]["lr"]
+    checkpoint.load(other, tmp_path / "a")
+    assert swapped.param_groups[1]["lr"] is rate
+    assert rate.item() == 0.25
+    assert swapped.param_groups[0]["lr"] == pytest.approx(0.3)
+    assert swapped.param_groups[0]["weight_decay"] == 0.125
+
+
+def test_extra_state_and_a_file_that_torch_load_reads(tmp_path: Path) -> None:
+    class Counting(torch.nn.Linear):
+        seen = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state["seen"]
+
+    manager = make_manager()
+    model = torch.nn.Sequential(Counting(8, 8))
+    model[0].seen = 5  # type: ignore[assignment]
+    handle = manager.register("actor", model, role="actor")
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+    manager.register("sgd", sgd)
+    checkpoint.save(manager, tmp_path / "a")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "file")
+    found = torch.load(tmp_path / "file", weights_only=False)
+    assert_same(found["actor"]["0.weight"], handle.state_dict()["0.weight"])
+    assert found["actor"]["0._extra_state"] == {"seen": 5}
+    file = io.BytesIO()
+    torch.save(handle.state_dict(), file)
+    file.seek(0)
+    assert_same(torch.load(file)["0.weight"], found["actor"]["0.weight"])
+    model[0].seen = 0  # type: ignore[assignment]
+    with pytest.raises(NotResidentError, match=r"extra state \(0\._extra_state\)"):
+        checkpoint.load(manager, tmp_path / "a")
+    with manager.phase("restore"):
+        checkpoint.load(manager, tmp_path / "a")
+    assert model[0].seen == 5
+
+
+def test_importing_placement_does_not_import_torchs_checkpoints() -> None:
+    code = "import sys, torch; of_torch = set(sys.modules); import placement; new = set(sys.modules) - of_torch\n"
+    code += "print([name for name in new if name.startswith('torch.distributed.checkpoint')]); print(placement.checkpoint.save.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "save"]

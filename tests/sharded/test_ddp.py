@@ -1,0 +1,91 @@
+"""DistributedDataParallel and what steps it, the real ones, on CPU ranks with gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.sharded import ddp_worker as worker
+from tests.sharded.ddp_worker import Variant, zero
+
+VIEWS = {"gradient_as_bucket_view": True}
+UNUSED = {**VIEWS, "find_unused_parameters": True}
+
+VARIANTS = {
+    "apart": Variant(),
+    "apart-no_sync": Variant(accumulates=True),
+    "apart-compressed": Variant(hook="half"),
+    "views": Variant(VIEWS),
+    "views-zeroed": Variant(VIEWS, sets_to_none=False),
+    "views-no_sync": Variant(VIEWS, accumulates=True),
+    "views-static": Variant({**VIEWS, "static_graph": True}),
+    "views-unused": Variant(UNUSED, leaves_out=True),
+    "views-power_sgd": Variant(VIEWS, hook="power_sgd"),
+    "views-zero": Variant(VIEWS, optimizer=zero()),
+    "apart-zero-views": Variant(optimizer=zero(torch.optim.SGD, momentum=0.9, parameters_as_bucket_view=True)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
+    for outcome in two_ranks.run(worker.trains_alike, VARIANTS[name]):
+        assert outcome.resident_bytes["actor"] > 0
+        assert outcome.offloaded_bytes["actor.optimizer"] > 0
+
+
+@pytest.mark.parametrize("name", ["views", "apart-zero-views"])
+def test_so_it_is_in_a_world_of_one(one_rank: Ranks, name: str) -> None:
+    (outcome,) = one_rank.run(worker.trains_alike, VARIANTS[name])
+    assert outcome.offloaded_bytes["actor"] > 0
+
+
+@pytest.mark.parametrize("name", ["apart", "views", "views-unused", "views-zero"])
+def test_gradients_that_die_with_their_phase_leave_the_reducer_working(two_ranks: Ranks, name: str) -> None:
+    """The trap: a bucket is gone with its gradients, and the reducer goes on adding up in memory that is nobody's."""
+    assert two_ranks.run(worker.trains_alike_dropping, VARIANTS[name])
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["moved", "dropped"])
+def test_buckets_lie_in_the_handles_ranges(two_ranks: Ranks, drops: bool) -> None:
+    two_ranks.run(worker.buckets_stay_in_place, drops)
+
+
+@pytest.mark.parametrize("name", ["views", "views-unused"])
+def test_gradients_zeroed_while_they_are_offloaded(two_ranks: Ranks, name: str) -> None:
+    assert two_ranks.run(worker.trains_alike_zeroing, VARIANTS[name])
+
+
+def test_moving_gradients_by_data_loses_them(two_ranks: Ranks) -> None:
+    """The trap itself: the reducer's views stay behind, so what was accumulated does not count. Offloads do not do that (above)."""
+    for plain, moved in two_ranks.run(worker.loses_gradients_by_data):
+        assert plain[0] == moved[0]
+        assert plain[-1] != moved[-1]
+
+
+def test_a_reducer_that_keeps_gradients_apart_is_foreign_and_named(two_ranks: Ranks) -> None:
+    (nbytes, _), seen = two_ranks.run(worker.gradient_bytes, Variant()), two_ranks.run(worker.foreign, Variant(), 3)
+    for each in seen:
+        assert (each.foreign_bytes, each.snapshot_bytes, each.is_ok) == (nbytes, nbytes, True)
+        assert f"foreign: actor: reducer's buckets (gradient_as_bucket_view=False) ({nbytes:,} bytes)" in each.report
+
+
+def test_buckets_are_foreign_until_a_gradient_has_shown_them(two_ranks: Ranks) -> None:
+    """They are seen at the step: at the border the gradients are None, and nothing leads to a bucket any more."""
+    (nbytes, _) = two_ranks.run(worker.gradient_bytes, Variant())
+    for steps, left in ((0, nbytes), (1, 0), (2, 0), (3, 0)):
+        for each in two_ranks.run(worker.foreign, VARIANTS["views"], steps):
+            assert (each.foreign_bytes, each.snapshot_bytes, each.is_ok) == (left, left, True)
+
+
+def test_the_map_of_used_parameters_is_foreign(two_ranks: Ranks) -> None:
+    for each in two_ranks.run(worker.foreign, VARIANTS["views-unused"], 1):
+        assert each.is_ok
+        assert "map of used parameters" in each.report
+
+
+def test_what_cannot_be_moved_is_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(worker.refuses_mixed_precision):
+        assert "torch.autocast" in said
+    for said in two_ranks.run(worker.refuses_overlap):
+        assert "leave overlap_with_ddp out" in said

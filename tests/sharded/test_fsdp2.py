@@ -1,0 +1,382 @@
+"""FSDP2 (the real `fully_shard`): twenty steps with everything offloaded between any two phases, and each way to get it silently wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import placement
+from placement import IntegrityError, RegistrationError, State
+from placement.memory import adopt
+from placement.policies import Colocated
+from placement.testing import assert_nothing_resident
+from tests.ranks import Ranks
+from tests.sharded import fsdp2_worker as worker
+from tests.sharded import training
+from tests.sharded.fsdp2_worker import Model, loss_of, sharded
+
+PROGRAMS = {
+    "uneven, tied, adapters": worker.plain_fsdp2,
+    "mixed precision, gradients not reduced": functools.partial(worker.accumulating_fsdp2, torch.bfloat16),
+    "gradients not reduced": functools.partial(worker.accumulating_fsdp2, None),
+    "two dimensions": worker.hybrid_fsdp2,
+    "a live graph": worker.fsdp2_with_a_live_graph,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_twenty_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
+    for outcome in two_ranks.run(training.compare, PROGRAMS[name]):
+        assert all(outcome.resident_bytes.values())
+        assert all(outcome.offloaded_bytes.values())
+
+
+def test_twenty_steps_on_one_rank(one_rank: Ranks) -> None:
+    (outcome,) = one_rank.run(training.compare, worker.plain_fsdp2)
+    assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every border"
+
+
+def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
+    pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common", reason="one group a module")
+    if not hasattr(torch.distributed.fsdp._fully_shard._fsdp_common, "ShardPlacementResult"):
+        pytest.skip("this torch has one group a module")
+    two_ranks.run(training.compare, worker.several_meshes)
+
+
+# --- by rebinding, as on a torch that cannot swap storages: every tensor over a storage has to be known
+
+
+def _without_swapping() -> None:
+    can_swap = adopt._can_swap
+    adopt._can_swap = lambda: False
+    try:
+        training.compare(worker.plain_fsdp2, steps=3)
+    finally:
+        adopt._can_swap = can_swap
+
+
+def test_where_storages_cannot_be_swapped(two_ranks: Ranks) -> None:
+    two_ranks.run(_without_swapping)
+
+
+# --- the root stays unsharded after a forward, and reshard() is not recursive
+
+
+def _unsharded(model: torch.nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def _registered_while_unsharded() -> None:
+    model = sharded(Model(blocks=1), reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = [id(parameter) for parameter in model.parameters()]
+    loss_of(model, 0)
+    assert len(_unsharded(model)) == len(ids)
+    model.reshard()
+    assert _unsharded(model), "the root alone was resharded"
+    loss_of(model, 0)
+    gathered = [each._unsharded_param for group in _groups(model) for each in group.fsdp_params]
+    stale = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of tensors that are gone at the next reshard
+    manager, actor, adam = worker.worker(model, optimizer)
+    assert [id(parameter) for parameter in model.parameters()] == ids
+    assert adam.owners == (actor,)
+    assert all(each.untyped_storage().nbytes() == 0 for each in gathered), "what was gathered was not given up"
+    with pytest.raises(RegistrationError, match="make the optimizer of the sharded parameters"):
+        manager.register("stale", stale)
+    with manager.phase("log_prob"), torch.no_grad():
+        loss_of(model, 0)
+        assert _unsharded(model)
+        assert manager.audit().ok
+        assert all(isinstance(parameter, DTensor) for parameter in actor.adapter.parameters())
+    assert [id(parameter) for parameter in model.parameters()] == ids
+    assert all(each.untyped_storage().nbytes() == 0 for each in gathered)
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def test_registered_while_unsharded(two_ranks: Ranks) -> None:
+    two_ranks.run(_registered_while_unsharded)
+
+
+def _groups(model: Any) -> Iterator[Any]:
+    return (group for part in model.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups)
+
+
+# --- who replaces a local tensor leaves the group with the old one
+
+
+def _replace_local_tensors(model: torch.nn.Module, way: str) -> None:
+    """What moving `model.embed` would do: its parameter belongs to the root's group, which is not told."""
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        if way == "assigned":
+            parameter._local_tensor = parameter._local_tensor.detach().clone()
+    if way == "child":
+        for child in model.modules():
+            if not isinstance(child, FSDPModule):
+                child._apply(lambda tensor: tensor.clone(), recurse=False)
+
+
+def _steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range, manager: placement.Manager | None = None
+) -> list[bytes]:
+    losses = []
+    for number in numbers:
+        with contextlib.nullcontext() if manager is None else manager.phase("train"):
+            loss = loss_of(model, number % 2)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(training.as_bytes(loss))
+    return losses
+
+
+def _make() -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = sharded(Model(blocks=1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _torn(way: str) -> None:
+    model, optimizer = _make()
+    wanted = _steps(model, optimizer, range(8))
+    model, optimizer = _make()
+    begun = _steps(model, optimizer, range(2))
+    _reshard(model)
+    _replace_local_tensors(model, way)
+    frozen = _steps(model, optimizer, range(2, 8))
+    assert begun == wanted[:2]
+    assert frozen != wanted[2:], "the trap is none: torch follows what was replaced"
+
+    model, optimizer = _make()
+    manager, _, _ = worker.worker(model, optimizer)
+    assert _steps(model, optimizer, range(2), manager) == wanted[:2]
+    with manager.phase("train"):
+        _replace_local_tensors(model, way)
+        found = [finding for finding in manager.audit().findings if finding.what == "drift"]
+        assert {finding.handle for finding in found} == {"actor"}
+        assert any("blocks.0.outer.weight" in finding.detail for finding in found)
+    assert_nothing_resident(manager)
+    training.assert_off(manager)
+    assert _steps(model, optimizer, range(2, 8), manager) == wanted[2:]
+    assert_nothing_resident(manager)
+    manager.close()
+    assert _steps(model, optimizer, range(1)) == _steps_after(wanted)
+
+
+def _steps_after(wanted: list[bytes]) -> list[bytes]:
+    model, optimizer = _make()
+    assert _steps(model, optimizer, range(8)) == wanted
+    return _steps(model, optimizer, range(1))
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+@pytest.mark.parametrize("way", ["assigned", "child"])
+def test_a_local_tensor_replaced_behind_the_group_is_named_and_healed(two_ranks: Ranks, way: str) -> None:
+    two_ranks.run(_torn, way)
+
+
+def _data_is_no_way() -> None:
+    model, _ = _make()
+    parameter = next(model.parameters())
+    before = training.as_bytes(parameter._local_tensor)
+    parameter.data = torch.zeros_like(parameter)
+    assert training.as_bytes(parameter._local_tensor) == before, "`.data =` on a DTensor does something by now"
+
+
+def test_assigning_data_of_a_dtensor_does_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(_data_is_no_way)
+
+
+def _loaded_with_assign() -> None:
+    """New parameters in place of the old ones, which the optimizer goes on stepping: torch's own meaning of `assign=True`."""
+    model, optimizer = _make()
+    manager, _, _ = worker.worker(model, optimizer)
+    _steps(model, optimizer, range(1), manager)
+    with manager.phase("restore"):
+        state = {name: value * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        wanted = training.as_bytes(model.embed.weight.to_local())
+        loss = training.as_bytes(loss_of(model, 0))
+    (finding,) = manager.audit().findings
+    assert (finding.handle, finding.what) == ("actor.optimizer", "drift")
+    assert "7 parameter(s) that actor no longer has" in finding.detail
+    assert not any(handle.resident_bytes for handle in manager.handles.values())
+    training.assert_off(manager)
+    with manager.phase("log_prob"), torch.no_grad():
+        _reshard(model)
+        assert training.as_bytes(model.embed.weight.to_local()) == wanted
+        assert training.as_bytes(loss_of(model, 0)) == loss
+    manager.unregister("actor.optimizer")
+    manager.register("actor.optimizer", torch.optim.AdamW(model.parameters()))
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def test_new_parameters_in_place_of_the_old_ones_are_taken_over(two_ranks: Ranks) -> None:
+    two_ranks.run(_loaded_with_assign)
+
+
+# --- an exception in the middle of a forward or a backward
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stop
+
+
+def _broken_off(where: str, manager: placement.Manager | None) -> list[bytes]:
+    model, optimizer = _make()
+    if manager is not None:
+        manager.register("actor", model, role="actor")
+        manager.register("actor.optimizer", optimizer)
+    losses = _steps(model, optimizer, range(2), manager)
+    with contextlib.suppress(_Stop), contextlib.nullcontext() if manager is None else manager.phase("train"):
+        if where == "forward":
+            hook = model.blocks[0].outer.register_forward_pre_hook(_stop)
+            try:
+                loss_of(model, 0)
+            finally:
+                hook.remove()
+        else:
+            words = torch.zeros(1, 2, dtype=torch.int64)
+            shown = model(words)
+            shown.register_hook(_stop)
+            shown.sum().backward()
+    if manager is not None:
+        assert not _unsharded(model)
+        assert_nothing_resident(manager)
+        training.assert_off(manager)
+    return losses + _steps(model, optimizer, range(2, 6), manager)
+
+
+def _after_an_exception(where: str) -> None:
+    model, optimizer = _make()
+    wanted = _steps(model, optimizer, range(6))
+    manager = placement.Manager(device=placement.testing.SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    assert _broken_off(where, manager) == wanted
+    manager.close()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_the_middle_strands_nothing(two_ranks: Ranks, where: str) -> None:
+    """As if that step had not been. Torch alone trains nothing after an exception in a backward until it is told to start afresh."""
+    two_ranks.run(_after_an_exception, where)
+
+
+# --- gradients
+
+
+def _unreduced_gradients_are_dropped(name: str) -> None:
+    program = PROGRAMS[name]()
+    manager, actor, _ = worker.worker(program.model, program.optimizer, policy=Colocated(drop_gradients=True))
+    with manager.phase("train"):
+        program.backward(0)
+        assert any(owned.loose for owned in actor.adapter.owned())
+    moved = actor.counters.offloaded_bytes
+    assert not any(owned.loose for owned in actor.adapter.owned())
+    assert_nothing_resident(manager)
+    training.assert_off(manager)
+    assert moved <= training.CHUNK_BYTES, "more was copied to the host than the chunk with the counters: dead gradients"
+    manager.close()
+
+
+@pytest.mark.parametrize("name", ["mixed precision, gradients not reduced", "gradients not reduced", "two dimensions"])
+def test_gradients_that_wait_for_a_reduction_are_dropped_with_the_others(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_unreduced_gradients_are_dropped, name)
+
+
+def _zeroed_while_offloaded(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = sharded(Model(blocks=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    manager, _, _ = worker.worker(model, optimizer)
+    with manager.phase("train"):
+        loss_of(model, 0).backward()
+    optimizer.zero_grad(set_to_none=False)
+    if fused:  # through a foreach, which counts in no tensor: it cannot be told from a stray write, and is not taken for none
+        with pytest.raises(IntegrityError, match="wrote"), manager.phase("train"):
+            pass
+        optimizer.zero_grad()
+    with manager.phase("train"):
+        for parameter in model.parameters():
+            assert fused or not training.as_bytes(parameter.grad.to_local()).strip(b"\0")
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_zeroed_while_offloaded_do_not_come_back(two_ranks: Ranks, fused: bool) -> None:
+    two_ranks.run(_zeroed_while_offloaded, fused)
+
+
+def _written_while_offloaded() -> None:
+    model, optimizer = _make()
+    manager, _, _ = worker.worker(model, optimizer)
+    wanted = _steps(model, optimizer, range(2), manager)
+    parameter = model.blocks[0].outer.weight
+    with torch.no_grad():
+        parameter.mul_(0.5)  # NaN, like the poison: nothing but the counter of the DTensor tells
+    with pytest.raises(IntegrityError, match=r"blocks\.0\.outer\.weight"), manager.phase("train"):
+        pass
+    assert_nothing_resident(manager)
+    again, other = _make()
+    assert _steps(again, other, range(4)) == wanted + _steps(model, optimizer, range(2, 4), manager)
+    manager.close()
+
+
+def test_a_write_through_a_dtensor_while_offloaded_is_named_and_changes_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(_written_while_offloaded)
+
+
+# --- what is refused, and what is reserved
+
+
+def _half_offloaded() -> None:
+    model = Model(blocks=1)
+    fully_shard(model.blocks[0], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model)
+    manager = placement.Manager(device=placement.testing.SimulatedDevice(training.CAPACITY))
+    with pytest.raises(RegistrationError, match=r"CPUOffloadPolicy at blocks\.0\) and others not \(the root\)"):
+        manager.register("actor", model, role="actor")
+    assert not manager.handles
+    manager.register("actor", model, role="actor", external=True)
+    manager.close()
+
+
+def test_offloaded_by_torch_in_part_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_half_offloaded)
+
+
+def _reserved(options: dict[str, Any]) -> tuple[int, int]:
+    model = sharded(Model(blocks=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    manager, _, adam = worker.worker(model, optimizer)
+    reserved = adam.host_bytes
+    _steps(model, optimizer, range(2), manager)
+    assert adam.state is State.CPU_OFFLOADED
+    assert adam.host_bytes == reserved, "state was born that had no host memory set aside"
+    held = adam.num_bytes
+    manager.close()
+    return reserved, held
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True, "amsgrad": True}], ids=str)
+def test_host_memory_is_reserved_for_the_local_shards_of_unborn_state(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    (first, _), (second, _) = two_ranks.run(_reserved, options)
+    assert second < first, "the second rank has the smaller shards"

@@ -1,0 +1,312 @@
+"""Publishing sharded and wrapped models: the full weights by clean names, within bounded memory, whatever a consumer does.
+
+Real torch wrappers on two ranks (bodies in publish_worker.py), resident and streamed from the host copy.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from placement import PhaseError, RegistrationError
+from placement.testing import assert_nothing_resident
+from tests.ranks import Ranks
+from tests.sharded import publish_worker as worker
+from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_full_weights_of_the_plain_model(two_ranks: Ranks, build: str, streams: bool) -> None:
+    found = two_ranks.run(worker.publish, build, streams)
+    assert [each["external"] for each in found] == [build == "fsdp2_external"] * 2
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_flat", "fsdp1_whole", "tensor_parallel"])
+def test_a_world_of_one(one_rank: Ranks, build: str) -> None:
+    one_rank.run(worker.publish, build, False)
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp2_external", "fsdp1_original"])
+def test_what_torch_gathers_for_a_checkpoint_is_the_same(two_ranks: Ranks, build: str) -> None:
+    two_ranks.run(_publish_after_training, build)
+
+
+def _publish_after_training(build: str) -> None:
+    """Against torch's own full state dict, taken while everything is on the device, after steps that no copy of ours has seen."""
+    module = BUILDS[build](worker.Model())
+    adam = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    manager = manager_of()
+    actor = manager.register("actor", module, role="actor")
+    manager.register("adam", adam)
+    with manager.phase("train") as phase:
+        for _ in range(2):
+            module(worker.tokens()).square().nanmean().backward()
+            adam.step()
+            adam.zero_grad()
+        full = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+        full = {name: value.clone() for name, value in full.items()}
+        phase.switch("weight_sync")  # straight from training: nothing moves in between
+        found = read(actor)
+    assert set(full) - set(found) == {"head.weight"}  # tied to embed.weight
+    assert_same(found, {name: full[name] for name in found})
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+@pytest.mark.parametrize("build", ["plain", "fsdp2", "fsdp2_external", "fsdp2_rows", "fsdp1_flat", "fsdp1_whole"])
+def test_the_device_holds_one_bucket_and_what_makes_one_weight(two_ranks: Ranks, build: str, dtype: torch.dtype | None) -> None:
+    """One more tensor of the largest weight's size; cut along another dimension than the first, its local part as well."""
+    bucket_bytes = 40_000
+    for streams in (False, True):
+        for peak, largest in two_ranks.run(worker.peak, build, streams, bucket_bytes, dtype):
+            assert largest <= bucket_bytes
+            assert largest < peak <= bucket_bytes + largest + (largest // 2 if build == "fsdp2_rows" else 0)
+
+
+# --- ranks that do not do the same
+
+
+def _consume(kind: str) -> dict[str, Any]:
+    """Rank 0 stops after a bucket, rank 1 goes on; then both publish again."""
+    module = BUILDS["fsdp2"](worker.Model())
+    manager = manager_of(streams=kind == "raises, streamed")
+    actor = manager.register("actor", module, role="actor")
+    wanted = len(actor.weights_info())
+    names: list[str] = []
+    error = ""
+    try:
+        with manager.phase("weight_sync"):
+            if kind == "closes":
+                buckets = actor.weights(bucket_bytes=1000)
+                if dist.get_rank() == 0:
+                    next(buckets)
+                    buckets.close()  # type: ignore[attr-defined]
+                names = [name for bucket in buckets for name, _ in bucket]
+            else:
+                for bucket in actor.weights(bucket_bytes=1000 * (1 + dist.get_rank())):
+                    names += [name for name, _ in bucket]
+                    if dist.get_rank() == 0 and kind == "breaks":
+                        break
+                    if dist.get_rank() == 0:
+                        raise RuntimeError("engine died")
+    except RuntimeError as raised:
+        error = str(raised)
+    assert_nothing_resident(manager)
+    with manager.phase("weight_sync"):
+        again = read(actor)
+    assert len(again) == wanted
+    assert_nothing_resident(manager)
+    return {"all": len(names) == wanted, "error": error}
+
+
+@pytest.mark.parametrize("kind", ["raises", "raises, streamed", "breaks", "closes"])
+def test_a_rank_that_stops_half_way_lets_the_others_finish(two_ranks: Ranks, kind: str) -> None:
+    first, second = two_ranks.run(_consume, kind, deadline_seconds=30.0)
+    assert first == {"all": False, "error": "engine died" if kind.startswith("raises") else ""}
+    assert second == {"all": True, "error": ""}
+
+
+def _never_started(when: str) -> None:
+    module = BUILDS["fsdp2"](worker.Model())
+    manager = manager_of()
+    actor = manager.register("actor", module, role="actor")
+    with manager.phase("weight_sync") as phase:
+        never, late = actor.weights(), actor.weights(bucket_bytes=1000)
+        bucket = next(late)
+        if when == "dropped":
+            del never, bucket
+        phase.switch("log_prob")
+        if when == "kept":
+            for each in (never, late):
+                with pytest.raises(PhaseError, match="GPU_RESIDENT in phase 'log_prob'"):
+                    next(each)
+    assert_nothing_resident(manager)
+    with manager.phase("weight_sync"):
+        assert len(read(actor)) == len(actor.weights_info())
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("when", ["dropped", "kept"])
+def test_a_generator_that_is_never_started_or_outlives_its_phase_holds_nothing(two_ranks: Ranks, when: str) -> None:
+    two_ranks.run(_never_started, when)
+
+
+def _shapes_without_collectives() -> list[Any]:
+    """In every state, and on rank 0 alone, which would hang in any collective."""
+    found = []
+    for build in ("fsdp2", "fsdp1_flat", "fsdp2_external"):
+        module = BUILDS[build](worker.Model())
+        manager = manager_of()
+        actor = manager.register("actor", module, role="actor")
+        if dist.get_rank() == 0:
+            found.append(actor.weights_info())
+        with manager.phase("log_prob") as phase:
+            with torch.no_grad():
+                module(worker.tokens())
+            if dist.get_rank() == 0:
+                found.append(actor.weights_info())
+            phase.switch("weight_sync")
+            if dist.get_rank() == 0:
+                found.append(actor.weights_info())
+        dist.barrier()
+    return found
+
+
+def test_asking_for_names_and_shapes_takes_one_rank_only(two_ranks: Ranks) -> None:
+    found, nothing = two_ranks.run(_shapes_without_collectives, deadline_seconds=30.0)
+    assert nothing == []
+    assert len(found) == 9
+    assert all(each == found[0] for each in found)
+    assert [tuple(info.shape) for info in found[0]] == [tuple(value.shape) for value in wanted_of(worker.Model()).values()]
+
+
+# --- one process
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: torch.compile(model, backend="eager"),
+        checkpoint_wrapper,
+        lambda model: _inside(model, lambda block: torch.compile(block, backend="eager")),
+        lambda model: _inside(model, checkpoint_wrapper),
+    ],
+    ids=["compiled", "checkpointed", "compiled parts", "checkpointed parts"],
+)
+def test_names_are_clean_of_wrappers(wrap: Callable[[Any], Any]) -> None:
+    model = worker.Model()
+    wanted = wanted_of(model)
+    wrapped = wrap(model)
+    manager = manager_of()
+    actor = manager.register("actor", wrapped, role="actor")
+    with manager.phase("weight_sync"):
+        assert_same(read(actor), wanted)
+
+
+def _inside(model: Any, wrap: Callable[[Any], Any]) -> Any:
+    model.blocks = torch.nn.ModuleList(wrap(block) for block in model.blocks)
+    return model
+
+
+def test_a_wrappers_name_that_is_the_models_own_stays() -> None:
+    """A wrapper is known by its class: a model may call a part `module` or `_orig_mod` itself."""
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "_orig_mod": torch.nn.Linear(2, 2, bias=False)})
+    actor = manager_of().register("actor", model, role="actor")
+    assert [info.name for info in actor.weights_info()] == ["module.weight", "module.bias", "_orig_mod.weight"]
+
+
+def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> None:
+    model = worker.Model()
+    manager = manager_of()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        *kept, last = actor.weights(bucket_bytes=1000)
+        assert len(kept) > 3
+        for bucket in kept:
+            with pytest.raises(PhaseError, match="valid until the next iteration"):
+                dict(bucket)
+        assert last[-1][0] == actor.weights_info()[-1].name
+        first = next(iter(actor.weights()))  # the generator is gone at once, what it gave is not
+        assert len(dict(first)) == len(actor.weights_info())
+        assert type(pickle.loads(pickle.dumps(first))) is list
+
+
+def test_a_quantised_weight_is_published_as_the_wrapper_it_is(manager_streams: bool) -> None:
+    """torchao's own int8 tensors: each part is read where it is, payload and scale."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False))
+    quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
+    wanted = model[0].weight.dequantize().clone()
+    manager = manager_of(streams=manager_streams)
+    actor = manager.register("actor", model, role="actor", readonly=True)
+    with manager.phase("weight_sync"):
+        (bucket,) = actor.weights()
+        found = dict(bucket)["0.weight"]
+        assert type(found) is type(model[0].weight)
+        assert found.dequantize().equal(wanted)
+    assert_nothing_resident(manager)
+    assert found.dequantize().equal(wanted)  # memory of its own
+
+
+@pytest.fixture(params=[False, True], ids=["resident", "streamed"])
+def manager_streams(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+class Opaque(torch.Tensor):
+    """Shaped as bitsandbytes' Params4bit: a subclass whose bytes mean nothing without what lies beside them."""
+
+
+def test_what_cannot_be_published_is_named_before_anything_is() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.weight = torch.nn.Parameter(torch.Tensor._make_subclass(Opaque, torch.randn(4, 4)), requires_grad=False)
+    manager = manager_of()
+    actor = manager.register("actor", model, role="actor", external=True)
+    assert [info.name for info in actor.weights_info()] == ["weight", "bias"]
+    with manager.phase("weight_sync"), pytest.raises(RegistrationError, match=r"'actor': 'weight' is a .*Opaque.*adapters='separate'"):
+        actor.weights()
+
+
+# --- the traps
+
+
+def _aliases() -> bool:
+    """A state dict of FSDP2 shows live shards: a bucket taken from it would change under the consumer."""
+    module = BUILDS["fsdp2"](worker.Model())
+    manager = manager_of()
+    actor = manager.register("actor", module, role="actor")
+    with manager.phase("weight_sync"):
+        shown = module.state_dict()["gain"]
+        shown = shown.to_local() if isinstance(shown, DTensor) else shown
+        (bucket,) = actor.weights()
+        found = dict(bucket)
+        before = found["gain"].clone()
+        live = dict(module.named_parameters())["gain"].to_local()
+        is_alias = shown.numel() == 0 or shown.data_ptr() == live.data_ptr()
+        if live.numel():
+            with torch.no_grad():
+                live.add_(1)
+        assert found["gain"].equal(before)
+    return is_alias
+
+
+def test_what_was_published_does_not_change_with_the_model(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(_aliases))
+
+
+def _stateful(build: str) -> list[str]:
+    """Everything that frameworks' own exports go through is made to fail."""
+    module = BUILDS[build](worker.Model())
+    wanted = wanted_of(worker.Model())
+    manager = manager_of(streams=True)
+    actor = manager.register("actor", module, role="actor")
+    seen: list[str] = []
+
+    def forbidden(name: str) -> Callable[..., Any]:
+        def called(*_: Any, **__: Any) -> Any:
+            seen.append(name)
+            raise AssertionError(f"{name} was called")
+
+        return called
+
+    for part in module.modules():
+        for name in ("state_dict", "to", "cpu", "_apply", "unshard"):
+            object.__setattr__(part, name, forbidden(name))
+    with manager.phase("weight_sync"):
+        found = read(actor)
+    assert found.keys() == wanted.keys()
+    return seen
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp2_external", "fsdp1_flat"])
+def test_no_state_dict_no_move_and_no_unsharding_of_the_module(two_ranks: Ranks, build: str) -> None:
+    assert two_ranks.run(_stateful, build) == [[], []]

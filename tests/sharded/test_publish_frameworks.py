@@ -1,0 +1,126 @@
+"""Publishing what other frameworks cut: VeOmni's experts, DeepSpeed's partitions, Megatron-FSDP's shards."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from placement import RegistrationError
+from placement.adapters.published import check_publishable
+from placement.testing import assert_nothing_resident
+from tests.ranks import Ranks
+from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there, without importing it, and also where another test put a stub in its place."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class Mixture(torch.nn.Module):
+    """Experts in one tensor, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(6, 6)
+        self.experts = torch.nn.Module()
+        self.experts.up = torch.nn.Parameter(torch.randn(4, 6, 8))
+        self.experts.down = torch.nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(x)
+
+
+def parallel_plan() -> Any:
+    """VeOmni's `ParallelPlan`, without running the `__init__` of its packages, which need more than is installed."""
+    root = importlib.metadata.distribution("veomni").locate_file("veomni")
+    for name, folder in (("veomni", ""), ("veomni.distributed", "distributed"), ("veomni.utils", "utils")):
+        if name not in sys.modules:
+            package = ModuleType(name)
+            package.__path__ = [str(root / folder)]
+            sys.modules[name] = package
+    return importlib.import_module("veomni.distributed.parallel_plan").ParallelPlan
+
+
+def _experts(expert_parallel: int) -> None:
+    """VeOmni's own plan cuts the experts, then `fully_shard` cuts them along another dimension, as VeOmni does it."""
+    world = dist.get_world_size()
+    wanted = wanted_of(model := Mixture())
+    mesh = init_device_mesh("cpu", (world // expert_parallel, expert_parallel), mesh_dim_names=("ep_fsdp", "ep"))
+    plan = parallel_plan()({"ep": {"experts.up": Shard(0), "experts.down": Shard(0)}})
+    model._fqn2spec_info = plan.apply(model, {"ep": mesh})
+    assert model.experts.up.shape[0] == 4 // expert_parallel
+    fully_shard(model.experts, mesh=mesh["ep_fsdp"], shard_placement_fn=lambda _: Shard(1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    for streams in (False, True):
+        manager = manager_of(streams=streams)
+        actor = manager.register("actor", model, role="actor")
+        for _ in range(2):
+            with manager.phase("weight_sync"):
+                assert_same(read(actor, bucket_bytes=500), wanted)
+            with manager.phase("log_prob"), torch.no_grad():
+                model(torch.ones(2, 6))  # the root stays unsharded
+        assert_nothing_resident(manager)
+        manager.close()
+
+
+@pytest.mark.skipif(not is_installed("veomni"), reason="veomni is not installed")
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_experts_that_veomni_cut_are_published_whole(two_ranks: Ranks, expert_parallel: int) -> None:
+    two_ranks.run(_experts, expert_parallel)
+
+
+def _zero(stage: int) -> None:
+    from tests.sharded import deepspeed_worker
+
+    engine = deepspeed_worker.engine(stage)
+    torch.manual_seed(0)
+    width = deepspeed_worker.WIDTH
+    plain = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)).bfloat16()
+    manager = manager_of()
+    actor = manager.register("actor", engine, role="actor")
+    manager.register("adam", engine.optimizer)
+    assert actor.external
+    with manager.phase("weight_sync"):
+        assert_same(read(actor, bucket_bytes=1000), wanted_of(plain))
+    with manager.phase("train") as phase:
+        engine.backward(engine(deepspeed_worker.batch(0)).float().square().mean())
+        engine.step()
+        phase.switch("weight_sync")
+        trained = read(actor)
+        first = [torch.zeros_like(value) for value in trained.values()]
+        for value, other in zip(trained.values(), first, strict=True):
+            other.copy_(value)
+            dist.broadcast(other, 0)
+            assert other.equal(value)  # every rank has the same, and it is not what it was
+        assert not trained["0.weight"].equal(plain[0].weight)
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_zero_engine_publishes_the_whole_weights(two_ranks: Ranks, stage: int) -> None:
+    two_ranks.run(_zero, stage)
+
+
+def test_shards_of_megatron_fsdp_are_refused_before_anything_is_gathered() -> None:
+    """Real class, made without its constructor, which needs a device: only its kind counts."""
+    megatron = pytest.importorskip("megatron_fsdp.megatron_fsdp")
+    wrapped = megatron.MegatronFSDP.__new__(megatron.MegatronFSDP)
+    torch.nn.Module.__init__(wrapped)
+    with pytest.raises(RegistrationError, match="'actor': MegatronFSDP cuts its parameters at borders of its own"):
+        check_publishable(torch.nn.ModuleList([wrapped]), "actor", [])

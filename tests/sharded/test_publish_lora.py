@@ -1,0 +1,360 @@
+"""Publishing PEFT models: with adapters merged in, adapters alone, base alone. The reference is what PEFT itself merges and saves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from placement import PhaseError
+from placement.testing import assert_nothing_resident
+from tests.ranks import Ranks
+from tests.sharded import publish_worker as worker
+from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+
+class Experts(torch.nn.Module):
+    """Weights of several experts in one parameter, as mixtures of experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.randn(3, 8, 8))
+        self.down = torch.nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.up @ self.down).sum(0)
+
+
+class Zoo(torch.nn.Module):
+    """A layer of each kind that adapters know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(9, 8)
+        self.first = torch.nn.Linear(8, 8)
+        self.second = torch.nn.Linear(8, 8, bias=False)
+        self.turned = transformers.pytorch_utils.Conv1D(8, 8)
+        self.conv = torch.nn.Conv2d(2, 4, 3)
+        self.attention = torch.nn.MultiheadAttention(8, 2)
+        self.experts = Experts()
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(self.embed(tokens))))
+
+
+def randomize(model: torch.nn.Module, fixed: Collection[torch.Tensor] = ()) -> Any:
+    """Adapters start as nothing: give them values."""
+    generator = torch.Generator().manual_seed(7)
+    known = {tensor.data_ptr() for tensor in fixed}
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.data_ptr() not in known:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1)
+    return model
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(**{"r": 2, "lora_alpha": 3, "target_modules": ["first", "second"], **options})
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lora,
+    "rslora": lambda: lora(use_rslora=True),
+    "dora": lambda: lora(use_dora=True),
+    "bias": lambda: lora(target_modules=["first"], lora_bias=True),
+    "bias of the base": lambda: lora(bias="lora_only"),
+    "turned": lambda: lora(target_modules=["turned"], fan_in_fan_out=True),
+    "conv": lambda: lora(target_modules=["conv"]),
+    "conv dora": lambda: lora(target_modules=["conv"], use_dora=True),
+    "attention": lambda: lora(target_modules=["attention"]),
+    "embed": lambda: lora(target_modules=["embed", "first"]),
+    "tied": lambda: lora(target_modules=["embed", "head"]),
+    "experts": lambda: lora(target_modules=[], target_parameters=["experts.up", "experts.down"]),
+    "saved": lambda: lora(modules_to_save=["norm", "second"], target_modules=["first"]),
+    "tokens": lambda: lora(trainable_token_indices={"embed": [1, 4]}),
+    "ia3": lambda: peft.IA3Config(target_modules=["first", "second"], feedforward_modules=["second"]),
+    "loha": lambda: peft.LoHaConfig(target_modules=["first", "conv"], r=2),
+    "lokr": lambda: peft.LoKrConfig(target_modules=["first"], r=2),
+    "oft": lambda: peft.OFTConfig(target_modules=["first"], oft_block_size=4),
+    "vera": lambda: peft.VeraConfig(target_modules=["first", "second"], r=2),
+    "hra": lambda: peft.HRAConfig(target_modules=["first"], r=2),
+}
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without PEFT's warnings about what the reference does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(3)
+    base = Zoo().to(dtype)
+    fixed = list(base.parameters())
+    with quietly():
+        return randomize(peft.get_peft_model(base, CONFIGS[name]()), fixed=fixed)
+
+
+def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:
+    with quietly():
+        return wanted_of(copy.deepcopy(model).merge_and_unload())
+
+
+def saved_by_peft(model: Any, adapter: str = "default") -> dict[str, torch.Tensor]:
+    with quietly():
+        found = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def base_values(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return wanted_of(Zoo().to(dtype))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_kind_of_adapter_as_peft_merges_and_saves_it(name: str) -> None:
+    for streams in (False, True):
+        model = make(name)
+        wanted = {"merged": merged_by_peft(model), "separate": saved_by_peft(model)}
+        before = wanted_of(model)
+        manager = manager_of(streams=streams)
+        actor = manager.register("actor", model, role="actor")
+        with manager.phase("weight_sync"):
+            for adapters, values in wanted.items():
+                assert_same(read(actor, adapters=adapters, bucket_bytes=300), values)
+            base = read(actor, adapters="base")
+            assert set(wanted["merged"]) == set(base)
+            assert any(not value.equal(base[key]) for key, value in wanted["merged"].items())  # else it would compare nothing
+        assert_same(dict(sorted(base.items())), dict(sorted(base_values().items())))
+        assert_nothing_resident(manager)
+        with manager.phase("log_prob"):
+            assert_same(wanted_of(model), before)
+            assert not any(layer.merged_adapters for layer in model.modules() if hasattr(layer, "merged_adapters"))
+
+
+def test_a_half_precision_model_and_a_cast() -> None:
+    model = make("lora", torch.bfloat16)
+    wanted = merged_by_peft(model)
+    actor = (manager := manager_of()).register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        assert_same(read(actor), wanted)
+        assert_same(read(actor, dtype=torch.float32), {n: v.float() if v.is_floating_point() else v for n, v in wanted.items()})
+        assert {value.dtype for value in read(actor, dtype=torch.float16, adapters="separate").values()} == {torch.float16}
+
+
+def with_two() -> Any:
+    model = make("lora")
+    fixed = list(model.parameters())
+    model.add_adapter("other", lora(target_modules=["second", "turned"], r=3, fan_in_fan_out=True))
+    with quietly():
+        return randomize(model, fixed=fixed)
+
+
+def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -> None:
+    model = with_two()
+    actor = (manager := manager_of()).register("actor", model, role="actor")
+
+    def check(wanted: dict[str, torch.Tensor], **options: Any) -> None:
+        with manager.phase("weight_sync"):
+            assert_same(read(actor, **options), wanted)
+        assert_nothing_resident(manager)
+
+    def resident(function: Callable[[Any], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        with manager.phase("log_prob"):
+            return function(unguarded(model))
+
+    check(resident(merged_by_peft))
+    model.set_adapter("other")
+    check(resident(merged_by_peft))
+    check(resident(lambda each: saved_by_peft(each, "other")), adapters="separate")
+    model.base_model.set_adapter(["default", "other"])
+    both = resident(merged_by_peft)
+    check(both)
+    with manager.phase("weight_sync"), pytest.raises(ValueError, match=r"2 \(default, other\): set_adapter"):
+        actor.weights(adapters="separate")
+    with pytest.raises(ValueError, match="set_adapter"):
+        actor.weights_info(adapters="separate")
+    with model.disable_adapter():  # what computes without them is another question than what is published
+        check(both)
+    model.delete_adapter("default")
+    check(resident(merged_by_peft))
+
+
+def unguarded(model: Any) -> Any:
+    """A copy that is not registered, for the reference."""
+    return copy.deepcopy(model)
+
+
+def test_what_the_user_has_merged_is_published_as_it_is_and_its_base_is_not_made_up() -> None:
+    model = with_two()
+    wanted = merged_by_peft(model)
+    actor = (manager := manager_of()).register("actor", model, role="actor")
+    sgd = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
+    manager.register("sgd", sgd)
+    with manager.phase("train") as phase:
+        model.merge_adapter()
+        phase.switch("weight_sync")
+        assert_same(read(actor), wanted)
+        with pytest.raises(ValueError, match=r"'default' is merged into the base weights; unmerge_adapter\(\)"):
+            actor.weights(adapters="base")
+        phase.switch("train")
+        assert model.base_model.model.first.merged
+        with quietly():
+            model.unmerge_adapter()
+    assert_nothing_resident(manager)
+
+
+def test_a_merge_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("lora")
+    wanted, before = merged_by_peft(model), wanted_of(model)
+    actor = (manager := manager_of()).register("actor", model, role="actor")
+    layer = type(model.base_model.model.second)
+    real = layer.get_delta_weight
+
+    def fail(self: Any, adapter: str) -> torch.Tensor:
+        if not self.lora_A[adapter].weight.equal(model.base_model.model.first.lora_A[adapter].weight):
+            raise RuntimeError("out of memory")
+        delta: torch.Tensor = real(self, adapter)
+        return delta
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "get_delta_weight", fail)
+        with manager.phase("weight_sync"), pytest.raises(RuntimeError, match="out of memory"):
+            read(actor, bucket_bytes=1)
+        assert_nothing_resident(manager)
+    with manager.phase("weight_sync"):
+        assert_same(read(actor), wanted)
+        assert_same(wanted_of(model), before)
+
+
+@pytest.mark.parametrize("adapters", ["merged", "separate", "base"])
+def test_the_announcement_is_the_same_in_every_state(adapters: Any) -> None:
+    model = make("saved")
+    manager = manager_of()
+    actor = manager.register("actor", model, role="actor")
+    manager.register("adam", torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    infos = [actor.weights_info(adapters=adapters)]
+    with manager.phase("weight_sync") as phase:
+        assert list(read(actor, adapters=adapters)) == [info.name for info in infos[0]]
+        for name in ("log_prob", "train", "weight_sync", "checkpoint"):
+            phase.switch(name)
+            records = len(manager.journal)
+            infos.append(actor.weights_info(adapters=adapters))
+            assert len(manager.journal) == records
+    assert all(info == infos[0] for info in infos)
+    assert actor.weights_info(adapters=adapters, dtype=torch.float64)[0].dtype is torch.float64
+    with pytest.raises(PhaseError):
+        actor.weights(adapters=adapters)
+
+
+def test_models_without_adapters_and_adapters_without_weights() -> None:
+    plain = torch.nn.Linear(4, 4)
+    wanted = wanted_of(plain)
+    manager = manager_of()
+    actor = manager.register("actor", plain, role="actor")
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, token_dim=4, num_layers=1, num_attention_heads=1)
+    prompted = peft.PeftModel(Lm(), config)
+    prompts = manager.register("prompts", prompted, role="actor")
+    with manager.phase("weight_sync"):
+        for adapters in ("merged", "base"):
+            assert_same(read(actor, adapters=adapters), wanted)
+        with pytest.raises(ValueError, match="this module has none"):
+            actor.weights(adapters="separate")
+        with pytest.raises(ValueError, match="prompts are merged into no weight"):
+            prompts.weights()
+        assert list(read(prompts, adapters="base")) == ["word_embeddings.weight"]
+        with pytest.raises(ValueError, match="'all' is none of merged, separate, base"):
+            actor.weights(adapters="all")
+
+
+class Lm(torch.nn.Module):
+    """What prompts can be put before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word_embeddings = torch.nn.Embedding(8, 4)
+        self.config = transformers.PretrainedConfig(vocab_size=8)
+        self.device = torch.device("cpu")
+
+
+def test_a_model_with_adapters_inside_another_and_one_without_pefts_model_around() -> None:
+    model = make("lora")
+    wanted = merged_by_peft(model)
+    inside = torch.nn.ModuleDict({"policy": model, "value": torch.nn.Linear(8, 1)})
+    injected = peft.inject_adapter_in_model(lora(), Zoo())
+    manager = manager_of()
+    actor = manager.register("actor", inside, role="actor")
+    other = manager.register("other", injected, role="actor")
+    with manager.phase("weight_sync"):
+        found = read(actor)
+        assert {name.removeprefix("policy."): value for name, value in found.items() if name.startswith("policy.")}.keys() == wanted.keys()
+        assert all(found[f"policy.{name}"].equal(value) for name, value in wanted.items())
+        assert list(read(actor, adapters="separate")) == list(saved_by_peft(unguarded(model)))
+        assert list(read(other)) == list(base_values())
+
+
+def test_merging_takes_one_layer_beside_the_bucket() -> None:
+    """What PEFT computes a layer with, and no second layer."""
+    base = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(6)])
+    model = peft.get_peft_model(base, lora(target_modules=[str(index) for index in range(6)]))
+    largest = 64 * 64 * 4
+    for streams in (False, True):
+        manager = manager_of(streams=streams)
+        actor = manager.register("actor", model, role="actor")
+        with manager.phase("weight_sync"), worker.Live(actor) as live:
+            deque(actor.weights(bucket_bytes=2 * largest), maxlen=0)
+            assert live.now == 0
+        adapters = 2 * 64 * 2 * 4
+        # A full bucket, whose last weight is the layer's own; the product of the adapters, and the same scaled.
+        assert 2 * largest < live.peak <= 4 * largest + adapters
+        manager.close()
+
+
+# --- sharded over ranks
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp2_external", "fsdp1_original", "fsdp1_flat"])
+def test_sharded_models_publish_what_the_whole_one_does(two_ranks: Ranks, build: str) -> None:
+    two_ranks.run(publish_sharded, build)
+
+
+def publish_sharded(build: str) -> None:
+    """Every mode, resident and streamed, before and after a forward that leaves the root unsharded, against PEFT on the whole model."""
+    base = worker.Model()
+    fixed = list(base.parameters())
+    config = lora(target_modules=["up", "down", "embed"], use_dora=True, modules_to_save=["norm"])
+    with quietly():
+        whole = randomize(peft.get_peft_model(base, config), fixed=fixed)
+    wanted = {"merged": merged_by_peft(whole), "separate": saved_by_peft(whole)}
+    for streams in (False, True):
+        module = model = copy.deepcopy(whole)
+        with quietly():
+            if build.startswith("fsdp1"):
+                module = worker.BUILDS[build](model, of={worker.Block})
+            else:
+                worker.BUILDS[build](model.base_model.model)
+        manager = manager_of(streams=streams)
+        actor = manager.register("actor", module, role="actor")
+        for _ in range(2):
+            with manager.phase("weight_sync"):
+                for adapters, values in wanted.items():
+                    assert_same(read(actor, adapters=adapters, bucket_bytes=2000), values)
+                without = read(actor, adapters="base")
+                assert set(without) == set(wanted["merged"])
+                assert not without["blocks.0.up.weight"].equal(wanted["merged"]["blocks.0.up.weight"])
+            assert_nothing_resident(manager)
+            with manager.phase("log_prob"), torch.no_grad():
+                module(worker.tokens())

@@ -1,0 +1,259 @@
+"""Quantised weights and quantised optimizer state: torchao's wrappers, bitsandbytes' parameters. The real packages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from placement import NotResidentError, RegistrationError
+from placement.adapters import adapter_for
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.sharded import training
+from tests.unit.worker import make_manager
+
+WIDTH = 64
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(inputs) + self.up(self.down(inputs))
+        return result
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def program(model: nn.Module, optimizer: Any = None) -> training.Program:
+    adam = optimizer or torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    return training.Program(model, adam, lambda number: (model(batch(number)) - batch(number)).square().mean())
+
+
+def torchao_model(kind: str) -> nn.Module:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+    return nn.Sequential(Adapted(model[0]), nn.ReLU(), Adapted(model[2]))
+
+
+def bitsandbytes_layer(kind: str) -> nn.Module:
+    import bitsandbytes as bnb
+
+    if kind == "int8":
+        layer: nn.Module = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
+    else:
+        layer = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, compress_statistics=kind == "nested", quant_type="nf4")
+    return layer
+
+
+def bitsandbytes_model(kind: str) -> nn.Module:
+    # What quantises is the move to a device, the CPU here.
+    return nn.Sequential(Adapted(bitsandbytes_layer(kind)), nn.ReLU(), Adapted(bitsandbytes_layer(kind))).to("cpu")
+
+
+BUILD = {"torchao": torchao_model, "bitsandbytes": bitsandbytes_model}
+CASES = [("torchao", "int8"), ("torchao", "float8"), ("bitsandbytes", "nf4"), ("bitsandbytes", "nested"), ("bitsandbytes", "int8")]
+
+
+def build(package: str, kind: str) -> training.Program:
+    return program(BUILD[package](kind))
+
+
+@pytest.mark.parametrize(("package", "kind"), CASES)
+def test_training_on_a_frozen_quantised_base_does_not_change_by_a_bit(package: str, kind: str) -> None:
+    outcome = training.compare(functools.partial(build, package, kind))
+    base = 2 * WIDTH * WIDTH // (1 if kind in ("int8", "float8") else 2)  # payload alone; statistics and adapters come on top
+    assert outcome.resident_bytes["actor"] >= base
+    assert outcome.skipped_bytes["actor"] > 0  # the base is not copied back
+
+
+@pytest.mark.parametrize(("package", "kind"), CASES)
+def test_state_dicts_of_quantised_weights_read_the_same_in_every_state(package: str, kind: str) -> None:
+    model = BUILD[package](kind)
+    model(batch(0))  # the first forward of an 8-bit layer moves its statistics into another object
+    wanted = hashes(model.state_dict())
+    manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("actor", model, role="actor", readonly=True)
+    assert_nothing_resident(manager)
+    assert hashes(model.state_dict()) == hashes(handle.state_dict()) == wanted
+    with manager.phase("log_prob"):
+        held = model.state_dict()
+    assert hashes(held) == wanted
+    assert_nothing_resident(manager)
+    manager.close()
+    assert hashes(model.state_dict()) == wanted
+
+
+def hashes(state_dict: Any) -> dict[str, bytes]:
+    return {f"{name}{path}": training.as_bytes(part) for name, value in state_dict.items() for path, part in training.local_parts(value)}
+
+
+def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() -> None:
+    """Its `state_dict()` calls `item()` and `clone()` on these, and the code is one tensor for every weight of the process."""
+    models = [bitsandbytes_model("nested") for _ in range(2)]
+    outputs = [model(batch(0)) for model in models]
+    manager = make_manager()
+    handles = [manager.register(f"model{number}", model) for number, model in enumerate(models)]
+    for handle in handles:
+        assert handle.adapter is not None
+        assert [name for name, _ in handle.adapter.foreign()] == [
+            f"{layer}.base.weight.{name}" for layer in (0, 2) for name in ("nested_offset", "nested_quant_map")
+        ]
+    # Another model is quantised while both are offloaded, with the code that they share.
+    torch.manual_seed(7)
+    late = hashes(bitsandbytes_model("nested").state_dict())
+    manager.close()
+    torch.manual_seed(7)
+    assert hashes(bitsandbytes_model("nested").state_dict()) == late
+    assert [training.as_bytes(model(batch(0))) for model in models] == [training.as_bytes(output) for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_weights_that_bitsandbytes_has_yet_to_quantise_are_refused(kind: str) -> None:
+    model = nn.Sequential(bitsandbytes_layer(kind))
+    before = training.as_bytes(model[0].weight)
+    with pytest.raises(RegistrationError, match=r"'actor': '0\.weight' is a weight .*not quantised yet.*model\.to\(device\) before"):
+        make_manager().register("actor", model)
+    assert training.as_bytes(model[0].weight) == before
+    model.to("cpu")
+    elsewhere = torch.device("meta")  # any device that is not the CPU: none of its tensors is made here
+    with pytest.raises(RegistrationError, match=r"quantised by bitsandbytes and is on cpu.*model\.to\('meta'\)"):
+        adapter_for(model, name="actor", compute_device=elsewhere)
+
+
+# --- optimizers
+
+
+def learner(make: Any) -> training.Program:
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+    return program(model, make(model.parameters()))
+
+
+def bnb_adam(parameters: Any) -> Any:
+    import bitsandbytes as bnb
+
+    return bnb.optim.AdamW8bit(parameters, lr=1e-2)
+
+
+def bnb_lion(parameters: Any) -> Any:
+    import bitsandbytes as bnb
+
+    return bnb.optim.Lion8bit(parameters, lr=1e-3, min_8bit_size=16)
+
+
+def torchao_adam(name: str, parameters: Any) -> Any:
+    import torchao.optim
+
+    return getattr(torchao.optim, name)(parameters, lr=1e-2, block_size=64)
+
+
+OPTIMIZERS = {
+    "bnb AdamW8bit": bnb_adam,
+    "bnb Lion8bit": bnb_lion,
+    **{f"torchao {name}": functools.partial(torchao_adam, name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
+}
+
+
+@pytest.fixture
+def _eager() -> Iterator[None]:
+    """torchao compiles its steps; that takes a quarter of a minute here and changes nothing about where the state lies."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("_eager")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_with_quantised_optimizer_state_does_not_change_by_a_bit(name: str) -> None:
+    outcome = training.compare(functools.partial(learner, OPTIMIZERS[name]))
+    assert outcome.offloaded_bytes["actor.optimizer"] > 0
+
+
+@pytest.mark.usefixtures("_eager")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_quantised_optimizer_state_is_sized_saved_and_guarded(name: str) -> None:
+    made = learner(OPTIMIZERS[name])
+    manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    made.register(manager)
+    handle = manager.handles["actor.optimizer"]
+    reserved = handle.host_bytes
+    with manager.phase("train"):
+        made.learn(0)
+        wanted = flat(made.optimizer.state_dict())
+        resident = made.optimizer.state_dict()
+    if "Lion" not in name:  # its twin does not know min_8bit_size, which bitsandbytes keeps elsewhere
+        assert handle.host_bytes <= reserved, "what the first step bore does not fit into what registration set aside"
+    assert_nothing_resident(manager)
+    assert flat(made.optimizer.state_dict()) == flat(resident) == wanted
+    with pytest.raises(NotResidentError, match="restore"):
+        made.optimizer.load_state_dict(resident)
+    with manager.phase("restore"):
+        made.optimizer.load_state_dict(made.optimizer.state_dict())
+        assert flat(made.optimizer.state_dict()) == wanted
+    assert_nothing_resident(manager)
+    assert flat(handle.state_dict()) == wanted
+    assert flat(resident) == wanted
+    manager.close()
+    assert flat(made.optimizer.state_dict()) == wanted
+    assert "load_state_dict" not in vars(made.optimizer)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {f"{path}{name}": training.as_bytes(part) for name, part in training.local_parts(value)}
+    if isinstance(value, (dict, list, tuple)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: each for key, part in pairs for name, each in flat(part, f"{path}.{key}").items()}
+    return {path: value}
+
+
+def test_paged_optimizers_are_refused() -> None:
+    import bitsandbytes as bnb
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(RegistrationError, match=r"PagedAdamW8bit.*managed memory.*not paged: placement offloads it"):
+        adapter_for(bnb.optim.PagedAdamW8bit(model.parameters()), name="adam", compute_device=CPU)
+    assert adapter_for(bnb.optim.AdamW8bit(model.parameters()), name="adam", compute_device=CPU).external is None
+
+
+def test_an_optimizer_of_torchao_that_steps_on_the_cpu_is_external() -> None:
+    """The real class; its constructor wants a GPU, so its fields are filled in by hand."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = nn.Linear(WIDTH, WIDTH)
+    copied = model.weight.detach().clone().requires_grad_()
+    optimizer = CPUOffloadOptimizer.__new__(CPUOffloadOptimizer)
+    optimizer.param_d2h_map = {model.weight: copied}
+    optimizer.optim_dict = {model.weight: torch.optim.AdamW([copied])}
+    optimizer.d_param_groups = [{"params": [model.bias]}]
+    optimizer.d_opt = torch.optim.AdamW([model.bias])
+    optimizer.queue = {}
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    handle = manager.register("actor.optimizer", optimizer)
+    assert handle.external_reason == "torchao's CPUOffloadOptimizer keeps its state on the CPU"
+    assert [owner.name for owner in handle.owners] == ["actor"]
+    manager.unregister(handle)
+    assert "step" not in vars(optimizer)

@@ -1,0 +1,221 @@
+"""What is refused before anything moves, and says why: real objects wherever a CPU has them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import IntegrityError, RegistrationError
+from placement.adapters import adapter_for
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+
+CPU = torch.device("cpu")
+
+
+def refused(target: Any, message: str) -> None:
+    """Refused, and nothing of the object or the manager has changed."""
+    manager = make_manager()
+    with pytest.raises(RegistrationError, match=message):
+        manager.register("actor", target)
+    assert not manager.handles
+    assert manager.device.memory().chunk_bytes == 0
+    manager.close()
+
+
+def test_memory_that_other_processes_use_is_refused() -> None:
+    """As tensors come from a queue of torch.multiprocessing, the CUDA ones by IPC."""
+    refused(net().share_memory(), "lies in shared memory.*clone it")
+
+
+def test_what_has_no_bytes_is_refused() -> None:
+    refused(nn.Linear(4, 4, device="meta"), "on the meta device.*to_empty")
+    refused(nn.LazyLinear(4), "has no shape yet: run one forward")
+
+
+@pytest.mark.parametrize("how", ["numpy", "dlpack", "frombuffer"])
+def test_memory_that_something_else_owns_is_taken_over_without_writing_there(how: str) -> None:
+    """The object gets a place of its own; whoever owns the memory keeps it with the values of then."""
+    numpy = pytest.importorskip("numpy")
+    memory = numpy.arange(16, dtype=numpy.float32).reshape(4, 4)
+    kept = memory.copy()
+    make = {"numpy": torch.from_numpy, "dlpack": torch.from_dlpack, "frombuffer": lambda m: torch.frombuffer(m, dtype=torch.float32)}
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(make[how](memory).view(4, 4))
+    manager = make_manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    optimizer = torch.optim.SGD(model.parameters())  # held: a handle goes with its object
+    manager.register("actor.optimizer", optimizer)
+    assert_nothing_resident(manager)
+    with manager.phase("train"), torch.no_grad():
+        assert model.weight.numpy().tobytes() == kept.tobytes()
+        model.weight.mul_(2)
+    assert_nothing_resident(manager)
+    manager.close()
+    assert model.weight.detach().numpy().tobytes() == (2 * kept).tobytes()
+    assert memory.tobytes() == kept.tobytes()
+    del model
+    assert memory.tobytes() == kept.tobytes()
+
+
+def test_modules_that_accelerate_moves_are_refused_and_those_that_it_leaves_in_place_are_not() -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed here")
+    moved = nn.Sequential(nn.Linear(2, 2))
+    hooks.add_hook_to_module(moved[0], hooks.AlignDevicesHook(execution_device=CPU, offload=True))
+    refused(moved, r"\(submodule '0'\): a module that accelerate moves at every forward \(AlignDevicesHook\).*without device_map")
+    # What from_pretrained(device_map={"": 0}) leaves on a quantised model: inputs are moved, weights are not.
+    inputs = nn.Sequential(nn.Linear(64, 64))
+    hooks.add_hook_to_module(inputs[0], hooks.AlignDevicesHook(execution_device=CPU, io_same_device=True))
+    hooks.add_hook_to_module(inputs[0], hooks.AlignDevicesHook(execution_device=CPU), append=True)
+    manager = make_manager()
+    manager.register("actor", inputs, role="actor")
+    wanted = inputs[0].bias.numel()
+    with manager.phase("log_prob"):
+        assert inputs(batch()).shape == (4, wanted)
+    assert_nothing_resident(manager)
+
+
+def test_an_optimizer_that_accelerate_wraps_is_guarded_and_moved() -> None:
+    """It is a torch optimizer whose constructor never ran: it has no hooks of its own."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed here")
+    model = net()
+    adam = accelerate.Accelerator(cpu=True).prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    handle = manager.register("actor.optimizer", adam)
+    with manager.phase("train"):
+        learn(model, adam)
+    assert handle.host_bytes > 0
+    assert handle.counters.offloaded_bytes > 0
+    assert_nothing_resident(manager)
+    with pytest.raises(Exception, match=r"'actor\.optimizer' is CPU_OFFLOADED.*cannot be stepped"):
+        adam.step()
+    manager.close()
+    assert "step" not in vars(adam)
+
+
+def test_collectives_in_cuda_graphs_are_warned_of_once_where_nccl_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no NCCL on a CPU: what torch says of its process group is put in its place, the rest is as it runs."""
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        make_manager().register("actor", net())
+        assert "NCCL" not in caplog.text
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+        manager = make_manager()
+        for name in ("actor", "ref"):
+            manager.register(name, net())
+        assert caplog.text.count("set NCCL_GRAPH_REGISTER=0 before NCCL starts") == 1
+        caplog.clear()
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+        make_manager().register("actor", net())
+        assert "NCCL" not in caplog.text
+    finally:
+        dist.destroy_process_group()
+
+
+# --- what was changed behind placement's back
+
+
+@pytest.fixture
+def worker() -> Worker:
+    made = Worker(device=SimulatedDevice(64 << 20, chunk_bytes=4096))
+    with made.manager.phase("train"):
+        learn(made.net, made.adam)
+    return made
+
+
+def _assigned(worker: Worker) -> dict[str, torch.Tensor]:
+    values = {name: torch.randn_like(value) for name, value in worker.net.state_dict().items()}
+    worker.net.load_state_dict(values, assign=True)
+    return values
+
+
+def _data(worker: Worker) -> dict[str, torch.Tensor]:
+    values = {name: value.clone() for name, value in worker.net.state_dict().items()}
+    for parameter in worker.net.parameters():
+        parameter.data = parameter.data.clone()
+    return values
+
+
+def _double(worker: Worker) -> dict[str, torch.Tensor]:
+    values = {name: value.double() for name, value in worker.net.state_dict().items()}
+    worker.net.double()
+    return values
+
+
+@pytest.mark.parametrize("change", [_assigned, _data, _double])
+def test_a_drift_inside_a_phase_is_named_and_healed_at_its_end(worker: Worker, change: Any) -> None:
+    with worker.manager.phase("restore"):
+        values = {name: value.clone() for name, value in change(worker).items()}
+        audit = worker.manager.audit()
+        assert {finding.handle for finding in audit.findings if finding.what == "drift"} >= {"actor"}
+        assert any("0.weight" in finding.detail for finding in audit.findings)
+    drifted = [f for f in worker.manager.audit().findings if f.handle == "actor" and f.what == "drift"]
+    assert drifted == []
+    assert worker.manager.device.memory().chunk_bytes == 0
+    assert_same(dict(worker.net.state_dict()), values)
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), values)
+
+
+def test_an_optimizer_whose_parameters_were_replaced_is_named_until_it_is_made_anew(worker: Worker) -> None:
+    """The model would never learn again, and no step would say so."""
+    with worker.manager.phase("restore"):
+        _assigned(worker)
+    (found,) = [f for f in worker.manager.audit().findings if f.handle == "actor.optimizer"]
+    assert found.what == "drift"
+    assert "it steps 4 parameter(s) that actor no longer has" in found.detail
+    worker.manager.unregister("actor.optimizer")
+    del worker.adam, worker.optimizer
+    gc.collect()  # it and its hooks hold each other, and the old parameters with them
+    anew = torch.optim.AdamW(worker.net.parameters())
+    worker.manager.register("actor.optimizer", anew)
+    with worker.manager.phase("train"):
+        learn(worker.net, anew)
+    assert_nothing_resident(worker.manager)
+
+
+def test_optimizer_state_that_was_replaced_while_offloaded_is_named_and_taken_in(worker: Worker) -> None:
+    for entry in worker.adam.state.values():
+        entry["exp_avg"] = torch.full(entry["exp_avg"].shape, 0.5)
+    audit = worker.manager.audit()
+    assert {(f.handle, f.what) for f in audit.findings} == {("actor.optimizer", "drift")}
+    with worker.manager.phase("train"):
+        assert all(bool((entry["exp_avg"] == 0.5).all()) for entry in worker.adam.state.values())
+    assert_nothing_resident(worker.manager)
+
+
+def test_integers_that_were_copied_from_offloaded_memory_are_found_and_put_back() -> None:
+    """Poison is NaN, and integers have none: quantised weights, and whatever comes along with values that are NaN."""
+    model = net()
+    model.register_buffer("steps", torch.arange(6))
+    model.packed = nn.Parameter(torch.arange(100, dtype=torch.uint8), requires_grad=False)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    model.packed.data = model.packed.data.clone()
+    with pytest.raises(IntegrityError, match=r"packed of 'actor' were replaced while it was offloaded"), manager.phase("log_prob"):
+        pass
+    assert_same(dict(model.state_dict()), wanted)
+    model.steps = model.steps.clone()
+    model[0].weight.data = model[0].weight.data.clone()
+    with pytest.raises(IntegrityError, match=r"0\.weight, steps of 'actor' were replaced"), manager.phase("log_prob"):
+        pass
+    assert_same(dict(model.state_dict()), wanted)
+    with manager.phase("log_prob"):
+        assert_same(dict(model.state_dict()), wanted)
+    # What somebody put there on purpose is his.
+    model.steps = torch.full((6,), -1)
+    with manager.phase("log_prob"):
+        assert model.steps.tolist() == [-1] * 6
+    assert_nothing_resident(manager)
+    assert adapter_for(model, name="again", compute_device=CPU).external is None

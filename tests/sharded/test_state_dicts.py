@@ -1,0 +1,128 @@
+"""State dicts of sharded and wrapped modules: readable in every state, and following the handle for as long as they are held."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from placement import Manager
+from placement.adapters.tensors import align, rewrapped
+from placement.memory.handed import Handed
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.ranks import Ranks
+from tests.sharded import state_dict_worker as worker
+from tests.sharded.training import as_bytes, local_parts
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "tied", "lora"])
+def test_a_held_state_dict_follows_a_sharded_handle(kind: str, two_ranks: Ranks) -> None:
+    two_ranks.run(worker.held, kind)
+
+
+def test_a_held_state_dict_follows_on_one_rank(one_rank: Ranks) -> None:
+    one_rank.run(worker.held, "fsdp2")
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+def test_what_is_handed_out_while_offloaded_can_be_gathered(kind: str, two_ranks: Ranks) -> None:
+    two_ranks.run(worker.gathered, kind)
+
+
+def test_an_optimizer_that_takes_over_what_it_had_shown(two_ranks: Ranks) -> None:
+    two_ranks.run(worker.taken_over)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_is_not_gathered_from_poison(use_orig_params: bool, two_ranks: Ranks, tmp_path: Path) -> None:
+    """torch's FSDP1 itself."""
+    for first, second, third in two_ranks.run(worker.fsdp1, use_orig_params, str(tmp_path)):
+        for said in (first, second):
+            assert "'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict" in said
+            assert "manager.phase('restore')" in said
+        assert "get_model_state_dict" in third
+        assert "only=" in third
+    assert not list(tmp_path.iterdir())
+
+
+class Scaled(torch.Tensor):
+    """A wrapper of two parts, of the shape of torchao's quantised tensors, that also says where it is."""
+
+    data_: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, device: str | None = None) -> Scaled:
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, device=device or data.device)  # type: ignore[attr-defined]
+        made.data_, made.scale = data, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["data_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].data_, args[0].scale)
+        raise NotImplementedError(func)
+
+
+def test_a_wrapper_says_where_its_parts_are() -> None:
+    """pytorch#192441: outside and inside of a wrapper must change together. `.data =` changes the outside alone."""
+    wrapper = Scaled(torch.ones(3, dtype=torch.int8), torch.ones(1), device="cuda:0")
+    assert wrapper.device.type == "cuda"
+    inside = wrapper.data_
+    align(wrapper)
+    assert wrapper.device == inside.device == torch.device("cpu")
+    assert wrapper.data_ is inside
+
+
+def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
+    live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
+    handed = Handed(SimulatedDevice(1 << 16))
+    shown: Any = handed.hand_out(live, (), from_host=False)
+    assert type(shown) is Scaled
+    assert shown.data_ is not live.data_  # pointing it elsewhere must not take the live one along
+    assert shown.data_.data_ptr() == live.data_.data_ptr()
+    assert len(list(handed)) == 2
+    handed.disown([shown.scale])
+    assert list(handed) == [shown.data_] or len(list(handed)) == 1
+    assert rewrapped(live, lambda part: part).data_ is live.data_  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("phase", [None, "log_prob"])
+def test_a_quantised_module_shows_its_parts(phase: str | None) -> None:
+    """torchao's own tensors."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
+    wanted = _parts(copy.deepcopy(model).state_dict())
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("ref", model, role="ref")
+    if phase is None:
+        shown = handle.state_dict()
+    else:
+        with manager.phase(phase):
+            shown = handle.state_dict()
+    assert _parts(shown) == wanted
+    assert_nothing_resident(manager)
+    with manager.phase("log_prob"):
+        assert _parts(shown) == wanted
+    file = io.BytesIO()
+    torch.save(shown, file)
+    file.seek(0)
+    assert _parts(torch.load(file, weights_only=False)) == wanted
+    manager.close()
+    assert _parts(shown) == wanted
+
+
+def _parts(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {f"{name}{path}": as_bytes(part) for name, value in values.items() for path, part in local_parts(value)}

@@ -1,0 +1,235 @@
+"""Training programs that run twice: plain, and with everything offloaded between any two phases. They must not differ in one bit.
+
+    def build() -> Program:                      # seeded; called once for each run, on every rank
+        model = fully_shard(...)
+        return Program(model, torch.optim.AdamW(model.parameters()), lambda number: model(batch(number)).square().mean())
+
+    outcomes = two_ranks.run(training.compare, build)      # build: of a module that can be imported, or functools.partial of one
+
+`compare` raises AssertionError on whatever differs: losses, parameters, gradients, buffers, optimizer state (as bytes), tensor ids,
+optimizer keys and addresses, bytes left on the device between phases, audits. What it returns is for what only the test knows (it moved
+at all; it did not move because it is external).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from placement import Manager
+from placement.testing import SimulatedDevice, assert_nothing_resident
+
+CAPACITY = 64 << 20
+CHUNK_BYTES = 4096
+STEPS = 20
+
+
+@dataclass
+class Program:
+    """A model, what steps it, and its loss. A subclass may override every method; `phases` is what one step consists of."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    loss: Callable[[int], torch.Tensor]
+    """Forward and loss of one batch, by its number, with this rank's data."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further objects to register, by name, after model and optimizer (keywords of `register` as a pair: (object, {...}))."""
+    phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
+    """Phase and method, in the order of a step. By default gradients of the first backward pass cross a border."""
+
+    # --- a step
+
+    def evaluate(self, step: int) -> torch.Tensor:
+        """Forward without gradients."""
+        with torch.no_grad():
+            return self.loss(2 * step)
+
+    def backward(self, step: int) -> torch.Tensor:
+        """Forward and backward of a first batch; its gradients stay."""
+        loss = self.loss(2 * step)
+        loss.backward()
+        return loss.detach()
+
+    def learn(self, step: int) -> torch.Tensor:
+        """Forward and backward of a second batch, and the optimizer's step."""
+        loss = self.loss(2 * step + 1)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    # --- placement
+
+    def register(self, manager: Manager) -> None:
+        """Register model and optimizer, as a user does."""
+        manager.register("actor", self.model, role="actor")
+        manager.register("actor.optimizer", self.optimizer)
+        for name, item in self.more.items():
+            target, keywords = item if isinstance(item, tuple) else (item, {})
+            manager.register(name, target, **keywords)
+
+    def reshard(self) -> None:
+        """Bring the parameters into the form that they have between phases, as the framework does it."""
+        for module in self.model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.reshard()
+
+    # --- what is compared
+
+    def optimizers(self) -> Sequence[Any]:
+        """The optimizers with a state of their own."""
+        return (self.optimizer,)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What has to keep its identity and address: parameters and buffers, by name."""
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What has to keep its bytes, by name: parameters, gradients, buffers, optimizer state."""
+        for name, tensor in self.tensors():
+            yield name, tensor
+            if tensor.grad is not None:
+                yield f"{name}.grad", tensor.grad
+        for number, optimizer in enumerate(self.optimizers()):
+            for index, entry in enumerate(optimizer.state.values()):
+                for key, value in entry.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"optimizer.{number}.{index}.{key}", value
+
+    def away(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What has to be off the device between phases, by name: all values but counters, which torch keeps on the CPU."""
+        return ((name, tensor) for name, tensor in self.values() if tensor.dim())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw."""
+
+    losses: tuple[float, ...]
+    """Of every phase of every step."""
+    resident_bytes: Mapping[str, int]
+    """The most that each handle held on the device in any phase."""
+    offloaded_bytes: Mapping[str, int]
+    """What was copied to the host, by handle."""
+    skipped_bytes: Mapping[str, int]
+    """What was proved clean and not copied, by handle."""
+
+
+def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str | None = None, **manager: Any) -> Outcome:
+    """Run what `build` makes plain, then under a manager, and compare. For `Ranks.run`.
+
+    Args:
+        build: called twice, each time from the same random state.
+        device: of the manager, "cuda" for this rank's GPU; None: a simulated one.
+        manager: keywords of `Manager` besides the device (a policy, a setting).
+
+    Raises:
+        AssertionError: what differs.
+    """
+    losses, values = _run_plain(build, steps)
+    torch.manual_seed(0)
+    program = build()
+    managed = Manager(device=device or SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES), **manager)
+    program.reshard()
+    ids = {name: id(tensor) for name, tensor in program.tensors()}
+    program.register(managed)
+    addresses = {name: _addresses(tensor) for name, tensor in program.tensors()}
+    assert_nothing_resident(managed)
+    seen: list[bytes] = []
+    shown: list[float] = []
+    peaks = dict.fromkeys(managed.handles, 0)
+    keys: list[set[int]] = []
+    for step in range(steps):
+        for phase, method in program.phases:
+            torch.manual_seed(1 + step)
+            with managed.phase(phase):
+                loss = getattr(program, method)(step)
+                seen.append(as_bytes(loss))
+                shown.append(float(loss))
+                peaks = {name: max(peaks[name], handle.resident_bytes) for name, handle in managed.handles.items()}
+            assert_nothing_resident(managed)
+            assert_off(managed)
+            assert_away(managed, program)
+            assert seen[-1] == losses[len(seen) - 1], f"step {step}, {phase}, {method}: loss {float(loss)} differs from the plain run's"
+            now = dict(program.tensors())
+            assert {name: id(tensor) for name, tensor in now.items()} == ids, f"tensors were replaced in {phase} of step {step}"
+            assert {name: _addresses(tensor) for name, tensor in now.items()} == addresses, f"addresses changed in {phase} of step {step}"
+        keys.append({id(key) for optimizer in program.optimizers() for key in optimizer.state})
+    assert all(each == keys[0] for each in keys), "an optimizer's keys changed"
+    managed.check_integrity()
+    moved = {name: (handle.counters.offloaded_bytes, handle.counters.skipped_bytes) for name, handle in managed.handles.items()}
+    with managed.phase("restore"):
+        program.reshard()
+        _assert_same(digest(program), values, "on the device")
+    managed.close()
+    _assert_same(digest(program), values, "after close()")
+    assert managed.device.memory().chunk_bytes == 0
+    return Outcome(tuple(shown), peaks, {name: each[0] for name, each in moved.items()}, {name: each[1] for name, each in moved.items()})
+
+
+def digest(program: Program) -> dict[str, str]:
+    """A hash of the bytes of each value, by name; of a sharded one those of this rank."""
+    return {
+        f"{name}{path}": hashlib.sha1(as_bytes(part)).hexdigest() for name, tensor in program.values() for path, part in local_parts(tensor)
+    }
+
+
+def assert_off(manager: Manager) -> None:
+    """Assert that what is offloaded can be seen to be: its ranges read nothing but poison."""
+    for name, handle in manager.handles.items():
+        for r in handle.holding.ranges if handle.holding is not None and handle.resident_bytes == 0 else ():
+            view = manager.device.view(r.adoption.addresses, 0, r.nbytes)
+            assert bool((view == 0xFF).all()), f"{name} is offloaded, and something other than poison lies behind its addresses"
+
+
+def assert_away(manager: Manager, program: Program) -> None:
+    """Assert that none of the program's values was left behind: where everything is offloaded, all of them read poison."""
+    if any(handle.external or handle.resident_bytes for handle in manager.handles.values()):
+        return
+    for name, tensor in program.away():
+        for path, part in local_parts(tensor):
+            assert not as_bytes(part).strip(b"\xff"), f"{name}{path} was left on the device"
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a plain tensor's values."""
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def local_parts(tensor: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that hold a tensor's bytes on this rank."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield path, tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), torch.Tensor):
+            yield from local_parts(part, f"{path}.{name}")
+
+
+def _addresses(tensor: torch.Tensor) -> list[int]:
+    return [part.data_ptr() for _, part in local_parts(tensor)]
+
+
+def _run_plain(build: Callable[[], Program], steps: int) -> tuple[list[bytes], dict[str, str]]:
+    torch.manual_seed(0)
+    program = build()
+    losses: list[bytes] = []
+    for step in range(steps):
+        for _, method in program.phases:
+            torch.manual_seed(1 + step)
+            losses.append(as_bytes(getattr(program, method)(step)))
+    assert len(set(losses)) > steps // 2, "the program learns nothing, so nothing could be seen to go wrong"
+    program.reshard()
+    return losses, digest(program)
+
+
+def _assert_same(found: Mapping[str, str], wanted: Mapping[str, str], where: str) -> None:
+    assert list(found) == list(wanted), f"{where}: {sorted({*found} ^ {*wanted})}"
+    different = [name for name, value in wanted.items() if found[name] != value]
+    assert not different, f"{where}: the bytes of {', '.join(different)} differ from the plain run's"
