@@ -93,7 +93,7 @@ class Framework(abc.ABC):
 
     @property
     def gathers(self) -> str | None:
-        """Why the module's own `state_dict()` gathers its values on the device, so that no host copy can stand in; None where it does not."""
+        """Why the module's own `state_dict()` gathers values on the device, so that no host copy can stand in; None where it does not."""
         return None
 
     def caches(self) -> Iterator[torch.Tensor]:

@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ from bench import _peers, _results, _sampler, report, run
 from bench._results import Results
 
 PEERS = {"accelerate", "deepspeed", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
+
+
+@pytest.fixture(autouse=True)
+def _whole_packages() -> Iterator[None]:
+    """The benchmarks load parts of their peers by themselves; whoever imports a peer afterwards gets the whole."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("deepspeed", "verl", "accelerate"):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", run.LIMITS)
