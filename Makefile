@@ -35,7 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 # What only tests need: together, or one by one where one of them cannot be had; its tests are then skipped and say so.
 $(FRAMEWORKS): export DS_BUILD_OPS = 0
-$(FRAMEWORKS): $(STAMP) tests/frameworks.txt
+$(FRAMEWORKS): $(STAMP) tests/frameworks.txt tests/system_packages.sh
+	@sh tests/system_packages.sh
 	@$(PIP) --no-deps -r tests/frameworks.txt || grep -v '^#' tests/frameworks.txt | while read -r package; do \
 		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
 	@touch $@
