@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 from placement.cli import main
+from placement.observe.discovery import targets_in
+from placement.observe.fleet import DiscoveryServer
 from tests.observe.expressions import expressions
 
 WORKERS = 4
@@ -51,18 +53,21 @@ def until(condition: Callable[[], Any], what: str, seconds: float) -> Any:
 
 
 class Prometheus:
-    """A server of its own with the exported rules, looking at one discovery folder."""
+    """A server of its own with the exported rules.
 
-    def __init__(self, folder: Path, targets: Path) -> None:
+    Args:
+        folder: for what it needs.
+        discovery: how it finds the workers, in the words of its configuration.
+    """
+
+    def __init__(self, folder: Path, discovery: dict[str, Any]) -> None:
         assert main(["dashboards", "export", str(folder)]) == 0
         rules = folder / "prometheus/rules/placement.rules.yml"
         rules.write_text(rules.read_text().replace("for: 1m", "for: 5s"))
         configuration = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(folder / "prometheus/rules/*.yml")],
-            "scrape_configs": [
-                {"job_name": "placement", "file_sd_configs": [{"files": [f"{targets}/*.json"], "refresh_interval": "2s"}]}
-            ],
+            "scrape_configs": [{"job_name": "placement", **discovery}],
         }
         path = folder / "test.yml"
         path.write_text(json.dumps(configuration))  # JSON is YAML
@@ -111,7 +116,8 @@ class Run:
         self.exported = folder / "exported"
         self.workers: list[subprocess.Popen[str]] = []
         self.urls: list[str] = []
-        self.prometheus = Prometheus(self.exported, self.targets)
+        by_file = {"file_sd_configs": [{"files": [f"{self.targets}/*.json"], "refresh_interval": "2s"}]}
+        self.prometheus = Prometheus(self.exported, by_file)
 
     def start(self) -> None:
         self.workers += [self._start(rank) for rank in range(WORKERS)]
@@ -148,6 +154,22 @@ def test_workers_are_found_by_name(run: Run) -> None:
     assert series["metric"]["run"] == "demo"
     assert series["metric"]["node"] == "node0"
     assert not [label for label in series["metric"] if label.startswith("__") and label != "__name__"]
+
+
+def test_workers_are_found_by_http(run: Run, tmp_path: Path) -> None:
+    """Where there is no shared folder: one process has the list, as a driver on Ray or rank 0 on Slurm."""
+    gathered = targets_in(run.targets)
+    with DiscoveryServer(lambda: gathered) as server:
+        by_http = {"http_sd_configs": [{"url": f"{server.url}/targets", "refresh_interval": "1s"}]}
+        prometheus = Prometheus(tmp_path, by_http)
+        try:
+            until(prometheus.is_ready, "Prometheus is ready", 30)
+            everybody = {f"node0/rank{rank}": "up" for rank in range(WORKERS)}
+            until(lambda: prometheus.targets() == everybody, "all targets are up", 30)
+            gathered = gathered[1:]
+            until(lambda: "node0/rank0" not in prometheus.targets(), "a worker that is off the list goes away", 30)
+        finally:
+            prometheus.close()
 
 
 def test_every_panel_and_rule_has_data(run: Run) -> None:
