@@ -62,7 +62,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, discovery: dict[str, Any]) -> None:
         assert main(["dashboards", "export", str(folder)]) == 0
-        rules = folder / "prometheus/rules/placement.rules.yml"
+        rules = folder / "prometheus/rules/placement.yml"
         rules.write_text(rules.read_text().replace("for: 1m", "for: 5s"))
         configuration = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
