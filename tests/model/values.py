@@ -242,7 +242,7 @@ class Values(World):
         """As LoRA does, in every state."""
         shadow = self.pick(index, is_module, may_change)
         added = torch.nn.Parameter(torch.randn(3, 5))
-        shadow.object.register_parameter(f"lora_{len(shadow.facts)}", added)
+        shadow.object.register_parameter(f"lora_{len(shadow.object._parameters)}", added)
         for optimizer in shadow.optimizers:
             optimizer.object.add_param_group({"params": [added]})
             optimizer.full_dicts.clear()  # they know nothing of the new parameter
