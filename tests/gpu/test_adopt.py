@@ -521,7 +521,8 @@ sys.exit(5)
 @pytest.mark.parametrize("argument", ["exit", "fork"])
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_the_exit_code_of_a_program_is_its_own(argument: str, settings: str) -> None:
-    environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTHONPATH": str(Path(__file__).parents[2])}
+    search = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": settings, "PYTHONPATH": search}
     if not settings:
         del environment["PYTORCH_ALLOC_CONF"]
     command = [sys.executable, "-X", "dev", "-c", SCRIPT, argument]
