@@ -6,8 +6,10 @@ that does not answer in time (a collective that the other never called) is ended
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +29,7 @@ class RankError(AssertionError):
 
 def _serve(rank: int, world_size: int, port: int, backend: str, connection: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()
     torch.set_num_threads(1)
     if "cuda" in backend:
         torch.cuda.set_device(rank)
@@ -105,9 +108,9 @@ class Ranks:
             # Once a rank has failed, the others wait for it in a collective: they get little more time.
             ready = wait(list(waiting), timeout=5.0 if failures else deadline_seconds)
             if not ready:
-                failures |= {rank: failures.get(rank, "no answer") for rank in waiting.values()}
+                failures |= {rank: failures.get(rank, "no answer; its stack is in the captured output") for rank in waiting.values()}
                 for process in self._processes:
-                    process.kill()
+                    os.kill(process.pid, signal.SIGABRT)  # faulthandler prints where it is
                 break
             for connection in ready:
                 rank = waiting[connection]

@@ -54,7 +54,7 @@ class CudaDevice(Device):
         PlacementError: no CUDA virtual memory here, the message says what to install; or a peer cannot reach this GPU.
     """
 
-    def __init__(self, index: int = 0, *, chunk_bytes: int = 64 << 20, peers: Sequence[int] | None = None) -> None:
+    def __init__(self, index: int = 0, *, chunk_bytes: int = 128 << 20, peers: Sequence[int] | None = None) -> None:
         self._driver = Driver(index, peers)
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
@@ -224,7 +224,7 @@ class CudaDevice(Device):
             self._driver.call("cuMemsetD8", addresses.base, POISON_BYTE, addresses.nbytes)
             self._driver.call("cuCtxSynchronize")  # the fill is on a stream that torch's do not wait for
         try:
-            return Poison(full, tail, self.view(addresses, 0, addresses.nbytes))
+            return Poison(full, tail, self.view(addresses, 0, addresses.nbytes), self.host(16))
         except torch.OutOfMemoryError as exc:
             raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
+from placement.memory.base import HostSlab
 from placement.memory.cuda_mapping import DriverChunk, PoisonChunks
 
 
@@ -12,9 +15,11 @@ class Poison:
 
     Args:
         view: all bytes of both, on the device.
+        answer: 16 bytes for the comparison's answer. No pinned tensor of torch's: one that dies in a forked child asks for the
+            device there, and ends the child.
     """
 
-    def __init__(self, full: DriverChunk, tail: DriverChunk, view: torch.Tensor) -> None:
+    def __init__(self, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostSlab) -> None:
         self.chunks = PoisonChunks(full, tail)
         self.nbytes = full.nbytes + tail.nbytes
         self._words = view.view(torch.int64)
@@ -23,8 +28,11 @@ class Poison:
         with torch.cuda.stream(self._stream):
             # Kept for good: the comparison's own scratch memory lies in the same segment of torch's, and never has to be asked for.
             self._extremes = torch.empty(2, dtype=torch.int64, device=self._device)
-        self._answer = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)  # whatever the caller's default device is
+        answer.ready.wait()
+        self._answer = answer.view(0, 16).view(torch.int64)
         self._answered = torch.cuda.Event()
+        # It outlives the process: torch's destructor asks the device, which ends a forked child (torch 2.11).
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._answered))
         self._is_comparing = False
         self.heal(wait=True)  # loads the kernels: at their first use that may wait for the whole device
 

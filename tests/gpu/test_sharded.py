@@ -16,13 +16,14 @@ import placement
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded.one_of_each import PROGRAMS
+from tests.sharded.training import device_of
 from tests.sharded.test_one_of_each import SAVED, check_moved, check_published, compare, needed, publish, save_and_load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 BACKEND = "cpu:gloo,cuda:nccl"
 """What CPUOffloadPolicy reduces on the CPU (the norm of gradients) needs gloo."""
-DEADLINE_SECONDS = 300.0
+DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_gpu", "two_gpus"])
@@ -44,7 +45,7 @@ def test_20_steps_are_bit_identical_with_everything_offloaded_between_any_two_ph
 def _measure(name: str) -> list[tuple[str, int, int]]:
     """By phase, what the handles declared and what the driver lost to them while they were there, in bytes."""
     program = PROGRAMS[name]("cuda")
-    manager = placement.Manager(device="cuda")
+    manager = placement.Manager(device=device_of("cuda"))
     program.register(manager)
     for step in range(2):  # cuBLAS and NCCL take their workspaces, the optimizer its state
         for phase, method in program.phases:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.sharded.training import Program
 
-WIDTH = {"cpu": 17, "cuda": 1031}
+WIDTH = {"cpu": 17, "cuda": 515}
 """Odd, so that no shard has the size of another; several chunks, whatever a chunk is."""
 ROWS = 6
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import placement
 from placement.policies import Colocated
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded import training
 from tests.sharded.one_of_each import PROGRAMS, lora_whole
@@ -23,7 +23,7 @@ from tests.sharded.one_of_each import PROGRAMS, lora_whole
 
 def compare(name: str, device: str, steps: int = training.STEPS) -> training.Outcome:
     """Some steps of a program, plain and under a manager of this rank's device."""
-    return training.compare(lambda: PROGRAMS[name](device), steps, device=None if device == "cpu" else device)
+    return training.compare(lambda: PROGRAMS[name](device), steps, device=device)
 
 
 def check_moved(outcomes: list[training.Outcome], name: str) -> None:
@@ -32,7 +32,8 @@ def check_moved(outcomes: list[training.Outcome], name: str) -> None:
         assert set(outcome.offloaded_bytes) == {"actor", "actor.optimizer"}
         for handle in outcome.offloaded_bytes:
             assert (outcome.offloaded_bytes[handle] > 0) == (name != "cpu_offload"), handle
-            assert (outcome.resident_bytes[handle] > 0) == (name != "cpu_offload"), handle
+            # Of an external model what it has on the device itself: on a GPU a buffer of one number.
+            assert (outcome.resident_bytes[handle] > 4) == (name != "cpu_offload"), handle
 
 
 SAVED = [name for name in PROGRAMS if not name.startswith("fsdp1")]
@@ -50,8 +51,7 @@ def started(name: str, device: str) -> training.Program:
 def managed(name: str, device: str, **keywords: Any) -> tuple[training.Program, placement.Manager]:
     """A program and its manager, after two steps; everything is offloaded."""
     program = started(name, device)
-    simulated = SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES)
-    manager = placement.Manager(device=simulated if device == "cpu" else device, **keywords)
+    manager = placement.Manager(device=training.device_of(device), **keywords)
     program.register(manager)
     run(program, manager, range(2))
     return program, manager
@@ -150,8 +150,7 @@ def save_and_load(name: str, device: str, path: str) -> None:
         for parameter in program.model.parameters():  # nothing of what is loaded may be there already
             for _, part in training.local_parts(parameter):
                 part.fill_(7)
-    simulated = SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES)
-    manager = placement.Manager(device=simulated if device == "cpu" else device)
+    manager = placement.Manager(device=training.device_of(device))
     program.register(manager)
     placement.checkpoint.load(manager, path)
     assert_nothing_resident(manager)

@@ -22,6 +22,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from placement import Manager
+from placement.memory.base import Device
+from placement.memory.cuda import CudaDevice
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CAPACITY = 64 << 20
@@ -121,12 +123,19 @@ class Outcome:
     """What was proved clean and not copied, by handle."""
 
 
-def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str | None = None, **manager: Any) -> Outcome:
+def device_of(name: str) -> Device:
+    """This rank's, with chunks of which every shard fills several: "cpu" for a simulated one, "cuda" for its GPU."""
+    if name == "cpu":
+        return SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES)
+    return CudaDevice(torch.cuda.current_device(), chunk_bytes=2 << 20)
+
+
+def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str = "cpu", **manager: Any) -> Outcome:
     """Run what `build` makes plain, then under a manager, and compare. For `Ranks.run`.
 
     Args:
         build: called twice, each time from the same random state.
-        device: of the manager, "cuda" for this rank's GPU; None: a simulated one.
+        device: of the manager, as `device_of` says.
         manager: keywords of `Manager` besides the device (a policy, a setting).
 
     Raises:
@@ -135,7 +144,7 @@ def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str | N
     losses, values = _run_plain(build, steps)
     torch.manual_seed(0)
     program = build()
-    managed = Manager(device=device or SimulatedDevice(CAPACITY, chunk_bytes=CHUNK_BYTES), **manager)
+    managed = Manager(device=device_of(device), **manager)
     program.reshard()
     ids = {name: id(tensor) for name, tensor in program.tensors()}
     program.register(managed)
