@@ -48,6 +48,11 @@ class Adapter(abc.ABC):
     def owned(self) -> Iterator[Owned]:
         """Every tensor that has to move with the object; what stays on the CPU by right is not among them."""
 
+    def unchanged(self) -> Sequence[torch.Tensor] | None:
+        """The tensors of the last `owned()`, in its order, where it is quickly seen that they are the same and that none is loose or
+        wrapped; None where it is not, which proves nothing."""
+        return None
+
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the object that have a gradient now."""
         return (each.tensor for each in self.owned() if each.tensor.is_leaf and each.tensor.grad is not None)

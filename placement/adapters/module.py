@@ -12,6 +12,7 @@ from placement.adapters.base import Adapter, Owned
 from placement.adapters.detect import refuse_module
 from placement.adapters.framework import Framework
 from placement.adapters.frameworks import frameworks_of
+from placement.adapters.steady import Steady
 from placement.adapters.tensors import has_bytes, is_plain, nested_tensors, parts_of, problem_of, reference, with_index
 from placement.errors import RegistrationError
 
@@ -48,6 +49,11 @@ class ModuleAdapter(Adapter):
         self._module: Callable[[], torch.nn.Module | None] = reference(inner)
         self._kinds: dict[type, int] = {}
         self._shown: dict[int, torch.Tensor] = {}
+        self._steady: Steady | None = None
+        self._containers: set[int] = set()
+        """Attributes of modules in which tensors may come to lie, as of the last walk."""
+        self._nests = False
+        """Whether any tensor lies in one."""
         self._cpu_stays = False
         self._frameworks: list[Framework] = frameworks_of(inner)
         self._external = "the caller says so (external=True)" if external else None
@@ -113,7 +119,18 @@ class ModuleAdapter(Adapter):
             RegistrationError: a tensor that cannot be moved as bytes was added after registration.
         """
         module = self._module()
-        return iter(self._collect(module) if module is not None else ())
+        self._steady = None
+        if module is None:
+            return iter(())
+        found = self._collect(module)
+        # What frameworks keep elsewhere is in no attribute of a module, and wrappers hide what they wrap.
+        if not self._frameworks and not any(owned.loose or owned.wrapper is not None for owned in found) and not self._nests:
+            self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
+        return iter(found)
+
+    def unchanged(self) -> Sequence[torch.Tensor] | None:
+        module = self._module()
+        return None if module is None or self._steady is None else self._steady.look(module)
 
     def key_objects(self) -> Sequence[Any]:
         """The module and, for a compiled one, the module it wraps; without those that are gone."""
@@ -169,6 +186,7 @@ class ModuleAdapter(Adapter):
         return {shown: own for each in self._frameworks for shown, own in each.stand_ins().items()}
 
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
+        self._containers, self._nests = set(), False
         found: list[Owned] = []
         seen: set[int] = {id(cache) for each in self._frameworks for cache in each.caches()}
         self._shown = self._stand_ins()
@@ -208,9 +226,11 @@ class ModuleAdapter(Adapter):
                 continue
             if kind == _TENSOR:
                 self._add(prefix + name, value, found, seen)
-            elif value:
-                for path, tensor in nested_tensors(value, prefix + name):
-                    self._add(path, tensor, found, seen)
+                continue
+            self._containers.add(id(value))
+            for path, tensor in nested_tensors(value, prefix + name) if value else ():
+                self._nests = True
+                self._add(path, tensor, found, seen)
 
     def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: set[int], loose: bool = False) -> None:
         tensor = self._shown.get(id(tensor), tensor)

@@ -19,6 +19,8 @@ import bisect
 import collections
 import ctypes
 import functools
+import itertools
+import operator
 import os
 import sys
 import threading
@@ -173,8 +175,8 @@ class PoolRange:
 
     def counted(self) -> Counted:
         held = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
-        dead = map(torch.UntypedStorage._expired, self._storages)
-        living = sum(nbytes for (_, nbytes), gone in zip(self._storages.values(), dead, strict=True) if not gone)
+        lives = map(operator.not_, map(torch.UntypedStorage._expired, self._storages))
+        living = sum(itertools.compress(map(operator.itemgetter(1), self._storages.values()), lives))
         return Counted(self.nbytes, held + living)
 
 

@@ -7,6 +7,7 @@ the decision names, and `settle` brings the rest in line.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from placement.memory.fingerprint import fingerprints
 from placement.memory.handed import Handed
 from placement.memory.intake import Intake, guests_elsewhere, known_aliases
 from placement.memory.loans import Loans
-from placement.memory.range import Range
+from placement.memory.range import Range, storage_use_count
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
 
@@ -76,6 +77,7 @@ class Holding:
         """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
         self._moving_in: frozenset[int] = frozenset()
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
+        self._may_have_strays = True
         self._is_copying = False
         """Whether copies to the device may be under way that no decision has taken over yet."""
         self.loose_bytes = 0
@@ -292,6 +294,8 @@ class Holding:
             dead = self._gradients()
             loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
         self._moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
+        # Counted while the link is busy; with none now, none has to be looked for when it is not.
+        self._may_have_strays = bool(self.handed) or bool(self.strays())
         return tuple(r for r in (self._intake.take_in(stay, False), self._intake.take_in(loose, True)) if r is not None), bool(stay)
 
     def commit_offload(
@@ -306,7 +310,7 @@ class Holding:
         for r, now in prints:
             r.prints = now
         self.handed.point_to_host(self.ranges, except_for=self._moving_in)
-        surplus = self.strays(before)
+        surplus = self.strays(before) if self._may_have_strays else {}
         self._keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
@@ -317,7 +321,10 @@ class Holding:
         """By name, the references to adopted storages that others hold now."""
         lasting = self._lasting()  # the framework holds these, as often as it likes
         placed = [entry for r in (self.ranges if ranges is None else ranges) for entry in r.placed if entry.ref.cdata not in lasting]
-        return {entry.name: count for entry in placed if (count := entry.surplus(known_aliases(entry.ref.cdata)))}
+        storages = [entry.ref.cdata for entry in placed]
+        expected = map(operator.add, known_aliases(storages), [entry.use_count for entry in placed])
+        surplus = map(operator.sub, map(storage_use_count, storages), expected)
+        return {entry.name: count for entry, count in zip(placed, surplus, strict=True) if count > 0}
 
     def lasting_strays(self) -> dict[str, int]:
         """The same, but for those that go by themselves: a process group's thread lets go of what it sent a moment after its collective."""
@@ -424,11 +431,13 @@ class Holding:
     def count_uses(self) -> None:
         """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
         self._zeroed.note(self.ranges)
-        uncounted = [entry for r in self.ranges for entry in r.placed if entry.use_count == 0]
+        uncounted = [entry for r in self.ranges if not r.is_counted for entry in r.placed if entry.use_count == 0]
         if uncounted:
             self.newborn()  # rebinding gave tensors another storage since the last look
-        for entry in uncounted:
-            entry.use_count = entry.uses() - known_aliases(entry.ref.cdata)
+        for entry, known in zip(uncounted, known_aliases([entry.ref.cdata for entry in uncounted]), strict=True):
+            entry.use_count = entry.uses() - known
+        for r in self.ranges:
+            r.is_counted = True
 
     def _vacate(self, r: Range, stock: Stock) -> None:
         if r.chunks:

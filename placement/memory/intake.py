@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -12,7 +15,7 @@ from placement.errors import RegistrationError
 from placement.memory import adopt
 from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES, Owner
-from placement.memory.range import Range, used_bytes
+from placement.memory.range import Range, storage_use_count, used_bytes
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -20,12 +23,16 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+_VERSION = operator.attrgetter("_version")
 _INTAKES: weakref.WeakSet[Intake] = weakref.WeakSet()
 
 
-def known_aliases(storage: int) -> int:
-    """How many tensors of registered objects use a storage (`_cdata`), as of the last look at each: a main shard is the optimizer's."""
-    return sum(intake.aliases.get(storage, 0) for intake in _INTAKES)
+def known_aliases(storages: Sequence[int]) -> list[int]:
+    """How many tensors of registered objects use each storage (`_cdata`), as of the last look at each: a main shard is the optimizer's."""
+    total = [0] * len(storages)
+    for intake in _INTAKES:  # tens of thousands of storages at every offload: all of them by functions of C
+        total = list(map(operator.add, total, map(intake.aliases.get, storages, itertools.repeat(0))))
+    return total
 
 
 def guests_elsewhere(intake: Intake) -> Iterator[torch.Tensor]:
@@ -49,20 +56,27 @@ class Intake:
         """By storage in a range, the version counter of its tensors at the last look: a write in between raises it."""
         self.aliases: dict[int, int] = {}
         """Tensors of the object by storage at the last look, storages of other objects included."""
+        self._last: tuple[tuple[Range, ...], Sequence[int], list[int]] | None = None
+        """The last look, where it found everything in its place: the ranges, and of each tensor its storage and its address."""
         self.reserved: HostSlab | None = None
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
         _INTAKES.add(self)
 
-    def newborn(self, ranges: Iterable[Range], handed: Iterable[torch.Tensor]) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
+    def newborn(self, ranges: tuple[Range, ...], handed: Iterable[torch.Tensor]) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
         """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
-        known = {entry.ref.cdata: r for r in ranges for entry in r.placed if not entry.ref.expired()}
+        if self._is_as_before(ranges):
+            return [], []
+        placed = [entry.ref.cdata for r in ranges for entry in r.placed]
+        known = set(itertools.compress(placed, map(storage_use_count, placed)))
         versions: dict[int, int] = {}
         aliases: dict[int, int] = {}
         found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
+        storages: list[int] = []
         for owned in self._adapter.owned():
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
+            storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
             if key in known:
                 if not owned.loose:  # views share their base's counter
@@ -76,22 +90,35 @@ class Intake:
                 found[key][2].append(owned.tensor)
             else:  # a tensor without elements is one more user of a storage, and names nothing
                 found[key] = (owned, storage, [owned.tensor, *found[key][2]])
-        for tensor in self._adapter.guests():
-            key = tensor.untyped_storage()._cdata
-            aliases[key] = aliases.get(key, 0) + 1
-        self.versions, self.aliases = versions, aliases
+        guests = [tensor.untyped_storage()._cdata for tensor in self._adapter.guests()]
+        self.versions, self.aliases = versions, dict(Counter(aliases) + Counter(guests)) if guests else aliases
+        self._note(ranges, storages if known.issuperset(storages) else ())
         for tensor in handed:
             entry = found.get(tensor.untyped_storage()._cdata)
             if entry is not None:
                 entry[2].append(tensor)
-        stay: list[adopt.Claim] = []
-        loose: list[adopt.Claim] = []
-        for first, storage, tensors in found.values():
-            if not first.tensor.numel():
-                continue
-            claim = adopt.Claim(first.name, storage, tuple(tensors))
-            (loose if first.loose else stay).append(claim)
-        return stay, loose
+        filled = [each for each in found.values() if each[0].tensor.numel()]
+        new = [(first.loose, adopt.Claim(first.name, storage, tuple(tensors))) for first, storage, tensors in filled]
+        return [claim for loose, claim in new if not loose], [claim for loose, claim in new if loose]
+
+    def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
+        """Remember a look that found everything in its place, for the next one."""
+        tensors = self._adapter.unchanged() if storages else None
+        self._last = None if tensors is None else (ranges, storages, list(map(torch.Tensor.data_ptr, tensors)))
+
+    def _is_as_before(self, ranges: tuple[Range, ...]) -> bool:
+        """Whether the object owns what it owned at the last look, all in its place; brings the version counters up to date."""
+        if self._last is None or self._last[0] is not ranges or (tensors := self._adapter.unchanged()) is None:
+            return False
+        _, storages, addresses = self._last
+        if list(map(torch.Tensor.data_ptr, tensors)) != addresses:
+            return False
+        versions = list(map(_VERSION, tensors))
+        self.versions = dict(zip(storages, versions, strict=True))
+        if len(self.versions) < len(storages):
+            for key, version in zip(storages, versions, strict=True):
+                self.versions[key] = max(self.versions[key], version)
+        return True
 
     def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
         """Whether another handle owns the storage: an optimizer leaves it there, a module must not claim it a second time."""

@@ -48,8 +48,10 @@ def put_back(device: Device, born: Born, ranges: Sequence[Range]) -> Born:
     Returns what was computed from poison. Gradients are put back with values only: alone they are of a backward, and what was
     there before may have been dropped on purpose.
     """
-    placed = {entry.name: (r, entry) for r in ranges for entry in r.placed}
     stay, loose = born
+    if not stay and not loose:
+        return [], []
+    placed = {entry.name: (r, entry) for r in ranges for entry in r.placed}
     # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
     values = [claim for claim in stay if _has_nan(claim, throughout=claim.name not in placed)]
     gradients = [claim for claim in loose if _has_nan(claim, throughout=False)]
@@ -72,6 +74,8 @@ def refuse_written(name: str, before: Mapping[int, int], now: Mapping[int, int],
     Raises:
         IntegrityError: what was written.
     """
+    if before == now:  # at once, however many there are
+        return
     written = [entry.name for r in ranges for entry in r.placed if now.get(entry.ref.cdata, 0) > before.get(entry.ref.cdata, 1 << 62)]
     if written:
         raise IntegrityError(
@@ -87,6 +91,7 @@ def _put_back(device: Device, claim: Claim, r: Range, entry: Placed) -> None:
         for alias in claim.aliases:
             alias.data = torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride)
     entry.ref, entry.use_count = StorageWeakRef(claim.aliases[0].untyped_storage()), 0
+    r.is_counted = False
 
 
 def _is_poison(claim: Claim) -> bool:

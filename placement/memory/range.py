@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,8 @@ from placement.memory.adopt import Adoption, Claim
 from placement.memory.base import Chunk, Copy, Device, HostSlab
 from placement.memory.stock import Stock
 
-
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """References to a storage from tensors, Python and C++ together (`torch._C._storage_Use_Count`; 2 for a tensor alone)."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""References to a storage (`_cdata`) from tensors, Python and C++ together: 2 for a tensor alone, 0 for one that only weak ones keep."""
 
 
 def used_bytes(nbytes: int) -> int:
@@ -48,12 +46,7 @@ class Placed:
 
     def uses(self) -> int:
         """References to it now; 0 when it is dead."""
-        storage = self.storage()
-        return 0 if storage is None else storage_use_count(storage)
-
-    def surplus(self, known: int) -> int:
-        """References beyond those of adoption and those of `known` tensors."""
-        return max(0, self.uses() - known - self.use_count)
+        return storage_use_count(self.ref.cdata)
 
 
 class Range:
@@ -80,6 +73,8 @@ class Range:
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
         self.placed: tuple[Placed, ...] = ()
+        self.is_counted = False
+        """Whether the references of all of `placed` have been counted once."""
         self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
         """Of each chunk, bytes from the first address."""
         self.chunks: dict[int, Chunk] = {}

@@ -16,8 +16,8 @@ import placement
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded.one_of_each import PROGRAMS
-from tests.sharded.training import device_of
 from tests.sharded.test_one_of_each import SAVED, check_moved, check_published, compare, needed, publish, save_and_load
+from tests.sharded.training import device_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

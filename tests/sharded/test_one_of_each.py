@@ -117,8 +117,10 @@ def publish(name: str, device: str, streamed: bool) -> Published:
             peak = torch.cuda.max_memory_allocated() - base
     assert_nothing_resident(manager)
     manager.close()
-    # A tensor larger than a bucket comes alone; while it is gathered there are its parts as well.
-    return Published(names, list(expected), different, forms_differ, peak, 2 * largest + (1 << 20))
+    # A tensor larger than a bucket comes alone; while it is gathered there are its parts as well. Beside it what an adapter adds to it,
+    # or this rank's part of what is not cut along its first dimension.
+    tensors = 3 if name in ("lora", "tensor_parallel") else 2
+    return Published(names, list(expected), different, forms_differ, peak, tensors * largest + (1 << 20))
 
 
 def check_published(published: Published) -> None:
@@ -133,12 +135,12 @@ def save_and_load(name: str, device: str, path: str) -> None:
     program, manager = managed(name, device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before = manager.device.memory()
+        before = torch.cuda.memory_allocated()  # with what is adopted, where torch counts it as allocated in either state
     placement.checkpoint.save(manager, path)
     assert_nothing_resident(manager)
     if device == "cuda":
         # A number to agree with the other ranks on is all that NCCL is asked for.
-        assert torch.cuda.max_memory_allocated() - before.torch_allocated_bytes < 1 << 20
+        assert torch.cuda.max_memory_allocated() - before < 1 << 20
     assert manager.device.memory().chunk_bytes == 0
     losses = run(program, manager, range(2, 5))
     manager.close()

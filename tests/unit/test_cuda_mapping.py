@@ -12,7 +12,7 @@ import torch
 
 from placement.errors import DeviceMemoryError, PlacementError
 from placement.memory import cuda, cuda_pool
-from placement.memory.base import Addresses, Chunk
+from placement.memory.base import Addresses, Chunk, HostSlab
 from placement.memory.cuda import CudaDevice
 from placement.memory.cuda_driver import Driver
 from tests.contract.interrupter import Interrupter
@@ -24,7 +24,7 @@ SIZE = 4 * STEP
 class UnwatchedPoison:
     """Poison without the GPU that compares it."""
 
-    def __init__(self, full: Chunk, tail: Chunk, view: Addresses) -> None:
+    def __init__(self, full: Chunk, tail: Chunk, view: Addresses, answer: HostSlab) -> None:
         self.chunks = SimpleNamespace(full=full, tail=tail)
         self.nbytes = full.nbytes + tail.nbytes
         self._view = view
