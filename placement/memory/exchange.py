@@ -238,8 +238,9 @@ class Exchange:
                 last = first + len(answer)
                 now[first:last] = answer
                 dirty = [True] * len(answer) if known is None else (answer != known[first:last]).tolist()
-                # An answer waits behind the copies that were enqueued before it: then the fewer the better.
-                asked = holding.fingerprint(r, last, count if any(dirty) else last + _CLEAN_BATCH)
+                # An answer waits behind the copies that were enqueued before it: then the fewer the better. Where nothing is copied the
+                # device computes the next one while this one's chunks are vacated, which takes at least three times as long.
+                asked = holding.fingerprint(r, last, count if any(dirty) else last + 3 * len(answer))
                 if is_kept:
                     leaving.rewritten_chunks += sum(dirty)
                     dirty = [False] * len(answer)

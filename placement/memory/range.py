@@ -13,7 +13,7 @@ from placement.memory.base import Chunk, Copy, Device, HostSlab
 from placement.memory.stock import Stock
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""References to a storage (`_cdata`) from tensors, Python and C++ together: 2 for a tensor alone, 0 for one that only weak ones keep."""
+"""References to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 for one that only weak ones keep."""
 
 
 def used_bytes(nbytes: int) -> int:
@@ -45,8 +45,8 @@ class Placed:
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
     def uses(self) -> int:
-        """References to it now; 0 when it is dead."""
-        return storage_use_count(self.ref.cdata)
+        """References to it now; 0 when it is dead. Its Python object counts as one and stays once it is made: made here, if never before."""
+        return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
 class Range:
