@@ -108,6 +108,7 @@ class RoundTrips:
             exact = before == after and (self._is_exact() if check_changed and is_quick else True)
             self._row("bit-exact", exact, "yes=1")
         finally:
+            self.results.write()  # a system may end the process when it is closed
             mover.close()
 
     def _warm(self) -> tuple[list[_Move], list[_Move], tuple[float, float]]:

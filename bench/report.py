@@ -141,6 +141,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     axes = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
     for axis, (_, part, rows) in zip(axes, panels, strict=False):
         _panel(axis, rows, part)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -165,7 +166,7 @@ def _panel(axis: Any, rows: Rows, part: str | None) -> None:
     axis.set_yticks(range(len(systems)), systems)
     axis.set_xlabel("GB/s")
     axis.set_title(scenario, loc="left")
-    axis.legend(loc="lower right", fontsize=8)
+    axis.set_xlim(0, 1.15 * link if link else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

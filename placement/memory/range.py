@@ -45,7 +45,7 @@ class Placed:
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
     def uses(self) -> int:
-        """References to it now; 0 when it is dead. Its Python object counts as one and stays once it is made: made here, if never before."""
+        """References to it now; 0 when it is dead. Its Python object counts too and stays once it is made: made here, if never before."""
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
