@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     """One handle now. Takes no lock: each value is read once."""
-    counters, holding = handle.counters, handle.holding
+    counters, holding, residency = handle.counters, handle.holding, handle.residency
     return HandleSnapshot(
         name=handle.name,
         kind=handle.kind,
@@ -44,6 +44,9 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         last_transition_timestamp_seconds=counters.last_transition_timestamp_seconds,
         drift_bytes=handle.drift_bytes,
         stray_references=handle.stray_references,
+        resident_tags=() if residency is None else tuple(sorted(residency.resident)),
+        offloaded_tags=() if residency is None else tuple(sorted(residency.offloaded)),
+        stale=None if residency is None else residency.stale,
     )
 
 
@@ -89,6 +92,9 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     except IntegrityError as error:
         yield Finding(handle=handle.name, what="leak", detail=str(error))
     holding = handle.holding
+    if handle.residency is not None and not belongs_on_device and handle.residency.resident:
+        detail = f"its tags {', '.join(sorted(handle.residency.resident))} are on the device, where it belongs off it"
+        yield Finding(handle=handle.name, what="leak", detail=detail)
     if holding is None:
         return
     if not belongs_on_device and handle.resident_bytes:

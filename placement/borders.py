@@ -15,9 +15,10 @@ import torch
 
 from placement import views
 from placement.budget import check_fits
-from placement.errors import CoordinatorLost, IntegrityError, PhaseError, PlacementError, PolicyError
+from placement.errors import CoordinatorLost, EngineError, IntegrityError, PhaseError, PlacementError, PolicyError
 from placement.handle import Handle
 from placement.journal import Journal, logger
+from placement.leased import Leased, giving_way
 from placement.memory.base import Device, DeviceMemory
 from placement.phases import Open, Phase, check_holder
 from placement.planner import Planner
@@ -29,6 +30,7 @@ from placement.together import Together, describe
 
 if TYPE_CHECKING:
     from placement.group.agreement import Group
+    from placement.group.lease import Lease
 
 _WRONG_WRITE = (
     "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
@@ -39,7 +41,15 @@ _WRONG_WRITE = (
 class Borders:
     """Everything about one manager that changes at a border. Public names are used by the manager and by `Phase`."""
 
-    def __init__(self, device: Device, policy: Any, settings: Settings, journal: Journal, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        policy: Any,
+        settings: Settings,
+        journal: Journal,
+        group: Group | None = None,
+        lease: Lease | None = None,
+    ) -> None:
         self._device = device
         self._together = Together(group)
         self._journal = journal
@@ -55,7 +65,8 @@ class Borders:
         self.kept: frozenset[str] = frozenset()
         self.left_behind: tuple[Handle, ...] = ()
         """On the device although the last border wanted them off it."""
-        self._planner = Planner(policy, settings, self._handles, device.memory())
+        self._planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
+        self.leased = Leased(lease, device, self._handles, self._planner, self._give_way)
         self.peak_bytes = 0
 
     @property
@@ -93,8 +104,7 @@ class Borders:
             self._finish(opened)
             try:
                 self.kept |= self._worth_keeping(opened)
-                for each in self.kept:
-                    enclosing = enclosing.also(each, State.GPU_RESIDENT)
+                enclosing = self._with_kept(enclosing)
                 self._journal.enter_phase(name)
                 plan = self._go(describe("switch to", name, only), name, only, enclosing, below)
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
@@ -123,12 +133,11 @@ class Borders:
                 self._expire_keeps()
                 plan, failures = self._plan_after(below)
                 self.kept = self._worth_keeping(opened)
-                for name in self.kept:
-                    plan = plan.also(name, State.GPU_RESIDENT)
-                failures += self._retreat(plan)
+                plan = self._with_kept(plan)
+                failures += self._retreat(plan, below, patiently=error is None or isinstance(error, Exception))
                 failures = self._together.left(describe("leave", opened.name, None), plan, failures, error)
             except BaseException:  # an interrupt in the middle of leaving: leave first, then let it out
-                self._retreat(self._plan_after(below)[0])
+                self._retreat(self._plan_after(below)[0], below)
                 raise
             finally:
                 self.stack, phase._open = below, None
@@ -157,7 +166,7 @@ class Borders:
         """
         if isinstance(error, CoordinatorLost):
             return  # neither forward nor back: the others may have entered
-        self._note(error, self._retreat(plan))
+        self._note(error, self._retreat(plan, self.stack))
         if (told := self._together.failed(error)) is not None:
             raise told from error
 
@@ -210,22 +219,58 @@ class Borders:
         if self.poison_was_written(wait=any(h.node[1] and not plan.on_device(h.name) for h in handles.values())):
             raise IntegrityError(_WRONG_WRITE)
         self._count_decisions(plan)
-        self.reconciler.advance(handles, plan, room_bytes, self._together.agree)
+        room_bytes = self.leased.take(name, plan, room_bytes)
+        self._refuse_stale(name, plan)
+        self.reconciler.advance(handles, plan, room_bytes, self._together.agree, self._together.go_on)
         self._expire_keeps(plan)
         self.measure()
+        self.leased.settle(name)
         return plan
+
+    def _give_way(self) -> None:
+        """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
+        failures = self.reconciler.retreat(self._handles, giving_way(self._handles))
+        self.leased.trim()
+        self.measure()
+        if failures:
+            raise failures[0]
+
+    def _refuse_stale(self, name: str, plan: Plan) -> None:
+        """No generating with weights that were discarded.
+
+        Raises:
+            EngineError: an engine's weights have not been filled since.
+        """
+        roles = self._planner.generating(name)
+        for handle in self._handles.values():
+            stale = None if handle.residency is None else handle.residency.stale
+            if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
+                raise EngineError(
+                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
+                    f"with manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
+                )
 
     def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> tuple[View, Plan]:
         view, plan = self._planner.ask(name, _innermost(below), self.kept)
         chosen = views.meant(only, self._handles)
         return view, plan if chosen is None else plan.limited_to(chosen, enclosing)
 
-    def _retreat(self, plan: Plan) -> list[Exception]:
-        """Bring every handle as far towards a plan as it goes, and count what stays behind."""
-        failures = self.reconciler.retreat(self._handles, plan)
+    def _retreat(self, plan: Plan, stack: tuple[Open, ...], *, patiently: bool = False) -> list[Exception]:
+        """Bring every handle as far towards a plan as it goes, and count what stays behind.
+
+        Args:
+            stack: the phases that are open afterwards.
+            patiently: other processes are waited for, where they have the memory that the plan needs.
+        """
+        name = _innermost(stack) or IDLE
+        within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
+        failures += self.reconciler.retreat(self._handles, within)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
+        if not stack:
+            self.leased.trim()
         self.measure()
+        self.leased.settle(name)
         if self.poison_was_written():
             failures.append(IntegrityError(_WRONG_WRITE))
         return failures
@@ -242,8 +287,13 @@ class Borders:
     def base_plan(self) -> Plan:
         """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
         plan = self.stack[-1].plan if self.stack else self._planner.idle(self.kept)
+        return self._with_kept(plan)
+
+    def _with_kept(self, plan: Plan) -> Plan:
+        """A keep carries what is on the device and loads nothing: of an engine the tags that are there."""
         for name in self.kept:
-            plan = plan.also(name, State.GPU_RESIDENT)
+            residency = self._handles[name].residency
+            plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
         return plan
 
     def join(self, handle: Handle) -> None:
@@ -260,12 +310,14 @@ class Borders:
             if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                 self.registry.build(handle)
             room_bytes = check_fits(self._planner.view(self.phase_name, None, self.kept), plan)
+            room_bytes = self.leased.take(self.phase_name, plan, room_bytes)
             self.reconciler.advance(self._handles, plan, room_bytes)
         except BaseException:
             for each, plan in zip(stack, plans, strict=True):
                 each.plan = plan
             raise
         self.measure()
+        self.leased.settle(self.phase_name)
 
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""
@@ -277,6 +329,7 @@ class Borders:
             each.kept.discard(handle.name)
             each.plan = each.plan.without(handle.name)
         self.measure()
+        self.leased.settle(self.phase_name)
 
     def close(self) -> None:
         """Forget every handle, optimizers first, and give the device back. Idempotent, also after an interrupt.
@@ -292,6 +345,7 @@ class Borders:
             for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
                 self.forget(handle)
             self._device.close()
+            self.leased.close()
             self.is_closed = True
 
     @property
@@ -301,7 +355,7 @@ class Borders:
 
     def budget_bytes(self) -> int:
         """Device bytes that the handles may hold together now."""
-        return self._planner.budget_bytes(self.phase_name)
+        return self.leased.within(self._planner.budget_bytes(self.phase_name))
 
     def _extend_plans(self, handle: Handle) -> None:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
@@ -312,7 +366,8 @@ class Borders:
             meant = views.meant(None if each.only is None else [name for name in each.only if name in self._handles], self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             dropped = each.plan.dropped | (below.dropped & {handle.name})
-            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped)
+            parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
+            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
     def _require_innermost(self, phase: Phase, what: str) -> Open:
@@ -395,7 +450,7 @@ class Borders:
     def _sweep_abandoned(self) -> None:
         while self.stack and self.stack[-1].is_abandoned:
             gone, below = self.stack[-1], self.stack[:-1]
-            failures = self._retreat(self._plan_after(below)[0])
+            failures = self._retreat(self._plan_after(below)[0], below)
             self._together.abandoned(gone.name)
             self.stack = below  # only now: what an interrupt stops is done again at the next border
             self._journal.enter_phase(self.phase_name)

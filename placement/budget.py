@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from placement.errors import DeviceMemoryError
 from placement.memory.base import DeviceMemory
-from placement.states import HandleView, Plan, View
+from placement.states import IDLE, HandleView, Plan, View, bytes_under
 
 
 class Budget:
@@ -14,15 +14,23 @@ class Budget:
 
     Without a number: what is free plus what the handles hold, minus what others (activations, the framework) have been seen to
     need in this phase beyond what they hold now. Before a phase has run once, a share of it is left free instead.
+
+    Args:
+        leased_from_bytes: where the device is shared under leases, what its processes may use together: what others hold now
+            counts as free then, because a phase waits for it.
     """
 
-    def __init__(self, given_bytes: int | None, headroom: float) -> None:
+    def __init__(self, given_bytes: int | None, headroom: float, leased_from_bytes: int | None = None) -> None:
         self._given_bytes = given_bytes
         self._headroom = headroom
+        self._leased_from_bytes = leased_from_bytes
         self._others_bytes: dict[str, int] = {}
 
     def limit(self, phase: str, memory: DeviceMemory, held_bytes: int) -> int:
         """Device bytes for all handles in this phase."""
+        if self._leased_from_bytes is not None:
+            least = self._leased_from_bytes if self._given_bytes is None else self._given_bytes
+            return min(least, self._leased_from_bytes - self.working_bytes(phase))
         if self._given_bytes is not None:
             return self._given_bytes
         available = memory.free_bytes + held_bytes
@@ -30,6 +38,12 @@ class Budget:
         if seen is None:
             return int(available * (1 - self._headroom))
         return max(0, available - max(0, seen - memory.torch_reserved_bytes))
+
+    def working_bytes(self, phase: str) -> int:
+        """Bytes to lease for a phase beside the handles': what torch's allocator came to in it, else the headroom."""
+        available = self._leased_from_bytes or 0
+        guess = int(available * self._headroom) if self._given_bytes is None and phase != IDLE else 0
+        return min(available, self._others_bytes.get(phase, guess))
 
     def observe(self, phase: str, memory: DeviceMemory) -> None:
         """A phase is over: remember what torch's allocator came to."""
@@ -61,7 +75,7 @@ def mib(nbytes: int) -> str:
 def table(handles: Mapping[str, HandleView], plan: Plan) -> str:
     """Who holds and who wants how much, largest first."""
     rows: Iterable[tuple[str, int, int]] = (
-        (h.name, h.resident_bytes, h.num_bytes if plan.on_device(h.name) else 0) for h in handles.values() if not h.external
+        (h.name, h.resident_bytes, bytes_under(plan, h)) for h in handles.values() if not h.external
     )
     lines = [f"  {'handle':<24} {'holds':>16} {'wants':>16}"]
     lines += [f"  {name:<24} {holds:>16,} {wants:>16,}" for name, holds, wants in sorted(rows, key=lambda row: -max(row[1], row[2]))]

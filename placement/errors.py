@@ -11,6 +11,7 @@
     ├── BrokenHandleError     a handle can go neither forward nor back
     ├── CheckpointError       a checkpoint does not fit, or cannot be read or written; no handle was changed
     ├── EngineError           a rollout engine refused or failed
+    │   └── EngineLost        it did not answer: what it did is not known
     ├── GroupError            a rank of the group failed; every rank went back
     └── CoordinatorLost       the group's decision cannot be read
 
@@ -63,7 +64,11 @@ class CheckpointError(PlacementError):
 
 
 class EngineError(PlacementError):
-    """A rollout engine refused or failed an operation."""
+    """A rollout engine refused or failed an operation. What was sent, what came back, and what to do are in the message."""
+
+
+class EngineLost(EngineError):
+    """A rollout engine did not answer, or failed half-way: what it did is not known, and nothing more is sent to it."""
 
 
 class GroupError(PlacementError):
@@ -76,6 +81,10 @@ class GroupError(PlacementError):
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:
         super().__init__(message)
         self.failures = dict(failures)
+
+    def __reduce__(self) -> tuple[type[GroupError], tuple[str, dict[int, str]], dict[str, object]]:
+        # Ray and multiprocessing carry exceptions to other processes, and by default would make this one anew without its reasons.
+        return type(self), (str(self), self.failures), self.__dict__
 
 
 class CoordinatorLost(PlacementError):

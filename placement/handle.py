@@ -20,6 +20,7 @@ from placement.states import State, Trigger
 
 if TYPE_CHECKING:
     from placement.adapters.published import Adapters
+    from placement.engines.residency import Residency
     from placement.sync import WeightInfo
 
 
@@ -49,6 +50,8 @@ class Handle:
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.holding: Holding | None = None
+        self.residency: Residency | None = None
+        """Of an engine that places its own memory: the book of its tags, in place of a holding."""
         self.guards: list[Any] = []
         self.phase_now: Callable[[], str] = str
         self.broken: str | None = None
@@ -78,11 +81,15 @@ class Handle:
     @property
     def resident_bytes(self) -> int:
         """Device bytes it holds now. Of an external handle what its tensors held there at the last border."""
+        if self.residency is not None:
+            return self.residency.resident_bytes
         return self._external_bytes if self.holding is None else self.holding.resident_bytes
 
     @property
     def num_bytes(self) -> int:
         """Device bytes it needs while it is on the device."""
+        if self.residency is not None:
+            return self.residency.num_bytes
         return 0 if self.holding is None else self.holding.num_bytes
 
     @property
@@ -115,6 +122,8 @@ class Handle:
 
     @property
     def _on_device(self) -> bool:
+        if self.residency is not None:
+            return bool(self.residency.resident)
         return self.holding is not None and self.holding.on_device
 
     @property
@@ -200,7 +209,7 @@ class Handle:
     def detach(self) -> None:
         """Undo `attach`: the handle of a `Lazy` whose building failed has no object again, and none that could be collected."""
         self._object = None
-        self.built_object = self.adapter = self.holding = None
+        self.built_object = self.adapter = self.holding = self.residency = None
 
     def measure(self) -> None:
         """Look at what an external handle has on the accelerator, each storage once. What we place counts itself."""
@@ -239,6 +248,8 @@ class Handle:
         Raises:
             IntegrityError: with the numbers that disagree.
         """
+        if self.residency is not None and self.broken is None and self._on_device is (self.state is State.CPU_OFFLOADED):
+            raise IntegrityError(f"{self.name!r} is {self.state}, but of its tags {sorted(self.residency.resident)} are on the device")
         if self.holding is None or self.broken is not None:
             return
         on_device = self.state is not State.CPU_OFFLOADED and not self.is_streaming

@@ -133,7 +133,8 @@ class Journal:
         """Write one state change and count it."""
         counters.state_seconds[counters.state] += record.at_seconds - counters.since_seconds
         counters.state, counters.since_seconds = record.target, record.at_seconds
-        counters.transitions[record.trigger] += 1
+        if record.source is not record.target:  # else a part of an engine came or went, which changes no state
+            counters.transitions[record.trigger] += 1
         counters.last_transition_timestamp_seconds = record.timestamp_seconds
         counters.skipped_bytes += record.skipped_bytes
         if record.trigger is Trigger.LOAD:

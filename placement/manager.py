@@ -37,7 +37,11 @@ def _leave_all(borders: Borders, entered: list[Phase]) -> None:
     while entered:
         phase = entered.pop()
         if borders.stack and borders.stack[-1] is phase._open:
-            phase.__exit__(None, None, None)
+            # As by an exception: the other ranks of a group have not been asked, and this process may be about to end.
+            error = PhaseError(f"the manager was dropped while phase {phase.name!r} was open")
+            phase.__exit__(PhaseError, error, None)
+            for note in getattr(error, "__notes__", ()):
+                logger.error("%s: %s", error, note)
         del phase  # one with another inside it closes when that does, as any phase that nobody holds
     if not borders.stack:  # whoever still holds a phase leaves it without the manager
         borders.close()
@@ -52,7 +56,7 @@ class Manager:
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together (`placement.group.StoreGroup`); None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: further keywords of `Settings` (phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
+        settings: further keywords of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown or does not fit.
@@ -79,7 +83,12 @@ class Manager:
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)
-        self._borders = Borders(self.device, self.policy, self.settings, self.journal, group)
+        lease = None
+        if self.settings.leases is not None:
+            from placement.group.lease import lease_for
+
+            lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
+        self._borders = Borders(self.device, self.policy, self.settings, self.journal, group, lease)
         self._entered: list[Phase] = []
         self._others: OtherProcesses | None = None
         # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
@@ -193,11 +202,11 @@ class Manager:
         """`Phase.switch` for the phase of the last `enter`."""
         self._last_entered(f"switch to {name!r}").switch(name, only=only)
 
-    def leave(self) -> None:
-        """Close the phase of the last `enter`."""
+    def leave(self, error: BaseException | None = None) -> None:
+        """Close the phase of the last `enter`; with an `error`, as a `with` statement that it passes through."""
         phase = self._last_entered("leave")
         try:
-            phase.__exit__(None, None, None)
+            phase.__exit__(None if error is None else type(error), error, None)
         finally:
             if phase._open is None:
                 self._entered.pop()
@@ -237,6 +246,7 @@ class Manager:
             device_used_bytes=memory.used_bytes,
             device_total_bytes=memory.total_bytes,
             peak_bytes=borders.peak_bytes,
+            lease=borders.leased.snapshot(),
         )
 
     def audit(self) -> Audit:

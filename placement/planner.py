@@ -14,6 +14,13 @@ from placement.settings import Settings
 from placement.states import IDLE, HandleView, Plan, View
 
 _HISTORY = 64
+_GENERATING: dict[str, tuple[str, ...]] = {
+    "rollout": ("rollout",),
+    "eval": ("rollout",),
+    "log_prob": ("actor", "ref"),
+    "values": ("critic",),
+    "reward": ("reward",),
+}
 
 
 class Planner:
@@ -21,13 +28,16 @@ class Planner:
 
     Args:
         handles: the manager's, in registration order; read at each call.
+        leased_from_bytes: see `Budget`.
     """
 
-    def __init__(self, policy: Any, settings: Settings, handles: Mapping[str, Handle], memory: DeviceMemory) -> None:
+    def __init__(
+        self, policy: Any, settings: Settings, handles: Mapping[str, Handle], memory: DeviceMemory, leased_from_bytes: int | None = None
+    ) -> None:
         self._policy = policy
         self._settings = settings
         self._handles = handles
-        self._budget = Budget(settings.budget_bytes, settings.headroom)
+        self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
         self._history: deque[str] = deque(maxlen=_HISTORY)
         self.memory = memory
         """As last measured."""
@@ -74,6 +84,14 @@ class Planner:
     def budget_bytes(self, phase: str) -> int:
         """Device bytes that the handles of this rank may hold together in a phase, as things are now."""
         return self._budget.limit(phase, self.memory, _held_bytes(list(self._handles.values())))
+
+    def working_bytes(self, phase: str) -> int:
+        """Device bytes to lease for a phase beside the handles': for activations, and what torch's allocator has cached."""
+        return max(self._budget.working_bytes(phase), self.memory.torch_reserved_bytes)
+
+    def generating(self, phase: str) -> tuple[str, ...]:
+        """The roles whose engines a phase generates with; none where it only holds them."""
+        return _GENERATING.get(phase, self._settings.phases.get(phase, ()))
 
     def began(self, phase: str) -> None:
         """A phase is open now: part of the cycle."""

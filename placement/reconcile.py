@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from placement.annotate import Annotate, marker
+from placement.engines.moves import EngineMoves, residency_of, wanted_tags
 from placement.errors import BrokenHandleError, CoordinatorLost, IntegrityError, PhaseError
 from placement.handle import Handle
 from placement.journal import Journal, Record
@@ -42,6 +43,12 @@ def target_of(handle: Handle, plan: Plan) -> Node:
         return State.CPU_OFFLOADED, False
     state = plan.targets[handle.name]
     return state, state is not State.CPU_OFFLOADED if handle.external else plan.on_device(handle.name)
+
+
+def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handle]]:
+    """Those whose bytes we move, and the engines that do it themselves."""
+    others = {name: handle for name, handle in handles.items() if handle.residency is None}
+    return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ class Reconciler:
         """Whose gradients die at the present border."""
         self._moved: dict[Handle, Moved] = {}
         """What the present border's exchange has moved, until the handles' transitions take it over."""
+        self._engines = EngineMoves(journal, self._fire, self.record, target_of)
         self._complaints: list[Exception] = []
         """What must be raised, but only once the border is complete: raising at once would leave the handle half-way."""
 
@@ -98,6 +106,8 @@ class Reconciler:
             raise PhaseError(f"{handle.name!r} publishes from its host copy; it cannot {trigger} before it is loaded")
         if trigger is Trigger.END_STREAM and not handle.is_streaming and not handle.external:
             raise PhaseError(f"{handle.name!r} is SYNCING on the device; it ends with {Trigger.END_SYNC}")
+        if handle.residency is not None and trigger in _MOVES:
+            return self._engines.move(handle, trigger)
         if holding is None or handle.external:
             return Moved()
         if trigger in (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC):
@@ -183,6 +193,8 @@ class Reconciler:
             BrokenHandleError: the device fails in the middle of it. The next border tries again.
         """
         holding = handle.holding
+        if handle.residency is not None:
+            self._engines.settle(handle)
         try:
             if holding is not None:
                 holding.settle(self._stock)
@@ -190,7 +202,8 @@ class Reconciler:
             handle.broken = f"the device failed while a move was being completed: {error}"
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
         # The device answers again: nothing was lost by the error, because the decision had been stored before.
-        handle.broken = None if holding is None else holding.lost
+        if handle.residency is None:
+            handle.broken = None if holding is None else holding.lost
         state, recorded = handle.state, handle.counters.state
         if state is not recorded:
             trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
@@ -204,14 +217,23 @@ class Reconciler:
     # --- all handles
 
     def advance(
-        self, handles: Mapping[str, Handle], plan: Plan, room_bytes: int, agree: Callable[[Plan], None] = lambda _: None
+        self,
+        handles: Mapping[str, Handle],
+        plan: Plan,
+        room_bytes: int,
+        agree: Callable[[Plan], None] = lambda _: None,
+        begin: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
+
+        Engines that place their own memory go first and come last: the one when no other rank takes what they hold, the other
+        when every rank has given to the driver what they need. What fails does not bring them back; the retreat after it does.
 
         Args:
             room_bytes: what the budget leaves beside what the handles hold now: a swap may be ahead by that much.
             agree: called when everything has moved and could still go back without asking anybody for memory; what it raises
-                makes it go back, but for CoordinatorLost, which leaves everything as it is.
+                makes it go back, but for CoordinatorLost, which leaves everything as it is. Again for each step of engines.
+            begin: called before each further step, with what it is.
 
         Raises:
             Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
@@ -220,10 +242,14 @@ class Reconciler:
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
                 raise error
+        handles, engines = _apart(handles)
         self._stock.room_bytes = room_bytes
         sources = {handle.name: handle.node for handle in handles.values()}
         self._dropping = self._leaving_training(handles.values(), plan)
         try:
+            if True in [self._engines.leave(engine, plan) for engine in engines]:
+                agree(plan)
+                begin("move what is left")
             self._march(handles.values(), lambda handle: target_of(handle, plan))
             for complaint in self._take_complaints():
                 raise complaint
@@ -237,6 +263,13 @@ class Reconciler:
             self._end()
             raise
         self._end()
+        if any(self._engines.lacks(engine, plan) for engine in engines):
+            begin("load engines")
+            for engine in engines:
+                self._engines.come(engine, plan)
+            agree(plan)
+        for engine in engines:  # and what changes state alone
+            self._engines.come(engine, plan)
 
     def _end(self) -> None:
         """The border is over: nothing is remembered of it, and no memory is kept back."""
@@ -262,6 +295,14 @@ class Reconciler:
         Returns:
             What went wrong; empty when every handle is at its target.
         """
+        others, engines = _apart(handles)
+        errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
+        errors += self._retreat_others(others, plan)
+        # One that could not leave is not asked again, and waited for again, at the same border.
+        engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
+        return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
+
+    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
         errors: list[Exception] = []
         self._stock.room_bytes = 0
         self._dropping = self._leaving_training(handles.values(), plan)

@@ -18,6 +18,7 @@ from placement.adapters.module import ModuleAdapter
 from placement.adapters.optimizer import OptimizerAdapter
 from placement.adapters.tensors import plain_parts
 from placement.engines.base import Engine, EngineAdapter
+from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.errors import HostMemoryError, RegistrationError
 from placement.handle import Handle, Lazy
 from placement.memory.base import Device
@@ -93,7 +94,9 @@ class Registry:
         self._unbind(handle)
         if self.handles.get(handle.name) is handle:
             del self.handles[handle.name]
-        handle.holding = None
+        if handle.residency is not None:
+            handle.residency.detach()
+        handle.holding = handle.residency = None
 
     def _unbind(self, handle: Handle) -> None:
         if handle.holding is not None:
@@ -126,7 +129,9 @@ class Registry:
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
             adapter.follow([owner.adapter for owner in handle.owners if owner.adapter is not None])
-        if adapter.external is None:
+        if isinstance(adapter, TaggedAdapter):
+            self._take_over(handle, adapter.engine)
+        elif adapter.external is None:
             handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
             with torch.no_grad():
                 holding.adopt()
@@ -139,7 +144,18 @@ class Registry:
         handle.guards = guards.install(handle, adapter.key_objects())
         self._by_key.update(dict.fromkeys(keys, handle))
 
+    def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
+        """An engine that places its own memory. Nobody else may hold what stands for a server."""
+        if handle.readonly and not engine.residency.keeps_weights:
+            raise RegistrationError(f"{handle.name!r}: its weights are discarded by an offload, so it cannot be readonly")
+        engine.residency.attach(lambda: self._device.memory().free_bytes)
+        handle.residency, handle.built_object = engine.residency, engine
+
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
+        if isinstance(target, TaggedEngine):
+            if external:
+                raise RegistrationError(f"{handle.name!r} places its own memory when it is told to; register it without external=True")
+            return TaggedAdapter(target)
         if isinstance(target, Engine):
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device)
         return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)

@@ -17,7 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from placement.states import PHASES, ROLES
 
 PREFIX = "PLACEMENT_"
+LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks whose it is
+"""Where the processes of one user on one node agree on the bytes of each GPU, unless told otherwise."""
 
+_ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
 # A Kubernetes service called "placement" puts these into every pod of its namespace.
@@ -75,6 +78,15 @@ class Settings(BaseModel):
     """Folder for Prometheus' file discovery, where `Manager.serve` announces the worker."""
     run: str | None = None
     """The name of the run there; None: as torchrun or Slurm say."""
+    leases: str | None = None
+    """Processes that share the GPU agree on its bytes before they load: True (in the environment: on), or the folder where they do, the
+    same for all of them. None or off: this process takes what is free."""
+    lease_capacity_bytes: int | None = Field(default=None, gt=0)
+    """What all of them may use together; also written "70GiB". None: what the device has."""
+    lease_priority: int = 0
+    """Higher is served first; among equals, who came first."""
+    lease_deadline_seconds: float = Field(default=600.0, gt=0)
+    """How long a phase waits for the bytes that it needs."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,7 +96,19 @@ class Settings(BaseModel):
             raise ValueError("; ".join(_unknown_key(key, cls.model_fields) for key in unknown))
         return data
 
-    @field_validator("budget_bytes", "pinned_limit_bytes", mode="before")
+    @field_validator("leases", mode="before")
+    @classmethod
+    def _leases_folder(cls, value: Any) -> Any:
+        word = str(value).lower()
+        if value is None or word in _OFF:
+            return None
+        if word in _ON:
+            return LEASES_FOLDER
+        if not isinstance(value, str | os.PathLike) or not Path(value).is_absolute():
+            raise ValueError('on, off, or the absolute path of a folder is wanted, such as "/dev/shm/placement"')
+        return os.fspath(value)
+
+    @field_validator("budget_bytes", "pinned_limit_bytes", "lease_capacity_bytes", mode="before")
     @classmethod
     def _bytes_with_unit(cls, value: Any) -> Any:
         if isinstance(value, bool):  # bool is an int, and a limit of one byte is nobody's wish

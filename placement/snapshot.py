@@ -56,6 +56,12 @@ class HandleSnapshot(_Frozen):
     """Bytes whose tensors were found outside the handle's ranges at the last audit."""
     stray_references: int
     """References to offloaded storages beyond those of adoption, at the last offload."""
+    resident_tags: tuple[str, ...] = ()
+    """Of an engine that places its own memory: the tags that are on the device."""
+    offloaded_tags: tuple[str, ...] = ()
+    """The tags that are not."""
+    stale: str | None = None
+    """Why its weights mean nothing until a sync has filled them; None while they are valid."""
 
 
 class DurationHistogram(_Frozen):
@@ -67,6 +73,40 @@ class DurationHistogram(_Frozen):
     counts: tuple[int, ...]
     """Not cumulative; one more than the bounds (the last is +Inf)."""
     sum_seconds: float
+
+
+class LeaseHolder(_Frozen):
+    """One process that shares the GPU under leases."""
+
+    name: str
+    """"?" where its note is damaged."""
+    pid: int
+    held_bytes: int
+    wanted_bytes: int
+    """What it waits for; 0: nothing."""
+    waiting_seconds: float
+    priority: int
+    is_mine: bool
+
+
+class LeaseSnapshot(_Frozen):
+    """What this process may use of a GPU that it shares, and who has the rest."""
+
+    gpu: str
+    capacity_bytes: int
+    """What all processes may use together."""
+    held_bytes: int
+    wanted_bytes: int
+    """What this process waits for now; 0: nothing."""
+    waited_seconds: float
+    """Since the beginning, the present wait included."""
+    holders: tuple[LeaseHolder, ...]
+    """All of them, this process too."""
+
+    @property
+    def others_bytes(self) -> int:
+        """Leased by other processes."""
+        return sum(each.held_bytes for each in self.holders if not each.is_mine)
 
 
 class Snapshot(_Frozen):
@@ -101,6 +141,8 @@ class Snapshot(_Frozen):
     device_total_bytes: int
     peak_bytes: int
     """The most that the handles have held together."""
+    lease: LeaseSnapshot | None = None
+    """None where the GPU is not shared under leases."""
 
 
 class Finding(_Frozen):

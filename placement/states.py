@@ -72,6 +72,8 @@ PHASES: tuple[str, ...] = (
 KINDS: tuple[str, ...] = ("module", "optimizer", "engine")
 ROLES: tuple[str, ...] = ("actor", "ref", "critic", "reward", "teacher", "rollout")
 WORKER_ROLES: tuple[str, ...] = ("trainer", "rollout", "hybrid")
+WEIGHTS, KV_CACHE, CUDA_GRAPH = TAGS = ("weights", "kv_cache", "cuda_graph")
+"""The parts of a rollout engine that can be on the device by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,10 @@ class HandleView:
     built: bool = True
     kept: bool = False
     """Carried over the end of an earlier phase by `phase.keep`."""
+    tags: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Of an engine that can be on the device in part: device bytes by tag. 0: not known yet."""
+    resident_tags: frozenset[str] = frozenset()
+    """Those of them that are on the device now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +107,34 @@ class Plan:
 
     `streamed` names the handles whose SYNCING is published from the host copy, without loading. `dropped` names those whose
     gradients are dead once this plan takes them out of TRAINING: they become None and are not copied. All others keep theirs.
+    `parts` names the engines that are on the device in part, with the tags that are; all others are there whole.
     """
 
     targets: Mapping[str, State]
     streamed: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
+    parts: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", MappingProxyType({n: State(s) for n, s in dict(self.targets).items()}))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
+        object.__setattr__(self, "parts", MappingProxyType({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
 
     def __getitem__(self, name: str) -> State:
         return self.targets[name]
 
-    def also(self, handle: HandleView | str, state: State) -> Plan:
-        """This plan with one more target; a handle that the plan already wants on the device keeps its target."""
+    def also(self, handle: HandleView | str, state: State, tags: frozenset[str] | None = None) -> Plan:
+        """This plan with one more target; a handle that the plan already wants on the device keeps its target.
+
+        Args:
+            tags: of an engine, where it is not meant whole.
+        """
         name = handle if isinstance(handle, str) else handle.name
         if self.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
             return self
-        return replace(self, targets={**self.targets, name: state})
+        parts = self.parts if tags is None else {**self.parts, name: tags}
+        return replace(self, targets={**self.targets, name: state}, parts=parts)
 
     def on_device(self, name: str) -> bool:
         """Whether the handle's bytes are on the device under this plan."""
@@ -132,12 +146,15 @@ class Plan:
         targets = {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()}
         streamed = (self.streamed & chosen) | (enclosing.streamed - chosen)
         dropped = (self.dropped & chosen) | (enclosing.dropped - chosen)
-        return Plan(targets, streamed, dropped)
+        parts = {n: tags for n, tags in self.parts.items() if n in chosen}
+        parts |= {n: tags for n, tags in enclosing.parts.items() if n not in chosen}
+        return Plan(targets, streamed, dropped, parts)
 
     def without(self, name: str) -> Plan:
         """This plan for a worker that has no such handle."""
         targets = {n: s for n, s in self.targets.items() if n != name}
-        return Plan(targets, self.streamed - {name}, self.dropped - {name})
+        parts = {n: tags for n, tags in self.parts.items() if n != name}
+        return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,15 +182,29 @@ class View:
         """The phases that mean something here: the shipped ones and the user's own."""
         return (*PHASES, *(name for name in self.phases if name not in PHASES))
 
-    def total_plan(self, targets: Mapping[str, State], streamed: Iterable[str] = (), dropped: Iterable[str] = ()) -> Plan:
+    def total_plan(
+        self,
+        targets: Mapping[str, State],
+        streamed: Iterable[str] = (),
+        dropped: Iterable[str] = (),
+        parts: Mapping[str, frozenset[str]] = MappingProxyType({}),
+    ) -> Plan:
         """The plan with these targets and CPU_OFFLOADED for every other handle of the view."""
-        return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped))
+        return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped), parts)
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under a plan."""
-        return sum(h.num_bytes for h in self.handles.values() if not h.external and plan.on_device(h.name))
+        return sum(bytes_under(plan, h) for h in self.handles.values())
 
     def fits(self, plan: Plan, *more: HandleView) -> bool:
         """Whether the plan, with `more` on the device too, stays within the budget."""
         extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
         return self.bytes_of(plan) + extra <= self.budget_bytes
+
+
+def bytes_under(plan: Plan, handle: HandleView) -> int:
+    """Device bytes of one handle under a plan, as far as it is placement that places them."""
+    if handle.external or not plan.on_device(handle.name):
+        return 0
+    tags = plan.parts.get(handle.name)
+    return handle.num_bytes if tags is None else sum(handle.tags.get(tag, 0) for tag in tags)

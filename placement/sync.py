@@ -36,6 +36,15 @@ class Bucket(list[tuple[str, torch.Tensor]]):
     """Published weights, until the next ones are asked for: then it is empty, and its memory serves them."""
 
     _is_over = False
+    is_last = False
+    """Whether the publishing is complete with this bucket."""
+
+    def __init__(self, number: int, adapters: Adapters) -> None:
+        super().__init__()
+        self.number = number
+        """Its place in the publishing, from 0."""
+        self.adapters = adapters
+        """What is published of a PEFT model."""
 
     def end(self) -> None:
         """Take the tensors back."""
@@ -69,7 +78,7 @@ def weights(
     found = [] if root is None else published(root, adapters)
     if root is not None:
         check_publishable(root, handle.name, found)
-    return _Sync(handle, found, dtype).buckets(bucket_bytes)
+    return _Sync(handle, found, dtype, adapters).buckets(bucket_bytes)
 
 
 def _root(handle: Handle, adapters: Adapters) -> torch.nn.Module | None:
@@ -90,14 +99,15 @@ def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
 class _Sync:
     """One publishing of a handle's weights."""
 
-    def __init__(self, handle: Handle, found: list[tuple[str, Weight]], dtype: torch.dtype | None) -> None:
+    def __init__(self, handle: Handle, found: list[tuple[str, Weight]], dtype: torch.dtype | None, adapters: Adapters) -> None:
         self._handle = handle
         self._begun = _times_begun(handle)
         self._waiting = deque(found)
         self._dtype = dtype
+        self._adapters = adapters
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        bucket, size = Bucket(), 0
+        bucket, size = Bucket(0, self._adapters), 0
         try:
             while self._waiting:
                 _require_syncing(self._handle, self._begun)
@@ -106,12 +116,13 @@ class _Sync:
                 if bucket and size + nbytes > bucket_bytes:
                     yield bucket
                     bucket.end()
-                    bucket, size = Bucket(), 0
+                    bucket, size = Bucket(bucket.number + 1, self._adapters), 0
                     continue
                 self._waiting.popleft()
                 bucket.append((name, self._whole(weight)))
                 size += nbytes
             if bucket:
+                bucket.is_last = True
                 yield bucket  # the last one stays the consumer's: nothing needs its memory
         except GeneratorExit:
             self._finish_with_the_others()

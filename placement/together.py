@@ -33,6 +33,15 @@ class Together:
         """
         return None if self._group is None else self._group.propose(action, budget_bytes)
 
+    def go_on(self, what: str) -> None:
+        """Before a further step of the same border, once the one before is agreed.
+
+        Raises:
+            GroupError, CoordinatorLost: see `Group.propose`.
+        """
+        if self._group is not None:
+            self._group.propose(what, 0)
+
     def agree(self, plan: Plan) -> None:
         """Everything is moved, and could still go back.
 
@@ -72,6 +81,9 @@ class Together:
                 self._group.agree(plan)
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
+        except BaseException as interrupt:  # the others must not wait for this rank
+            self.failed(interrupt)
+            raise
         return failures
 
     def abandoned(self, name: str) -> None:

@@ -25,6 +25,8 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         external=handle.external,
         built=handle.is_built,
         kept=handle.name in kept,
+        tags={} if handle.residency is None else handle.residency.bytes_by_tag(),
+        resident_tags=frozenset() if handle.residency is None else handle.residency.resident,
     )
 
 
@@ -52,7 +54,7 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     forgotten = [name for name in view.handles if name not in plan.targets]
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
-    unknown = [name for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped)) if name not in view.handles]
+    unknown = [name for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts)) if name not in view.handles]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
     for name, state in plan.targets.items():
@@ -62,6 +64,11 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     wrong = [name for name in plan.streamed if plan.targets.get(name) is not State.SYNCING]
     if wrong:
         yield f"it streams {', '.join(map(repr, wrong))} without SYNCING"
+    for name, tags in plan.parts.items():
+        if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
+            yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
+        elif not tags or not plan.on_device(name):
+            yield f"it wants parts of {name!r} and not the handle on the device: leave it CPU_OFFLOADED, and out of parts"
     for name in plan.dropped & view.handles.keys():
         if view.handles[name].kind == "optimizer":
             yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"

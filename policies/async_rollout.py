@@ -39,4 +39,4 @@ class AsyncRollout:
         generating = {h.name for h in rollout_models(view)}
         own = {name: h for name, h in view.handles.items() if (name in generating) == (view.worker_role == "rollout")}
         plan = self._apart.plan(replace(view, handles=own))
-        return view.total_plan(plan.targets, plan.streamed, plan.dropped)
+        return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts)

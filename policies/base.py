@@ -60,7 +60,8 @@ def present(view: View) -> Plan:
     streamed = [
         h.name for h in view.handles.values() if h.state is State.SYNCING and h.num_bytes and not h.resident_bytes and not h.external
     ]
-    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed)
+    parts = {h.name: h.resident_tags for h in view.handles.values() if h.resident_tags and h.resident_tags != h.tags.keys()}
+    return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts)
 
 
 def unknown_phase(view: View) -> PolicyError:

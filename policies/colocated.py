@@ -17,7 +17,7 @@ class Colocated:
     | phase | on the device |
     |---|---|
     | `rollout`, `eval` | the rollout engine, or the actor where none is registered |
-    | `weight_sync` | the actor, SYNCING, and the rollout engine |
+    | `weight_sync` | the actor, SYNCING, and the rollout engine; of one that can be there in part, its weights |
     | `log_prob` | actor and ref |
     | `values`, `reward` | critic; reward |
     | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
@@ -58,7 +58,10 @@ class Colocated:
             streamed = [name for name, state in needs.items() if state is State.SYNCING and not view.handles[name].external]
         if self.drop_gradients and view.enclosing is None:
             dropped = [h.name for h in stepped(view) if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING]
-        return view.total_plan(needs, streamed, dropped)
+        parts = {}
+        if view.phase == "weight_sync":
+            parts = {h.name: frozenset({"weights"}) for h in rollout_models(view) if "weights" in h.tags}
+        return view.total_plan(needs, streamed, dropped, parts)
 
     def needs(self, view: View) -> dict[str, State]:
         """The state of every handle that the phase uses; `checkpoint` uses none on the device."""

@@ -31,6 +31,7 @@ class Resident(Colocated):
         plan = super().plan(view)
         if view.phase == "checkpoint":
             return plan
+        plan = _whole_where_it_fits(view, plan)
         rest = [h for h in view.handles.values() if h.built and not h.external and plan[h.name] is State.CPU_OFFLOADED]
         staying = [h for h in rest if h.state is not State.CPU_OFFLOADED]
         room = view.budget_bytes - view.bytes_of(plan)
@@ -42,7 +43,24 @@ class Resident(Colocated):
                 if handle.state is State.CPU_OFFLOADED and handle.num_bytes <= room:
                     kept.append(handle)
                     room -= handle.num_bytes
-        return view.total_plan({**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}, plan.streamed, plan.dropped)
+        targets = {**plan.targets, **{h.name: State.GPU_RESIDENT for h in kept}}
+        return view.total_plan(targets, plan.streamed, plan.dropped, {**plan.parts, **_parts_that_stay(kept)})
+
+
+def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
+    """The parts of an engine that a phase does not need stay while they fit; none is loaded for that."""
+    for name, needed in plan.parts.items():
+        stays = view.handles[name].resident_tags | needed
+        more = {**plan.parts, name: stays}
+        wider = view.total_plan(plan.targets, plan.streamed, plan.dropped, more)
+        if view.fits(wider):
+            plan = wider
+    return plan
+
+
+def _parts_that_stay(kept: list[HandleView]) -> dict[str, frozenset[str]]:
+    """What is on the device in part stays so."""
+    return {h.name: h.resident_tags for h in kept if h.resident_tags and h.resident_tags != h.tags.keys()}
 
 
 def _evicted(view: View, staying: list[HandleView], deficit: int) -> set[str]:

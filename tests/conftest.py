@@ -16,7 +16,7 @@ import torch
 from tests.ranks import RankError, Ranks
 
 COUNTED = "counted"
-_FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|torchao|veomni)\b[^']*)'")
+_FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 
@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     if config.pluginmanager.hasplugin("xdist"):  # a file stays in one process, and whoever measures a GPU has it alone
         for item in items:
-            item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else item.location[0]))
+            place = "tests/ray" if item.location[0].startswith("tests/ray/") else item.location[0]  # which share a cluster
+            item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else place))
 
 
 @pytest.hookimpl(wrapper=True)

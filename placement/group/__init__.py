@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from placement.group.agreement import Group
 from placement.group.base import Board, BoardLost
+from placement.group.lease import Lease
+from placement.group.ray import RayGroup, start_board
 from placement.group.store import StoreGroup, from_environment
 
-__all__ = ["Board", "BoardLost", "Group", "StoreGroup", "from_environment"]
+__all__ = ["Board", "BoardLost", "Group", "Lease", "RayGroup", "StoreGroup", "from_environment", "start_board"]

@@ -2,34 +2,41 @@
 
 One change is an epoch. Each rank makes its move reversibly, votes, and obeys ONE write-once decision:
 
-1. propose: what is about to be done, and this rank's budget. Rank 0 compares, and puts down the least budget.
+1. propose: what is about to be done, and this rank's budget. Rank 0 compares, and writes the basis: the least budget.
 2. prepare: the move, with both copies kept. What fails claims ABORT, with the reason.
 3. vote: a digest of the plan. Rank 0 claims COMMIT when all votes are there and equal.
 4. wait for the decision; whoever runs out of time claims ABORT.
 5. obey, also when the own claim lost.
 
-A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. A process
-that takes a rank's place after a restart finds the place taken, ends the epoch, and stays outside. Model: tests/model/barrier.pml.
+Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so that a rank waits for one key
+at a time, however long, and is woken by whatever comes. A basis that holds a budget proves that all ranks are past every earlier
+epoch, whose keys are then forgotten; never before, because a stopped rank may come back to ask what was decided.
+
+A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. One that
+is interrupted after its vote goes back by itself, as from a phase that it had entered: where COMMIT stands, it ends the next epoch.
+A process that takes a rank's place after a restart finds the place taken, ends the open epoch, and stays outside.
+Model: tests/model/barrier.pml.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from placement.errors import CoordinatorLost, GroupError
 from placement.group.base import Board, BoardLost
 from placement.group.failpoints import failpoint
-from placement.group.messages import Basis, Decision, Proposal, Vote, decode, shortened
+from placement.group.messages import Basis, Decision, Proposal, Vote, abort, decode, named
 from placement.states import Plan
 
+_M = TypeVar("_M", Proposal, Vote)
 _POLL_SECONDS = (0.0005, 0.05)
 """Between two looks of rank 0 at the votes: at first, and after a while."""
-_KEPT_EPOCHS = 2
-"""Epochs whose keys stay: a rank is at most one epoch behind."""
 
 
 class Group:
@@ -49,15 +56,14 @@ class Group:
     """
 
     def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is outside a world of {world_size}")
-        if not deadline_seconds > 0:
-            raise ValueError(f"deadline_seconds must be more than 0, not {deadline_seconds}")
+        check_place(rank, world_size, deadline_seconds)
         self.rank, self.world_size, self.deadline_seconds = rank, world_size, deadline_seconds
         self._board = board
         self._prefix = f"placement/g{generation}"
         self.epoch = 0
         """The next change."""
+        self._oldest = 0
+        """The first epoch of which keys may be left."""
         self.is_in_doubt = False
         """Whether a decision could not be read: this rank may not take part any more."""
         with self._reaching_the_board("join"):
@@ -76,13 +82,15 @@ class Group:
         with self._reaching_the_board(action):
             failpoint("group.before_proposal")
             deadline = time.monotonic() + self.deadline_seconds
-            self._board.put(self._key("proposal", self.rank), Proposal(action=action, budget_bytes=budget_bytes).encode())
+            proposal = Proposal(action=named(action), budget_bytes=budget_bytes)
+            self._board.put(self._key("proposal", self.rank), proposal.encode())
             failpoint("group.after_proposal")
             if self.rank == 0:
-                self._compare_proposals(action, deadline)
-            basis = self._wait_for("basis", deadline)
+                self._compare_proposals(deadline)
+            basis = self._basis(deadline)
+            self._forget_before(self.epoch)
             failpoint("group.before_prepare")
-            return decode(Basis, basis).budget_bytes
+            return basis
 
     def agree(self, plan: Plan) -> None:
         """Everything is prepared: vote, and wait for the decision. Returns when it is COMMIT.
@@ -116,8 +124,9 @@ class Group:
         if self.is_in_doubt or isinstance(error, (GroupError, CoordinatorLost)):
             return None
         with self._reaching_the_board("abort"):
-            failures = {self.rank: shortened(f"{type(error).__name__}: {error}")}
-            decision = self._claim(Decision(verdict="abort", failures=failures))
+            own = abort({self.rank: _reason(error)})
+            while (decision := self._claim(own)).verdict == "commit":
+                self._enter_next_epoch()  # interrupted after its vote: the others have entered, and it ends the next change
             try:
                 self._obey(decision)
             except GroupError as told:
@@ -126,79 +135,101 @@ class Group:
 
     # --- the steps
 
-    def _compare_proposals(self, action: str, deadline: float) -> None:
-        keys = [self._key("proposal", rank) for rank in range(self.world_size)]
-        found = self._collect(keys, deadline, "proposal")
-        if found is None:
+    def _compare_proposals(self, deadline: float) -> None:
+        proposals = self._collect(Proposal, "proposal", deadline)
+        if proposals is None:
             return
-        proposals = [decode(Proposal, value) for value in found]
+        action = proposals[0].action
         others = {rank: f"is about to {each.action}" for rank, each in enumerate(proposals) if each.action != action}
         if others:
-            self._claim(Decision(verdict="abort", failures={0: f"is about to {action}", **others}))
+            self._claim(abort({0: f"is about to {action}", **others}))
         else:
+            failpoint("group.before_basis")
             basis = Basis(budget_bytes=min(each.budget_bytes for each in proposals))
-            self._board.put(self._key("basis"), basis.encode())
+            self._board.claim(self._key("basis"), basis.encode())
 
     def _count_votes(self, own: Vote, deadline: float) -> None:
-        found = self._collect([self._key("vote", rank) for rank in range(self.world_size)], deadline, "vote")
-        if found is None:
+        votes = self._collect(Vote, "vote", deadline)
+        if votes is None:
             return
-        different = {rank: "has another plan" for rank, value in enumerate(found) if decode(Vote, value) != own}
-        self._claim(Decision(verdict="abort", failures=different) if different else Decision(verdict="commit"))
+        different = {rank: "has another plan" for rank, vote in enumerate(votes) if vote != own}
+        self._claim(abort(different) if different else Decision(verdict="commit"))
 
-    def _collect(self, keys: list[str], deadline: float, what: str) -> list[bytes] | None:
-        """The values of all ranks; None once the epoch has been decided without them."""
+    def _collect(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
+        """What all ranks said; None once the epoch has been decided without it."""
+        keys = [self._key(what, rank) for rank in range(self.world_size)]
         pause = _POLL_SECONDS[0]
         while (found := self._board.look(keys)) is None:
             if self._board.look([self._key("decision")]) is not None:
                 return None
             if time.monotonic() >= deadline:
-                late = f"no {what} within {self.deadline_seconds:g} s"
-                missing = [rank for rank, key in enumerate(keys) if self._board.look([key]) is None]
-                self._claim(Decision(verdict="abort", failures=dict.fromkeys(missing, late)))
+                self._claim(self._late(what))
                 return None
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
-        return found
+        said: list[_M] = []
+        unclear: dict[int, str] = {}
+        for rank, value in enumerate(found):
+            try:
+                said.append(decode(kind, value))
+            except ValueError as error:
+                unclear[rank] = f"is not understood: {error}"
+        if unclear:
+            self._claim(abort(unclear))
+        return None if unclear else said
 
-    def _wait_for(self, name: str, deadline: float) -> bytes:
-        """What rank 0 puts down, or the error that the epoch ended with."""
-        pause = _POLL_SECONDS[0]
-        while (found := self._board.wait(self._key(name), pause)) is None:
-            if (decided := self._board.look([self._key("decision")])) is not None:
-                self._obey(decode(Decision, decided[0]))
-            if time.monotonic() >= deadline + self.deadline_seconds:  # rank 0 may wait as long for the others first
-                self._obey(self._claim(self._late()))
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
-        return found
+    def _basis(self, deadline: float) -> int:
+        """The least budget, or the error that the epoch ended with."""
+        # Rank 0 may wait as long for the others first, before it gives up.
+        found = self._board.wait(self._key("basis"), max(deadline + self.deadline_seconds - time.monotonic(), 0.0))
+        basis = None if found is None else decode(Basis, found).budget_bytes
+        if basis is None:
+            self._obey(self._claim(self._late("proposal") if found is None else abort({self.rank: "was told that it had ended"})))
+            raise ValueError("the ranks changed without this one: another process has its place in the same generation")
+        return basis
 
     def _decision(self, deadline: float) -> Decision:
         found = self._board.wait(self._key("decision"), max(deadline - time.monotonic(), 0.0))
-        return self._claim(self._late()) if found is None else decode(Decision, found)
+        return self._claim(self._late("vote")) if found is None else decode(Decision, found)
 
-    def _late(self) -> Decision:
-        return Decision(verdict="abort", failures={0: f"no decision within {self.deadline_seconds:g} s"})
+    def _late(self, what: str) -> Decision:
+        """Time is up: whose word is missing; where none is, rank 0 has not answered."""
+        missing = self._missing(what, 0, self.world_size)
+        return abort(dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"))
+
+    def _missing(self, what: str, first: int, end: int) -> list[int]:
+        if self._board.look([self._key(what, rank) for rank in range(first, end)]) is not None:
+            return []
+        middle = (first + end) // 2
+        return [first] if end - first == 1 else self._missing(what, first, middle) + self._missing(what, middle, end)
 
     def _claim(self, decision: Decision) -> Decision:
         failpoint("group.before_claim")
         stands = decode(Decision, self._board.claim(self._key("decision"), decision.encode()))
         failpoint("group.after_claim")
+        if stands.verdict == "abort":  # for who waits for the basis
+            self._board.claim(self._key("basis"), Basis(budget_bytes=None).encode())
         return stands
 
     def _obey(self, decision: Decision) -> None:
         """The epoch is over, for this rank as for all."""
-        self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
-        self._forget(self.epoch - _KEPT_EPOCHS)
-        self.epoch += 1
+        self._enter_next_epoch()
         if decision.verdict == "abort":
-            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(decision.failures.items()))
-            raise GroupError(f"the ranks did not change together, and all went back: {reasons}", decision.failures)
+            reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(decision.failures.items())]
+            reasons += [f"and {decision.unnamed:,} more ranks"] if decision.unnamed else []
+            raise GroupError(f"the ranks did not change together, and all went back: {'; '.join(reasons)}", decision.failures)
 
-    def _forget(self, epoch: int) -> None:
-        if epoch >= 0 and self.rank == 0:
-            shared = [self._key(name, epoch=epoch) for name in ("basis", "decision")]
-            own = [self._key(name, rank, epoch=epoch) for name in ("proposal", "vote") for rank in range(self.world_size)]
-            self._board.remove(shared + own)
+    def _enter_next_epoch(self) -> None:
+        self.epoch += 1
+        with suppress(BoardLost):  # a decision that was read is obeyed; only a successor of this process looks for this
+            self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch).encode())
+
+    def _forget_before(self, end: int) -> None:
+        """All ranks are at epoch `end`."""
+        for epoch in range(self._oldest, end):
+            own = [self._key(what, self.rank, epoch=epoch) for what in ("proposal", "vote")]
+            self._board.remove(own + ([self._key(what, epoch=epoch) for what in ("basis", "decision")] if self.rank == 0 else []))
+        self._oldest = end
 
     # --- membership
 
@@ -210,8 +241,9 @@ class Group:
         at = [self._board.look([f"{self._prefix}/at/{rank}"]) for rank in range(self.world_size)]
         self.epoch = max((int(found[0]) for found in at if found), default=0)
         reason = "was restarted, and knows nothing of what the others hold"
-        while self._claim(Decision(verdict="abort", failures={self.rank: reason})).verdict == "commit":
-            self.epoch += 1  # that epoch goes on without it; the next one ends
+        own = abort({self.rank: reason})
+        while self._claim(own) != own:
+            self.epoch += 1  # that epoch was decided without it; the next one ends
         raise GroupError(
             f"rank {self.rank} was restarted: its place is taken. Make the group anew on all ranks, with a new generation",
             {self.rank: reason},
@@ -235,9 +267,25 @@ class Group:
             raise CoordinatorLost(f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}") from error
 
 
+def check_place(rank: int, world_size: int, deadline_seconds: float) -> None:
+    """Raises ValueError: a rank outside the world, or a deadline that is none."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside a world of {world_size}")
+    if not 0 < deadline_seconds < math.inf:
+        raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the text of a user's exception is the user's code
+        return type(error).__name__
+
+
 def digest_of(plan: Plan) -> str:
     """The same for equal plans on all ranks."""
     targets: Mapping[str, object] = plan.targets
     lines = [f"{name}={state}" for name, state in sorted(targets.items())]
     lines += [f"streamed={sorted(plan.streamed)}", f"dropped={sorted(plan.dropped)}"]
+    lines += [f"parts of {name}={sorted(tags)}" for name, tags in sorted(plan.parts.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -14,7 +14,7 @@ class Board(abc.ABC):
     """A few small values that all ranks see, one of them write-once.
 
     Every call is idempotent: a call whose answer was lost may be made again. Each may raise `BoardLost`, then it is not known
-    whether it took place. Values are at most 64 KiB.
+    whether it took place. None blocks for ever: a board that does not answer is lost. Values are at most 64 KiB.
     """
 
     @abc.abstractmethod

@@ -1,6 +1,6 @@
 """Named places where a test may stop, kill or delay a process: `PLACEMENT_FAILPOINTS="group.after_vote=2:kill"`.
 
-The names are the steps of the protocol. Without the variable, which is read once, passing one costs a look at an empty table.
+The names are the steps of the protocol. Without the variable, which is read at import, passing one costs a look at an empty table.
 Grammar: `NAME=N:ACTION`, several separated by ";"; the N-th passage acts (from 1), once. Actions: `kill` (SIGKILL), `stop`
 (SIGSTOP), `raise` (RuntimeError), `sleep(SECONDS)`.
 """
@@ -16,6 +16,7 @@ from collections import Counter
 NAMES = (
     "group.before_proposal",
     "group.after_proposal",
+    "group.before_basis",
     "group.before_prepare",
     "group.after_prepare",
     "group.after_vote",
@@ -42,16 +43,28 @@ def parse(text: str) -> dict[str, tuple[int, str, float]]:
     return found
 
 
-_ARMED = parse(os.environ.get("PLACEMENT_FAILPOINTS", ""))
+_armed: dict[str, tuple[int, str, float]] = {}
 _passed: Counter[str] = Counter()
+
+
+def arm(text: str) -> None:
+    """What is to happen from now on, counted from here; nothing where `text` is empty.
+
+    Raises:
+        ValueError: see `parse`.
+    """
+    armed = parse(text)
+    _passed.clear()
+    _armed.clear()
+    _armed.update(armed)
 
 
 def failpoint(name: str) -> None:
     """Pass the step `name`."""
-    if not _ARMED or name not in _ARMED:
+    if name not in _armed:
         return
     _passed[name] += 1
-    at, action, seconds = _ARMED[name]
+    at, action, seconds = _armed[name]
     if _passed[name] != at:
         return
     if action == "raise":
@@ -60,3 +73,6 @@ def failpoint(name: str) -> None:
         time.sleep(seconds)
     else:
         os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+
+arm(os.environ.get("PLACEMENT_FAILPOINTS", ""))

@@ -10,60 +10,78 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from placement.group.agreement import Group
+from placement.errors import CoordinatorLost
+from placement.group.agreement import Group, check_place
 from placement.group.base import Board, BoardLost
+from placement.group.calls import BoundedCalls
 
 DEADLINE_SECONDS = 600.0
 """As torch's collectives wait for NCCL."""
+_ANSWER_SECONDS = 60.0
+"""For one call. A store that is alive answers in a fraction of a millisecond, one that thousands of ranks ask at once in seconds."""
+_FIRST_PAUSE_SECONDS = 0.0005
+_LOOKS_PER_SECOND = 20_000.0
+"""Of all ranks together, while they wait: a TCPStore answers a multiple of that."""
 _T = TypeVar("_T")
 
 
 class StoreBoard(Board):
-    """A `torch.distributed.Store` as a board.
+    """A `torch.distributed.Store` as a board, over a connection of its own: others' calls on it do not wait for ours, nor ours for theirs.
 
     Args:
-        store: TCPStore, FileStore, HashStore, or a PrefixStore over one. Its timeout is what each call may take; see `StoreGroup`.
+        store: TCPStore, FileStore, HashStore, or a PrefixStore over one. Its timeout is left alone.
+        answer_seconds: what one call may take; one that takes longer is lost, and the board with it.
+        looks_per_second: how often to look for a value that is waited for, after a while.
+
+    Raises:
+        BoardLost: the store does not answer.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, answer_seconds: float = _ANSWER_SECONDS, looks_per_second: float = 100.0) -> None:
+        self._calls = BoundedCalls("placement-store", answer_seconds)
+        self._longest_pause = 1 / looks_per_second
         self._store = store
+        self._store = self._reach(lambda: _connected_anew(store))
 
     def put(self, key: str, value: bytes) -> None:
-        _reach(lambda: self._store.set(key, value.decode()))
+        self._reach(lambda: self._store.set(key, value.decode()))
 
     def claim(self, key: str, value: bytes) -> bytes:
         # Torch writes where nothing stands when nothing is expected, and returns what stands there afterwards.
-        return _reach(lambda: bytes(self._store.compare_set(key, "", value.decode())))
+        return self._reach(lambda: bytes(self._store.compare_set(key, "", value.decode())))
 
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        if not _reach(lambda: self._store.check(list(keys))):
-            return None
-        return _reach(lambda: [bytes(value) for value in self._store.multi_get(list(keys))])
+        return self._reach(lambda: [bytes(value) for value in self._store.multi_get(list(keys))] if self._store.check(list(keys)) else None)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        if (found := self.look([key])) is not None:
-            return found[0]
-        began = time.monotonic()
-        try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError as error:  # a timeout, or a store that is gone: torch does not always say which
-            found = self.look([key])  # raises when it is gone
-            if found is None and time.monotonic() - began < seconds / 2:
-                raise BoardLost(f"the store does not wait: {error}") from error
-            return None if found is None else found[0]
-        found = self.look([key])
-        return None if found is None else found[0]
+        # Not the store's own wait: a signal does not end it, it logs two lines whenever it ends without the value, and the store
+        # has to answer before it may end.
+        deadline = time.monotonic() + seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while (found := self.look([key])) is None:
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, self._longest_pause)
+        return found[0]
 
     def remove(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            _reach(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+        self._reach(lambda: [self._store.delete_key(key) for key in keys])
+
+    def _reach(self, call: Callable[[], _T]) -> _T:
+        try:
+            return self._calls(call)
+        except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError, DistStoreError and plain ones
+            raise BoardLost(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
 
 
-def _reach(call: Callable[[], _T]) -> _T:
+def _connected_anew(store: Store) -> Store:
     try:
-        return call()
-    except RuntimeError as error:  # torch's DistNetworkError, DistStoreError and plain ones
-        raise BoardLost(str(error).partition("\n")[0]) from error
+        return store.clone()  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError as error:
+        if "pure virtual" in str(error):  # a store written in Python, without it
+            return store
+        raise
 
 
 class StoreGroup(Group):
@@ -78,8 +96,13 @@ class StoreGroup(Group):
     def __init__(
         self, store: Store, rank: int, world_size: int, deadline_seconds: float = DEADLINE_SECONDS, *, generation: int = 0
     ) -> None:
-        store.set_timeout(timedelta(seconds=deadline_seconds))
-        super().__init__(StoreBoard(store), rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
+        check_place(rank, world_size, deadline_seconds)
+        looks_per_second = min(max(_LOOKS_PER_SECOND / world_size, 1.0), 200.0)
+        try:
+            board = StoreBoard(store, answer_seconds=min(_ANSWER_SECONDS, deadline_seconds), looks_per_second=looks_per_second)
+        except BoardLost as error:
+            raise CoordinatorLost(f"rank {rank} cannot reach the group (join): {error}") from error
+        super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
 
 
 def from_environment(*, deadline_seconds: float = DEADLINE_SECONDS, environment: Mapping[str, str] = os.environ) -> StoreGroup:

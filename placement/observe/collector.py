@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from placement.journal import REASONS
-from placement.snapshot import DurationHistogram, HandleSnapshot, Snapshot
+from placement.snapshot import DurationHistogram, HandleSnapshot, LeaseSnapshot, Snapshot
 from placement.states import IDLE, PHASES, State, Trigger
 
 DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
@@ -38,6 +38,11 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_unpaired_bytes": ("Device bytes held by handles that their closed phases should have offloaded.", ()),
     "placement_unaccounted_bytes": ("Device bytes in use that neither torch, nor placement, nor a visible process explains.", ()),
     "placement_other_processes_bytes": ("Device bytes of other processes; absent where NVML does not say.", ()),
+    "placement_lease_bytes": ("Device bytes that this process may use, by agreement with others; absent without leases.", ()),
+    "placement_lease_capacity_bytes": ("Device bytes that all processes under leases may use together.", ()),
+    "placement_lease_others_bytes": ("Device bytes leased by other processes.", ()),
+    "placement_lease_wanted_bytes": ("Device bytes that this process waits for now.", ()),
+    "placement_lease_processes": ("Leases on the device, this one too.", ()),
     "placement_budget_bytes": ("Device bytes that the handles may hold together.", ()),
     "placement_device_used_bytes": ("Device bytes in use, all processes.", ()),
     "placement_device_total_bytes": ("Device bytes that there are.", ()),
@@ -56,6 +61,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_phase_stall_seconds_total": ("Seconds that the worker waited for moves at the borders of each phase.", ("phase",)),
     "placement_pairing_violations_total": ("Phases that closed and left a handle where it does not belong.", ()),
     "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
+    "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to leave memory, the open wait included.", ()),
     "placement_wrong_writes_total": ("Writes found behind offloaded addresses.", ()),
     "placement_expired_keeps_total": ("Kept handles that the next phase did not take over.", ()),
 }
@@ -179,6 +185,8 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     gauges["placement_unaccounted_bytes"].add_metric((), snapshot.unaccounted_bytes)
     if snapshot.other_processes_bytes is not None:
         gauges["placement_other_processes_bytes"].add_metric((), snapshot.other_processes_bytes)
+    if snapshot.lease is not None:
+        _add_lease(families, snapshot.lease)
     gauges["placement_budget_bytes"].add_metric((), snapshot.budget_bytes)
     gauges["placement_device_used_bytes"].add_metric((), snapshot.device_used_bytes)
     gauges["placement_device_total_bytes"].add_metric((), snapshot.device_total_bytes)
@@ -191,6 +199,16 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     for decision in dict.fromkeys((*DECISIONS, *snapshot.policy_decisions)):
         count = snapshot.policy_decisions.get(decision, 0)
         counters["placement_policy_decisions_total"].add_metric((snapshot.policy, decision), count)
+
+
+def _add_lease(families: _Families, lease: LeaseSnapshot) -> None:
+    gauges = families.gauges  # who the others are is in /state: process numbers are no labels
+    gauges["placement_lease_bytes"].add_metric((), lease.held_bytes)
+    gauges["placement_lease_capacity_bytes"].add_metric((), lease.capacity_bytes)
+    gauges["placement_lease_others_bytes"].add_metric((), lease.others_bytes)
+    gauges["placement_lease_wanted_bytes"].add_metric((), lease.wanted_bytes)
+    gauges["placement_lease_processes"].add_metric((), len(lease.holders))
+    families.counters["placement_lease_wait_seconds_total"].add_metric((), lease.waited_seconds)
 
 
 def _flag(value: bool) -> str:

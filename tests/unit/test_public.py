@@ -32,16 +32,19 @@ LAYERS = (
         "engines",
         "testing",
         "together",
+        "leased",
         "checkpoint",
     ),
     ("group", "observe", "policies"),
-    ("cli", "integrations"),
+    ("cli", "integrations", "ray"),
 )
 """Who may import whom: a layer imports itself and those before it. `engines.base` defines a kind of handle, so the registry knows it."""
 UPWARD = {
+    ("handle", "engines"),  # annotations
     ("handle", "sync"),  # inside methods: a handle publishes
     ("borders", "group"),  # annotations
-    ("manager", "group"),
+    ("leased", "group"),  # annotations
+    ("manager", "group"),  # annotations, and where leases are wanted
     ("manager", "observe"),  # inside `serve`
     ("resolve", "policies"),
     ("together", "group"),

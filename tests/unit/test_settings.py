@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from placement.settings import Settings, parse_bytes
+from placement.settings import LEASES_FOLDER, Settings, parse_bytes
 
 
 def toml(tmp_path: Path, text: str) -> Path:
@@ -63,6 +63,10 @@ EVERYTHING: dict[str, Any] = {
     "annotate": "profiler",
     "discovery": "/shared/targets",
     "run": "grpo-7",
+    "leases": "/shared/leases",
+    "lease_capacity_bytes": "70GiB",
+    "lease_priority": 3,
+    "lease_deadline_seconds": 30.5,
 }
 PARSED = Settings(
     device="cuda:1",
@@ -78,6 +82,10 @@ PARSED = Settings(
     annotate="profiler",
     discovery="/shared/targets",
     run="grpo-7",
+    leases="/shared/leases",
+    lease_capacity_bytes=70 << 30,
+    lease_priority=3,
+    lease_deadline_seconds=30.5,
 )
 
 
@@ -92,6 +100,7 @@ def test_from_toml(tmp_path: Path) -> None:
         'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\npinned_limit_bytes = "96GiB"\n'
         'worker_role = "trainer"\nstrict = true\nverify = "sample"\n'
         'headroom = 0.1\njournal_length = 16\nannotate = "profiler"\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n'
+        'leases = "/shared/leases"\nlease_capacity_bytes = "70GiB"\nlease_priority = 3\nlease_deadline_seconds = 30.5\n'
         '[phases]\ndistill = ["actor", "teacher"]\n',
     )
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
@@ -125,6 +134,32 @@ def test_an_unquoted_off_of_yaml_is_off() -> None:
     assert Settings.from_any({"verify": False}).verify == "off"
     with pytest.raises(ValueError, match="verify: Input should be 'always', 'sample' or 'off'"):
         Settings.from_any({"verify": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        (True, LEASES_FOLDER),
+        ("on", LEASES_FOLDER),
+        ("1", LEASES_FOLDER),
+        (Path("/shared/leases"), "/shared/leases"),
+        (False, None),
+        ("Off", None),
+        ("0", None),
+        (None, None),
+    ],
+)
+def test_leases_are_on_off_or_in_a_folder(given: Any, folder: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_any({"leases": given}).leases == folder
+    if given is not None:
+        monkeypatch.setenv("PLACEMENT_LEASES", str(given))
+        assert Settings.from_any(None).leases == folder
+
+
+@pytest.mark.parametrize("given", ["ture", "some/folder", "", 7, 0.5, ["/a"]])
+def test_leases_that_are_none_of_these(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"leases: .*on, off, or the absolute path of a folder"):
+        Settings.from_any({"leases": given})
 
 
 def test_settings_are_frozen_and_go_through_json() -> None:

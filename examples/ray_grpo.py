@@ -1,0 +1,98 @@
+"""The demo's GRPO loop on Ray: workers register once, and the driver declares each phase for all of them.
+
+python examples/ray_grpo.py
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import ray
+import torch
+import torch.distributed as dist
+
+import placement.ray
+from placement.cli.demo import digest_of
+from placement.testing import SimulatedDevice, assert_nothing_resident
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples._tiny import data_parallel
+
+
+class Trainer(placement.ray.Worker):
+    """What runs on each GPU. Its methods compute, and say nothing of where anything is."""
+
+    def __init__(self, fleet: str, rank: int, world_size: int, store: tuple[str, int]) -> None:
+        torch.set_num_threads(1)
+        cuda = torch.cuda.is_available()
+        device = "cuda:0" if cuda else SimulatedDevice(capacity_bytes=16 << 20)
+        rendezvous = dist.TCPStore(*store, is_master=False)
+        dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous, rank=rank, world_size=world_size)
+
+        manager = self.join_fleet(fleet, rank=rank, together=range(world_size), device=device)
+        self.job = job = data_parallel(seed=0, device=manager.device.torch_device, steps=1)
+        self.actor = manager.register("actor", job.actor, role="actor")
+        manager.register("actor.optimizer", job.optimizer)
+        manager.register("ref", job.reference, role="ref", readonly=True)
+        manager.register("rollout", job.engine, role="rollout")
+        self.questions = random.Random(rank)  # noqa: S311 - repeatable on purpose
+        self.generator = torch.Generator(job.device).manual_seed(rank)
+
+    def rollout(self) -> float:
+        """Returns the mean reward."""
+        sums = [(self.questions.randint(0, 9), self.questions.randint(0, 9)) for _ in range(self.job.recipe.prompts)]
+        self.rollouts, _ = self.job.rollout(sums, self.generator)
+        return self.rollouts.rewards.mean().item()
+
+    @torch.no_grad()
+    def log_probs(self) -> None:
+        self.old = self.job.log_probs(self.job.actor, self.rollouts)
+        self.ref = self.job.log_probs(self.job.reference, self.rollouts)
+
+    def update(self) -> float:
+        """Returns the loss."""
+        return self.job.update(self.rollouts, self.old, self.ref)[0]
+
+    def publish(self) -> None:
+        for bucket in self.actor.weights(bucket_bytes=1 << 20):
+            self.job.engine.update_weights(bucket)
+
+    def finish_step(self) -> str:
+        """Outside every phase: nothing may be left. Returns a hash of the weights."""
+        assert_nothing_resident(self.manager)
+        return digest_of(self.actor.state_dict())
+
+
+def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
+    """The driver. Returns the weights of each worker after each step, as hashes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world_size else 0
+    weights = []
+    with placement.ray.Fleet("grpo") as fleet:
+        actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)  # without GPUs: as many as are wanted
+        workers = [actor.remote(fleet.name, rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)]
+        fleet.join(workers)
+        print(f"everybody is at {fleet.url}")
+        for number in range(1, steps + 1):
+            with fleet.phase("rollout") as step:
+                rewards = ray.get([worker.rollout.remote() for worker in workers])
+                step.switch("log_prob", only=["actor", "ref"])
+                ray.get([worker.log_probs.remote() for worker in workers])
+                step.switch("train")
+                losses = ray.get([worker.update.remote() for worker in workers])
+                step.switch("weight_sync")
+                ray.get([worker.publish.remote() for worker in workers])
+            weights.append(ray.get([worker.finish_step.remote() for worker in workers]))
+            print(f"step {number}: loss {sum(losses) / world_size:+.4f} reward {sum(rewards) / world_size:.3f}, 0 bytes left on any device")
+        for worker in workers:
+            ray.kill(worker)
+    return weights
+
+
+if __name__ == "__main__":
+    ray.init()
+    main()
+    ray.shutdown()

@@ -1,0 +1,88 @@
+"""A trainer and a rollout process that share one GPU: neither loads before the other has left it enough memory.
+
+Runs anywhere in a few seconds: without a GPU both take one simulated device, whose capacity they share through a file.
+
+    python examples/shared_gpu.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import placement
+from placement.engines import TorchEngine
+from placement.testing import SimulatedDevice
+
+STEPS = 3
+WIDTH = 512
+WORK_SECONDS = 0.1
+
+
+def make_manager(role: str, folder: str) -> placement.Manager:
+    """On a GPU: `placement.Manager(device="cuda:0", leases=True)`, and nothing else."""
+    if torch.cuda.is_available():
+        return placement.Manager(device="cuda:0", leases=True, worker_role=role)
+    device = SimulatedDevice(capacity_bytes=5 << 20, shared_with=Path(folder) / "capacity")
+    return placement.Manager(device=device, leases=folder, headroom=0.0, worker_role=role)
+
+
+def rollout(folder: str, begin: Barrier) -> None:
+    """The other process: an engine of 4 MiB, of the 5 that there are on the simulated device."""
+    manager = make_manager("rollout", folder)
+    engine = TorchEngine(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    manager.register("engine", engine, role="rollout")
+    begin.wait()
+    for _ in range(STEPS):
+        with manager.phase("rollout"), torch.no_grad():  # waits until the trainer has left
+            assert engine.module(torch.ones(8, WIDTH, device=next(engine.module.parameters()).device)).isfinite().all()
+            time.sleep(WORK_SECONDS)
+    report("rollout", manager)
+
+
+def trainer(folder: str, begin: Barrier) -> None:
+    """An actor with momentum: 3 MiB while it trains."""
+    manager = make_manager("trainer", folder)
+    actor = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(actor.parameters())
+    manager.register("actor", actor, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    begin.wait()
+    for _ in range(STEPS):
+        with manager.phase("train"):  # waits until the engine has left
+            actor(torch.ones(8, WIDTH, device=actor.weight.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(WORK_SECONDS)
+    report("trainer", manager)
+
+
+def report(role: str, manager: placement.Manager) -> None:
+    lease = manager.snapshot().lease
+    assert lease is not None
+    waited = f"waited {lease.waited_seconds:.2f} s for the other"
+    print(f"{role}: {STEPS} phases, {waited}, leases {lease.held_bytes} bytes at the end", flush=True)
+    manager.close()
+
+
+def main() -> list[int | None]:
+    """Both processes; returns their exit codes."""
+    context = multiprocessing.get_context("spawn")
+    begin = context.Barrier(2)
+    with tempfile.TemporaryDirectory() as folder:
+        both = [context.Process(target=work, args=(folder, begin)) for work in (trainer, rollout)]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join()
+    return [process.exitcode for process in both]
+
+
+if __name__ == "__main__":
+    main()

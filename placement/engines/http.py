@@ -1,0 +1,143 @@
+"""Talking to an engine's server: one request at a time, each with a deadline for the whole of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from placement.errors import EngineError, EngineLost
+
+_MAX_BYTES = 16 << 20
+_SHOWN = 500
+"""Characters of an answer that go into a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said."""
+
+    request: str
+    """As sent: "POST http://host:port/sleep?level=1"."""
+    status: int
+    body: bytes
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == 200
+
+    def json(self) -> Any:
+        """The body as JSON; None where it is none (vLLM 0.11 answers with nothing at all)."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return None
+
+    def field(self, name: str) -> Any:
+        """A field of a JSON object; None where there is none."""
+        found = self.json()
+        return found.get(name) if isinstance(found, dict) else None
+
+    def __str__(self) -> str:
+        text = self.body.decode(errors="replace").strip()
+        return f"{self.request} was answered with {self.status} {text[:_SHOWN]!r}"
+
+
+class Server:
+    """An engine's server at a base URL.
+
+    Args:
+        url: "http://127.0.0.1:8000"; a path is kept as a prefix.
+        deadline_seconds: for connecting, sending and the whole answer together.
+        api_key: sent as a bearer token; never in a message.
+
+    Raises:
+        ValueError: no http address.
+    """
+
+    def __init__(self, url: str, *, deadline_seconds: float, api_key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(f"{url!r} is no address of a server; write http://host:port")
+        self.url = url.rstrip("/")
+        self._is_https = parts.scheme == "https"
+        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._deadline_seconds = deadline_seconds
+        self._headers = {"Accept": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | Iterable[str]] | None = None,
+        body: Any = None,
+        deadline_seconds: float | None = None,
+    ) -> Answer:
+        """Send one request and read the whole answer, whatever its status.
+
+        Args:
+            body: sent as JSON where it is not None.
+
+        Raises:
+            EngineError: nobody listens there, so that nothing was sent; or a GET, which changes nothing, was not answered.
+            EngineLost: no whole answer came within the deadline; what the server did is not known.
+        """
+        target = f"{path}?{urlencode(query, doseq=True)}" if query else path
+        request = f"{method} {self.url}{target}"
+        began, limit = time.monotonic(), self._deadline_seconds if deadline_seconds is None else deadline_seconds
+        kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=limit)
+        try:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise EngineError(f"{request}: nobody answers there ({error}). Is the server running, and is this its address?") from error
+            payload = None if body is None else json.dumps(body).encode()
+            headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+            until = began + limit
+            try:
+                _patience(connection, until)
+                connection.request(method, self._prefix + target, body=payload, headers=headers)
+                _patience(connection, until)
+                return _answer(request, connection, until)
+            except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
+                what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
+                if method == "GET":
+                    raise EngineError(f"{request}: {what}") from error
+                raise EngineLost(f"{request}: {what}; what the server did is not known") from error
+        finally:
+            connection.close()
+
+
+def _answer(request: str, connection: http.client.HTTPConnection, until: float) -> Answer:
+    sock = connection.sock  # the response takes it over, where the server closes the connection
+    response = connection.getresponse()
+    chunks: list[bytes] = []
+    size = 0
+    while chunk := response.read1(1 << 16):  # a server that drips bytes would outlast a limit on each read
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > _MAX_BYTES:
+            raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES:,} bytes")
+        _limit(sock, until)
+    if response.length:
+        raise http.client.IncompleteRead(b"".join(chunks), response.length)
+    return Answer(request, response.status, b"".join(chunks))
+
+
+def _patience(connection: http.client.HTTPConnection, until: float) -> None:
+    _limit(connection.sock, until)
+
+
+def _limit(sock: socket.socket | None, until: float) -> None:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    if sock is not None and sock.fileno() >= 0:
+        sock.settimeout(left)

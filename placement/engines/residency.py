@@ -1,0 +1,245 @@
+"""The manager's own book of an engine's tags: what is on the device, whether the weights in it mean anything, how large each is.
+
+Every call to the engine goes through here, so that a tag is never offloaded twice and never loaded without having been offloaded:
+some engines answer that with a warning and do nothing, others die of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from placement.errors import BrokenHandleError, EngineError, EngineLost
+from placement.states import KV_CACHE, WEIGHTS
+
+if TYPE_CHECKING:
+    from placement.engines.tagged import TaggedEngine
+
+_FREED_SHARE = 0.5
+"""Of the bytes that a tag holds, how many the device must show free: others may take some at the same moment."""
+_FREED_SECONDS = 5.0
+"""An engine may answer before its last worker has given the memory back."""
+_POLL_SECONDS = (0.001, 0.1)
+
+
+class Residency:
+    """What of an engine is on the device. Written with the manager's lock held; each field is replaced as a whole."""
+
+    def __init__(
+        self,
+        engine: TaggedEngine,
+        tags: tuple[str, ...],
+        *,
+        offloaded: Collection[str],
+        keeps_weights: bool,
+        given: Mapping[str, int],
+        by_memory: bool,
+    ) -> None:
+        self._engine = engine
+        self.tags = tags
+        self.resident = frozenset(tags) - frozenset(offloaded)
+        self.stale: str | None = None
+        """Why the weights mean nothing and must be filled before use; None while they are valid."""
+        self.doubt: str | None = None
+        """Why it is not known what is on the device; None while it is."""
+        self._given = dict(given)
+        self._measured: dict[frozenset[str], int] = {}
+        self._by_memory = by_memory
+        self._free_bytes: Callable[[], int] = int
+        self._is_drained: bool | None = bool(offloaded)
+        """What has a part of it off the device was drained before, and serves nobody. None: nobody knows."""
+        self._is_taken = False
+        self.weights_are_kept(keeps_weights)
+
+    def weights_are_kept(self, kept: bool) -> None:
+        """Whether the weights survive an offload, where only the engine itself knows."""
+        self.keeps_weights = kept
+        if WEIGHTS in self.offloaded and not self._is_taken:
+            self.stale = None if kept else "they were discarded before the engine was registered"
+
+    def attach(self, free_bytes: Callable[[], int]) -> None:
+        """A manager takes the engine over, with the free memory of its device in bytes.
+
+        Raises:
+            EngineError: it cannot be moved, is not where the book says, or another manager has it.
+        """
+        if self._is_taken:
+            raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
+        self._engine.register()
+        self._free_bytes, self._is_taken = free_bytes, True
+
+    def detach(self) -> None:
+        """The manager gives it back, as it is now."""
+        self._is_taken = False
+
+    # --- what is asked
+
+    def bytes_by_tag(self) -> dict[str, int]:
+        """Device bytes of each tag; 0 while not known."""
+        return {tag: self._bytes_of(frozenset({tag})) for tag in self.tags}
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of all tags, as far as they are known."""
+        return self._bytes_of(frozenset(self.tags))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of what is on the device, as far as they are known."""
+        return self._bytes_of(self.resident)
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        return frozenset(self.tags) - self.resident
+
+    def _bytes_of(self, tags: frozenset[str]) -> int:
+        known = {tag: self._given.get(tag, self._measured.get(frozenset({tag}), 0)) for tag in tags}
+        return max(self._measured.get(tags, 0) if not all(tag in self._given for tag in tags) else 0, sum(known.values()))
+
+    # --- what is done
+
+    def offload(self, tags: frozenset[str]) -> int:
+        """Drain the engine and take these tags off the device. Returns the bytes that it copied to the host: weights that it keeps.
+
+        Raises:
+            EngineError: it refused (all is as before), or the device shows that its memory is still held.
+            EngineLost: it is not known what it did.
+        """
+        leaving = tags & self.resident
+        if not leaving:
+            return 0
+        try:
+            with self._asking(f"offload {_listed(leaving)}"):
+                self._drain()
+                before = self._free_bytes()
+                self._engine.offload(self._in_order(leaving)[::-1])
+        except EngineError:
+            if self.doubt is None:  # it goes on as before, and so does who sends it requests
+                self._open()
+            raise
+        self.resident -= leaving
+        if WEIGHTS in leaving and not self.keeps_weights:
+            self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
+        self._see_freed(leaving, before)
+        return self._copied(leaving)
+
+    def load(self, tags: frozenset[str]) -> int:
+        """Bring these tags back, the weights first, and open the engine when it is whole and valid. Returns the bytes copied.
+
+        Raises:
+            EngineError: it refused one; what came before it is on the device.
+            EngineLost: it is not known what it did.
+        """
+        coming = tags - self.resident
+        for tag in self._in_order(coming):
+            before = self._free_bytes()
+            try:
+                with self._asking(f"load {tag}"):
+                    self._engine.load([tag])
+            except EngineError:
+                if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as it is back, and has no way to undo the others
+                    self.stale = "loading them failed half-way, and what is there now cannot be trusted"
+                raise
+            self.resident |= {tag}
+            self._measure(frozenset({tag}), before - self._free_bytes())
+        self._open()
+        return self._copied(coming)
+
+    def fill(self) -> None:
+        """The weights are valid from now on.
+
+        Raises:
+            EngineError: they are not on the device, or the engine refused to forget what it had cached.
+        """
+        if WEIGHTS not in self.resident:
+            raise EngineError(f"the weights of {self._engine!r} are offloaded and cannot have been filled")
+        if KV_CACHE in self.resident:
+            self._engine.forget_cache()
+        self.stale = None
+        self._open()
+
+    def assume(self, offloaded: frozenset[str]) -> None:
+        """The user says what is where.
+
+        Raises:
+            ValueError: a tag that this engine has not.
+        """
+        if unknown := offloaded - frozenset(self.tags):
+            raise ValueError(f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}")
+        self.resident = frozenset(self.tags) - offloaded
+        self.stale = "it is not known what became of them while the engine was lost"
+        self.doubt = None
+        self._is_drained = True if offloaded else None
+
+    # --- inside
+
+    def _drain(self) -> None:
+        if not self._is_drained:
+            self._engine.drain()
+            self._is_drained = True
+
+    def _open(self) -> None:
+        """Requests may come once everything is there and valid; whole but stale, the engine has to stay closed."""
+        if self.offloaded:
+            return
+        if self.stale is not None:
+            self._is_drained = False  # some engines open by themselves as soon as they are whole
+            with self._asking("close until the weights are filled"):
+                self._drain()
+        elif self._is_drained is not False:
+            with self._asking("open"):
+                self._engine.admit()
+            self._is_drained = False
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """One request, or a few. What ends without an answer leaves the engine in doubt, and it is never sent anything again."""
+        if self.doubt is not None:
+            raise BrokenHandleError(f"{self._engine!r} cannot {what}: {self.doubt}")
+        try:
+            yield
+        except EngineLost as lost:
+            self.doubt = f"{lost}. Restart the engine and register it anew, or tell engine.assume(offloaded=[...]) what is the case"
+            raise
+        except EngineError:
+            raise
+        except BaseException as error:
+            self.doubt = f"it was interrupted ({type(error).__name__}) while it was to {what}; restart it and register it anew"
+            raise
+
+    def _copied(self, tags: frozenset[str]) -> int:
+        return self._bytes_of(frozenset({WEIGHTS})) if WEIGHTS in tags and self.keeps_weights else 0
+
+    def _see_freed(self, tags: frozenset[str], before: int) -> None:
+        """Wait until the device shows the memory of these tags free.
+
+        Raises:
+            EngineError: it does not. The engine has taken the call for done, so the book has it as done.
+        """
+        if not self._by_memory:
+            return
+        wanted = max(1, int(self._bytes_of(tags) * _FREED_SHARE))
+        until, pause = time.monotonic() + min(_FREED_SECONDS, self._engine.deadline_seconds), _POLL_SECONDS[0]
+        while (freed := self._free_bytes() - before) < wanted:
+            if time.monotonic() >= until:
+                raise EngineError(
+                    f"{self._engine!r} says that {_listed(tags)} is offloaded, but the device has {freed:,} bytes more free, and they "
+                    f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine lies on other devices than this "
+                    "manager's, make it with verify='answer'"
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, _POLL_SECONDS[1])
+        self._measure(tags, freed)
+
+    def _measure(self, tags: frozenset[str], nbytes: int) -> None:
+        if self._by_memory and nbytes > 0:
+            self._measured[tags] = nbytes
+
+    def _in_order(self, tags: Collection[str]) -> list[str]:
+        return [tag for tag in self.tags if tag in tags]
+
+
+def _listed(tags: Collection[str]) -> str:
+    return ", ".join(sorted(tags))

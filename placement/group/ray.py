@@ -1,0 +1,223 @@
+"""A group over a named actor: what a Ray job brings along. Nothing here imports ray before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from placement.errors import PlacementError
+from placement.group.agreement import Group, check_place
+from placement.group.base import Board, BoardLost
+from placement.group.messages import decode
+from placement.group.ray_board import MAX_MESSAGE_BYTES, WAIT_SECONDS, Answer, BoardActor, Operation, Request
+from placement.group.store import DEADLINE_SECONDS
+
+_CALLERS = 100_000
+"""Requests that may wait in the actor at once: one of each rank of each group."""
+_PAUSE_SECONDS = (0.002, 0.05)
+_SLICES = 10
+_EPOCH = re.compile(r"/e(\d+)/")
+
+
+def import_ray() -> Any:
+    """Ray, or an error that says how to get it.
+
+    Raises:
+        PlacementError: it is not installed, or this process is not connected to a cluster.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PlacementError("ray is not installed here: pip install 'placement[ray]'") from error
+    if not ray.is_initialized():
+        raise PlacementError("this process is connected to no Ray cluster: call ray.init() first")
+    return ray
+
+
+def start_board(name: str, *, namespace: str | None = None) -> Any:
+    """Start the actor that the ranks of a job agree over, or find it. In the driver, before the ranks.
+
+    It is restarted when its process dies, needs no CPU of the cluster's account, and ends with the driver or with the last handle.
+
+    Returns:
+        Its handle. Hold it as long as the ranks live.
+
+    Raises:
+        PlacementError: there is no Ray, or the actor cannot be started.
+    """
+    ray = import_ray()
+    options = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_concurrency": _CALLERS}
+    actor = ray.remote(BoardActor).options(**options).remote()
+    try:
+        ray.get(actor.__ray_ready__.remote())
+    except ray.exceptions.RayError as error:
+        raise PlacementError(f"the board {name!r} cannot be started: {error}") from error
+    return actor
+
+
+class RayBoard(Board):
+    """A `BoardActor` as one rank sees it.
+
+    Notes what this rank has written and read, and tells it to an actor that was restarted; see `ray_board`.
+
+    Args:
+        ask: sends a message and returns the answer; None when the actor is being restarted. Raises BoardLost after so many seconds.
+        book: names the membership.
+        deadline_seconds: what each call may take, a restart of the actor included.
+    """
+
+    def __init__(self, ask: Callable[[bytes, float], bytes | None], book: str, rank: int, world_size: int, deadline_seconds: float) -> None:
+        self._ask_actor = ask
+        self._rank, self._world_size = rank, world_size
+        self._book = book
+        self._deadline_seconds = deadline_seconds
+        self._incarnation = ""
+        self._token = secrets.token_hex(8)
+        self._notes: dict[str, str] = {}
+        self._removed: list[str] = []
+
+    def put(self, key: str, value: bytes) -> None:
+        # Noted before it is sent: when the answer is lost, a restarted board has to learn of it as well.
+        self._note(key, value.decode())
+        self._ask("put", [key], value.decode())
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        stands = self._ask("claim", [key], value.decode()).values[0]
+        self._note(key, stands)
+        return stands.encode()
+
+    def look(self, keys: Sequence[str]) -> list[bytes] | None:
+        answer = self._ask("look", keys)
+        if answer.status == "missing":
+            return None
+        if len(keys) == 1:  # a decision, which this rank may obey. Votes are told by those who cast them.
+            self._note(keys[0], answer.values[0])
+        return [value.encode() for value in answer.values]
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            answer = self._ask("wait", [key], seconds=min(max(left, 0.0), WAIT_SECONDS))
+            if answer.status == "done":
+                self._note(key, answer.values[0])
+                return answer.values[0].encode()
+            if left <= WAIT_SECONDS:
+                return None
+
+    def remove(self, keys: Sequence[str]) -> None:
+        self._removed += keys  # goes with the next request: nobody waits for it
+        # Each rank removes what it wrote itself, once all are past that epoch; what it has read of that epoch goes with it.
+        over = max((epoch for epoch in map(_epoch_of, keys) if epoch is not None), default=-1)
+        self._notes = {key: value for key, value in self._notes.items() if (its := _epoch_of(key)) is None or its > over}
+
+    def _note(self, key: str, value: str) -> None:
+        self._notes[key] = value
+
+    def _ask(self, operation: Operation, keys: Sequence[str] = (), value: str = "", *, seconds: float = 0.0) -> Answer:
+        """Until the board answers, a restart of it included.
+
+        Raises:
+            BoardLost: it did not within the deadline, or says that it never will.
+        """
+        end = time.monotonic() + self._deadline_seconds + seconds
+        pause = _PAUSE_SECONDS[0]
+        why = "the board is being restarted"
+        while True:
+            answer = self._send(self._request(operation, keys, value, seconds), end)
+            if answer is not None and answer.status == "stranger":
+                answer = self._send(self._attendance(), end)
+                if answer is not None and answer.status == "done":
+                    self._incarnation = answer.incarnation
+                    continue
+            if answer is not None and answer.status == "refused":
+                raise BoardLost(answer.reason)
+            if answer is not None and answer.status in ("done", "missing"):
+                self._removed.clear()
+                return answer
+            why = why if answer is None else answer.reason
+            if time.monotonic() >= end:
+                raise BoardLost(why)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _PAUSE_SECONDS[1])
+
+    def _send(self, request: Request, end: float) -> Answer | None:
+        message = self._ask_actor(request.encode(), max(end - time.monotonic(), 0.001))
+        return None if message is None else decode(Answer, message, max_bytes=MAX_MESSAGE_BYTES)
+
+    def _request(self, operation: Operation, keys: Sequence[str], value: str, seconds: float) -> Request:
+        about = Request(book=self._book, incarnation=self._incarnation, rank=self._rank, operation=operation)
+        return about.model_copy(update={"keys": tuple(keys), "value": value, "seconds": seconds, "removed": tuple(self._removed)})
+
+    def _attendance(self) -> Request:
+        about = Request(book=self._book, incarnation="", rank=self._rank, operation="attend")
+        return about.model_copy(update={"token": self._token, "world_size": self._world_size, "notes": self._notes})
+
+
+def asking(actor: Any) -> Callable[[bytes, float], bytes | None]:
+    """The way to a `BoardActor`, for a `RayBoard`."""
+    ray = import_ray()
+
+    def ask(message: bytes, seconds: float) -> bytes | None:
+        answer = actor.ask.remote(message)
+        try:
+            for _ in range(_SLICES):  # a process that was stopped meanwhile waits a part of it anew: it was not the board's fault
+                with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                    found: bytes = ray.get(answer, timeout=seconds / _SLICES)
+                    return found
+        except ray.exceptions.ActorUnavailableError:
+            return None
+        except ray.exceptions.RayError as error:
+            raise BoardLost(f"the board is gone: {str(error).strip().partition(chr(10))[0]}") from error
+        raise BoardLost(f"the board does not answer within {seconds:.3g} s")
+
+    return ask
+
+
+def _epoch_of(key: str) -> int | None:
+    found = _EPOCH.search(key)
+    return None if found is None else int(found[1])
+
+
+class RayGroup(Group):
+    """Ranks of a Ray job, over the actor of `start_board`.
+
+    Args:
+        board: the actor's name or handle.
+        rank, world_size, deadline_seconds, generation: see `Group`.
+        name: of the group, where several use one board.
+        namespace: of the actor's name; None: this job's.
+
+    Raises:
+        PlacementError: there is no Ray, or no such actor.
+        GroupError, CoordinatorLost, ValueError: see `Group`.
+    """
+
+    def __init__(
+        self,
+        board: Any,
+        rank: int,
+        world_size: int,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        *,
+        generation: int = 0,
+        name: str = "ranks",
+        namespace: str | None = None,
+    ) -> None:
+        check_place(rank, world_size, deadline_seconds)
+        actor = _find(board, namespace) if isinstance(board, str) else board
+        side = RayBoard(asking(actor), f"{name}/g{generation}", rank, world_size, deadline_seconds)
+        super().__init__(side, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
+
+
+def _find(name: str, namespace: str | None) -> Any:
+    ray = import_ray()
+    try:
+        return ray.get_actor(name, namespace)
+    except ValueError as error:
+        where = "this job's namespace" if namespace is None else f"namespace {namespace!r}"
+        raise PlacementError(f"no board {name!r} in {where}: the driver starts it, with placement.group.start_board({name!r})") from error

@@ -1,0 +1,74 @@
+"""A manager with an actor beside a server of an engine, on one simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from placement import Handle, Manager
+from placement.engines.sglang import SglangServer
+from placement.engines.tagged import TaggedEngine
+from placement.engines.vllm import VllmServer
+from placement.testing import SimulatedDevice
+from tests.engines.standin import CAPACITY, CHUNK, StandIn
+from tests.engines.standin_vllm import Vllm033
+
+
+class Job:
+    """An actor, its optimizer, and an engine whose server is a stand-in."""
+
+    def __init__(self, server: StandIn, shared: Path, **options: Any) -> None:
+        self.server = server
+        self.device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared)
+        self.manager = Manager(device=self.device, **options.pop("manager", {}))
+        self.module = torch.nn.Linear(64, 64)
+        self.adam = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+        self.actor = self.manager.register("actor", self.module, role="actor")
+        self.manager.register("adam", self.adam)
+        kind = VllmServer if isinstance(server, Vllm033) else SglangServer
+        options = {"deadline_seconds": 5.0, "send": self.send} | options
+        if kind is SglangServer:
+            options = {"tags": ("weights", "kv_cache", "cuda_graph")} | options
+        self.engine: TaggedEngine = kind(server.url, **options)
+        self.received: list[str] = []
+        self.handle: Handle | None = None
+
+    def send(self, bucket: Any) -> None:
+        if self.server.memory.is_moving and "weights" not in self.server.memory.tags:
+            self.server.accidents.append("weights written to memory that was given away")
+        self.received += [name for name, _ in bucket]
+        self.server.weights = "actor"
+
+    def register(self) -> Handle:
+        self.handle = self.manager.register("rollout", self.engine, role="rollout")
+        return self.handle
+
+    def publish(self, bucket_bytes: int = 1 << 14) -> None:
+        for bucket in self.actor.weights(bucket_bytes=bucket_bytes):
+            self.engine.update_weights(bucket)
+
+    def step(self) -> str:
+        """The choreography, as a user writes it."""
+        with self.manager.phase("weight_sync") as step:
+            self.publish()
+            step.switch("rollout")
+            return self.server.generate()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "capacity"
+
+
+@pytest.fixture
+def started() -> Iterator[list[StandIn]]:
+    """Servers to close at the end."""
+    servers: list[StandIn] = []
+    yield servers
+    for server in servers:
+        server.close()
+        assert server.accidents == []

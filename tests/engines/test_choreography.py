@@ -1,0 +1,206 @@
+"""Weights awake, published, actor off, KV cache awake, rollout, asleep: against every server, with the budget never exceeded."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement import EngineError, State
+from placement.testing import assert_nothing_resident
+from tests.engines.conftest import Job
+from tests.engines.standin import TAG_BYTES, StandIn
+from tests.engines.standin_sglang import Sglang0523, Sglang059
+from tests.engines.standin_vllm import Vllm011, Vllm033, VllmBetween
+
+SERVERS: dict[str, Any] = {
+    "vllm 0.33.0": Vllm033,
+    "vllm between": VllmBetween,
+    "vllm 0.11.0": Vllm011,
+    "sglang 0.5.23": Sglang0523,
+    "sglang 0.5.9": Sglang059,
+}
+every_server = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in SERVERS.items()])
+
+
+def start(kind: Any, shared: Path, started: list[StandIn], weights: str = "discard", **options: Any) -> Job:
+    is_vllm = issubclass(kind, Vllm033)
+    server = kind(shared) if is_vllm else kind(shared, keeps_weights=weights == "keep")
+    started.append(server)
+    return Job(server, shared, **({"weights": weights} if is_vllm else {}), **options)
+
+
+@every_server
+@pytest.mark.parametrize("weights", ["keep", "discard"])
+def test_three_steps(kind: Any, weights: str, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, weights)
+    handle = job.register()
+    assert handle.state is State.CPU_OFFLOADED
+    assert job.server.memory.tags == set()
+    for _ in range(3):
+        assert job.step() == "actor"
+        assert job.server.memory.tags == set()
+        assert handle.resident_bytes == 0
+    assert_nothing_resident(job.manager)
+    assert job.manager.audit().ok
+
+
+@every_server
+def test_each_border_has_on_the_device_what_it_says(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, tag_bytes={tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")})
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        assert job.server.memory.tags == {"weights"}
+        assert (handle.state, job.actor.state) == (State.GPU_RESIDENT, State.SYNCING)
+        assert handle.resident_bytes == TAG_BYTES["weights"]
+        job.publish()
+        step.switch("rollout")
+        assert {"weights", "kv_cache"} <= job.server.memory.tags
+        assert job.actor.resident_bytes == 0
+        assert not job.server.is_paused
+        step.switch("train")
+        assert job.server.memory.tags == set()
+        assert job.actor.state is State.TRAINING
+    assert_nothing_resident(job.manager)
+
+
+@every_server
+def test_sizes_are_measured_where_they_are_not_given(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    handle = job.register()
+    whole = sum(TAG_BYTES[tag] for tag in job.engine.residency.tags)
+    assert handle.num_bytes == whole
+    job.step()
+    assert job.engine.residency.bytes_by_tag() == {tag: TAG_BYTES[tag] for tag in job.engine.residency.tags}
+
+
+@every_server
+def test_the_sum_never_exceeds_a_budget_that_holds_no_two_of_them(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """The engine whole and the actor do not fit together: the swap has to go through what is free."""
+    sizes = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
+    budget = sum(TAG_BYTES[tag] for tag in TAG_BYTES) + 4096
+    job = start(kind, shared, started, tag_bytes=sizes, manager={"budget_bytes": budget})
+    job.register()
+    for _ in range(2):
+        assert job.step() == "actor"
+        with job.manager.phase("train"):
+            pass
+    assert job.manager.snapshot().peak_bytes <= budget
+
+
+@every_server
+def test_an_eval_after_training_needs_no_sync_while_the_weights_are_kept(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, "keep")
+    job.register()
+    job.step()
+    with job.manager.phase("eval"):
+        assert job.server.generate() == "actor"
+
+
+@every_server
+def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    with pytest.raises(EngineError, match=r"'rollout' mean nothing now.*discarded when they were offloaded"):
+        job.manager.phase("rollout").__enter__()
+    assert job.server.memory.tags == set()
+    with job.manager.phase("weight_sync"):
+        job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
+    with pytest.raises(EngineError, match="discarded"):
+        job.manager.phase("eval").__enter__()
+    assert_nothing_resident(job.manager)
+    assert job.step() == "actor"
+
+
+@every_server
+def test_a_sync_that_stops_half_way_spoils_weights_that_are_kept_too(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, "keep")
+    job.register()
+    job.step()
+    with job.manager.phase("weight_sync") as step:
+        for bucket in job.actor.weights(bucket_bytes=1):
+            job.engine.update_weights(bucket)
+            break
+        with pytest.raises(EngineError, match="a sync has begun and not been finished"):
+            step.switch("rollout")
+        job.publish(bucket_bytes=1)
+        step.switch("rollout")
+
+
+@every_server
+def test_weights_that_come_by_another_way_count_when_it_is_said(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    with pytest.raises(EngineError, match="cannot have been filled"):
+        job.engine.weights_filled()
+    with job.manager.phase("weight_sync") as step:
+        job.engine.weights_filled()
+        step.switch("rollout")
+
+
+@every_server
+@pytest.mark.parametrize("weights", ["keep", "discard"])
+def test_from_a_rollout_straight_into_a_sync(kind: Any, weights: str, shared: Path, started: list[StandIn]) -> None:
+    """The KV cache goes, the weights stay or come back; what the sync fills is what the next rollout generates with."""
+    job = start(kind, shared, started, weights)
+    job.register()
+    with job.manager.phase("weight_sync") as step:
+        for _ in range(2):
+            job.publish()
+            step.switch("rollout")
+            assert job.server.generate() == "actor"
+            step.switch("weight_sync")
+            assert job.server.memory.tags == {"weights"}
+    assert job.server.memory.tags == set()
+
+
+@every_server
+def test_requests_in_flight_are_waited_for(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.in_flight = 3
+
+        def finish() -> None:
+            job.server.in_flight = 0
+
+        timer = threading.Timer(0.15, finish)
+        timer.start()
+        step.switch("train")
+        timer.join()
+    assert job.server.aborted == 0
+    assert job.server.memory.tags == set()
+
+
+@pytest.mark.parametrize("kind", [Vllm033, Vllm011, Sglang0523])
+def test_requests_that_never_finish_end_at_the_deadline_and_the_rollout_goes_on(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, deadline_seconds=0.6)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.in_flight = 1
+        with pytest.raises(EngineError, match="in flight"):
+            step.switch("train")
+        assert step.name == "rollout"
+        assert handle.state is State.GPU_RESIDENT
+        assert not job.server.is_paused
+        assert job.server.generate() == "actor"
+        job.server.in_flight = 0
+    assert job.server.memory.tags == set()
+
+
+@pytest.mark.parametrize("kind", [Vllm033, VllmBetween, Sglang0523])
+def test_requests_in_flight_are_cut_off_where_that_is_wanted(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, in_flight="abort")
+    job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.in_flight = 3
+    assert job.server.aborted == 3
+    assert job.server.memory.tags == set()

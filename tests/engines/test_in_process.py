@@ -1,0 +1,246 @@
+"""vLLM's `LLM` and SGLang's `Engine` in this process: the real classes where they can be imported, else classes of their shape."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from placement import EngineError, EngineLost, Manager, State
+from placement.engines.sglang import SglangInProcess
+from placement.engines.tagged import TaggedEngine
+from placement.engines.vllm import VllmInProcess
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.engines.standin import CAPACITY, CHUNK, GARBAGE, Memory
+
+
+class LLM:
+    """vllm/entrypoints/llm.py, 0.33.0: `sleep`, `wake_up`, `release_kv_cache_memory`, `apply_model`, `llm_engine`."""
+
+    def __init__(self, shared: Path) -> None:
+        self.memory = Memory(shared, ("weights", "kv_cache"))
+        self.model = torch.nn.Linear(64, 64)
+        self.model.load_weights = self._load_weights  # type: ignore[assignment]
+        self.sleeping: set[str] = set()
+        self.paused = False
+        self.calls: list[Any] = []
+        self.unfinished = 0
+        self.says = "disk"
+        self.failing: dict[str, Exception] = {}
+        self.llm_engine = SimpleNamespace(
+            is_sleeping=lambda: self.paused or bool(self.sleeping), has_unfinished_requests=lambda: self.unfinished > 0
+        )
+
+    def _load_weights(self, pairs: Any) -> set[str]:
+        assert "weights" in self.memory.tags
+        self.says = "actor"
+        return {name for name, _ in pairs}
+
+    def _called(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] in self.failing:
+            raise self.failing.pop(call[0])
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self._called("sleep", level)
+        if mode == "wait":
+            raise ValueError("'wait' mode can't be used in inproc-engine mode")
+        self.paused = True
+        if level:
+            self.kept, self.says = (self.says if level == 1 else GARBAGE), GARBAGE
+            for tag in self.memory.tags:
+                self.memory.give(tag)
+            self.sleeping = {"weights", "kv_cache"}
+
+    def release_kv_cache_memory(self) -> None:
+        self._called("release_kv_cache_memory")
+        if not self.paused or self.sleeping:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        self.memory.give("kv_cache")
+        self.sleeping = {"kv_cache"}
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        self._called("wake_up", tags)
+        assert set(tags or ()) <= self.sleeping
+        for tag in tags or [*self.sleeping]:
+            self.memory.take(tag)
+            self.says = self.kept if tag == "weights" else self.says
+        self.sleeping -= set(tags or self.sleeping)
+        self.paused = bool(self.sleeping)
+        return not self.sleeping
+
+    def apply_model(self, func: Any) -> list[Any]:
+        return [func(self.model)]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self._called("reset_prefix_cache")
+        return True
+
+
+class SglEngine:
+    """sglang/srt/entrypoints/engine.py, 0.5.23: release, resume, flush, `update_weights_from_tensor`, `server_args`."""
+
+    def __init__(self, shared: Path, *, saver: bool = True) -> None:
+        self.memory = Memory(shared, ("weights", "kv_cache"))
+        self.server_args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=False)
+        self.released: set[str] = set()
+        self.busy = 0
+        self.says = "disk"
+        self.calls: list[Any] = []
+        self.accepts = True
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("release", tags))
+        assert not self.busy
+        assert not self.released & set(tags or ())
+        for tag in tags or ():
+            self.memory.give(tag)
+        self.released |= set(tags or ())
+        self.says = GARBAGE
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("resume", tags))
+        for tag in tags or ():
+            self.released.remove(tag)
+            self.memory.take(tag)
+
+    def flush_cache(self) -> Any:
+        assert "kv_cache" not in self.released
+        self.busy -= self.busy > 0
+        return SimpleNamespace(success=self.busy == 0, message="")
+
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
+    ) -> tuple[bool, str]:
+        assert "weights" not in self.released
+        assert not flush_cache
+        self.says = "actor" if self.accepts else self.says
+        return self.accepts, "" if self.accepts else "shape mismatch"
+
+
+def job(engine: TaggedEngine, shared: Path) -> tuple[Manager, Any, Any]:
+    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared))
+    module = torch.nn.Linear(64, 64)
+    actor = manager.register("actor", module, role="actor")
+    manager.module = module  # type: ignore[attr-defined] # a handle keeps no model alive
+    return manager, actor, manager.register("rollout", engine, role="rollout")
+
+
+def publish(actor: Any, engine: TaggedEngine) -> None:
+    for bucket in actor.weights(bucket_bytes=1):
+        engine.update_weights(bucket)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "capacity"
+
+
+@pytest.mark.parametrize("weights", ["keep", "discard"])
+def test_steps_of_vllm(weights: Any, shared: Path) -> None:
+    llm = LLM(shared)
+    engine = VllmInProcess(llm, weights=weights)
+    manager, actor, handle = job(engine, shared)
+    for _ in range(2):
+        with manager.phase("weight_sync") as step:
+            assert llm.memory.tags == {"weights"}
+            publish(actor, engine)
+            step.switch("rollout")
+            assert (llm.says, llm.paused, actor.resident_bytes) == ("actor", False, 0)
+            step.switch("weight_sync")
+            assert llm.memory.tags == {"weights"}
+            assert llm.says == "actor"  # the KV cache alone went
+            step.switch("rollout")
+    assert handle.state is State.CPU_OFFLOADED
+    assert_nothing_resident(manager)
+
+
+def test_vllm_with_requests_that_nobody_finishes(shared: Path) -> None:
+    llm = LLM(shared)
+    manager, _, handle = job(VllmInProcess(llm), shared)
+    with manager.phase("rollout") as step:
+        llm.unfinished = 2
+        with pytest.raises(EngineError, match="requests that are not finished"):
+            step.switch("train")
+        assert handle.state is State.GPU_RESIDENT
+        llm.unfinished = 0
+    assert handle.state is State.CPU_OFFLOADED
+
+
+def test_vllm_that_fails(shared: Path) -> None:
+    llm = LLM(shared)
+    manager, _, handle = job(VllmInProcess(llm), shared)
+    llm.failing["wake_up"] = RuntimeError("CUDA Error: out of memory")
+    with pytest.raises(EngineError, match=r"wake_up\(tags=\['weights'\]\) of vLLM failed: .*out of memory"):
+        manager.phase("rollout").__enter__()
+    with pytest.raises(EngineError, match="cannot be trusted"):
+        manager.phase("rollout").__enter__()
+    handle.object.residency.stale = None
+    with manager.phase("rollout"):
+        llm.failing["sleep"] = AssertionError("Memory usage increased after sleeping.")
+        with pytest.raises(EngineLost, match="Memory usage increased"):
+            manager.phase("train").__enter__()
+        assert handle.broken is not None
+        handle.object.assume(offloaded=[])
+
+
+def test_what_is_no_vllm(shared: Path) -> None:
+    class Asynchronous(LLM):
+        async def sleep(self, level: int = 1, mode: str = "abort") -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(ValueError, match=r"no vllm\.LLM \(sleep, wake_up"):
+        VllmInProcess(object())
+    with pytest.raises(ValueError, match="its sleep is asynchronous"):
+        VllmInProcess(Asynchronous(shared))
+    with pytest.raises(ValueError, match=r"no sglang\.Engine: it has no release_memory_occupation"):
+        SglangInProcess(object())
+
+
+def test_steps_of_sglang(shared: Path) -> None:
+    inner = SglEngine(shared)
+    engine = SglangInProcess(inner, deadline_seconds=5)
+    manager, actor, _ = job(engine, shared)
+    for _ in range(2):
+        with manager.phase("weight_sync") as step:
+            publish(actor, engine)
+            step.switch("rollout")
+            assert inner.says == "actor"
+            inner.busy = 2
+    assert inner.calls[:4] == [("release", ["kv_cache", "weights"]), ("resume", ["weights"]), ("resume", ["kv_cache"]), inner.calls[0]]
+    assert_nothing_resident(manager)
+
+
+def test_sglang_that_refuses_a_bucket_or_has_no_saver(shared: Path) -> None:
+    inner = SglEngine(shared)
+    engine = SglangInProcess(inner)
+    manager, actor, _ = job(engine, shared)
+    inner.accepts = False
+    with pytest.raises(EngineError, match="refused a bucket of 1 weights: shape mismatch"), manager.phase("weight_sync"):
+        publish(actor, engine)
+    with pytest.raises(EngineError, match="mean nothing now"):
+        manager.phase("rollout").__enter__()
+    with pytest.raises(EngineError, match="memory saver"):
+        job(SglangInProcess(SglEngine(shared.with_name("other"), saver=False)), shared.with_name("other"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_real_vllm_has_this_shape() -> None:
+    import vllm
+
+    for name in ("sleep", "wake_up", "apply_model", "reset_prefix_cache"):
+        ours = inspect.signature(getattr(LLM, name)).parameters
+        assert set(inspect.signature(getattr(vllm.LLM, name)).parameters) >= {key for key in ours if key != "mode"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_the_real_sglang_has_this_shape() -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    for name in ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor"):
+        assert [*inspect.signature(getattr(Engine, name)).parameters] == [*inspect.signature(getattr(SglEngine, name)).parameters]

@@ -1,0 +1,162 @@
+"""What kills an SGLang server, and must not happen: each trap, against a stand-in that dies of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement import EngineError, EngineLost, State
+from placement.testing import assert_nothing_resident
+from tests.engines.conftest import Job
+from tests.engines.standin import StandIn
+from tests.engines.standin_sglang import Sglang0523, Sglang059
+from tests.engines.test_choreography import start
+
+every_sglang = pytest.mark.parametrize("kind", [Sglang0523, Sglang059])
+ALL = {"weights", "kv_cache", "cuda_graph"}
+
+
+@every_sglang
+def test_what_is_sent_for_one_step(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    pause = 'POST /pause_generation {"mode": "abort"}'
+    release = 'POST /release_memory_occupation {"tags": ["cuda_graph", "kv_cache", "weights"]}'
+    assert job.server.sent == [pause, release]
+    job.server.sent.clear()
+    job.step()
+    assert job.server.sent == [
+        'POST /resume_memory_occupation {"tags": ["weights"]}',
+        'POST /resume_memory_occupation {"tags": ["kv_cache"]}',
+        'POST /resume_memory_occupation {"tags": ["cuda_graph"]}',
+        "POST /continue_generation {}",
+        pause,
+        release,
+    ]
+
+
+@every_sglang
+def test_it_stays_paused_until_every_tag_is_back(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """sglang#24123: a prefill after the release touched memory that was given away. A paused server lets none through."""
+    job = start(kind, shared, started)
+    job.register()
+    assert job.server.is_paused
+    with job.manager.phase("weight_sync") as step:
+        assert job.server.is_paused
+        job.publish()
+        assert job.server.is_paused
+        step.switch("rollout")
+        assert not job.server.is_paused
+    assert job.server.is_paused
+
+
+@every_sglang
+def test_a_sync_without_a_rollout_releases_the_weights_alone(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    with job.manager.phase("weight_sync"):
+        job.publish()
+    assert job.server.sent[-1] == 'POST /release_memory_occupation {"tags": ["weights"]}'
+    assert job.server.memory.tags == set()
+    assert job.step() == "actor"
+
+
+@every_sglang
+def test_without_its_memory_saver(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    server = kind(shared, has_saver=False)
+    started.append(server)
+    job = Job(server, shared)
+    with pytest.raises(EngineError, match="--enable-memory-saver"):
+        job.register()
+    assert server.sent == []
+
+
+@every_sglang
+@pytest.mark.parametrize("keeps", [False, True])
+def test_whether_weights_are_kept_is_what_the_server_says(kind: Any, keeps: bool, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started, "keep" if keeps else "discard")
+    job.register()
+    if keeps:
+        with job.manager.phase("rollout"):
+            assert job.server.generate() == "disk"
+    else:
+        with pytest.raises(EngineError, match="discarded"):
+            job.manager.phase("rollout").__enter__()
+
+
+def test_a_server_that_was_restarted_has_released_nothing(shared: Path, started: list[StandIn]) -> None:
+    job = start(Sglang0523, shared, started)
+    handle = job.register()
+    job.server.restart()  # type: ignore[attr-defined]
+    sent = [*job.server.sent]
+    with pytest.raises(EngineLost, match="was restarted since it was registered"):
+        job.manager.phase("weight_sync").__enter__()
+    assert job.server.sent == sent
+    assert handle.broken is not None
+    job.engine.assume(offloaded=[])
+    assert job.step() == "actor"
+    assert job.server.memory.tags == set()
+
+
+@every_sglang
+def test_a_server_that_dies_of_a_release(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """A request that came past the pause: the scheduler's assertion takes the parent down, and the connection breaks."""
+    job = start(kind, shared, started)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.is_dead = True
+        with pytest.raises(EngineLost, match="the connection broke"):
+            step.switch("train")
+        assert handle.broken is not None
+        job.server.is_dead = False
+        job.engine.assume(offloaded=[])
+    assert_nothing_resident(job.manager)
+
+
+@pytest.mark.parametrize("route", ["/release_memory_occupation", "/resume_memory_occupation"])
+@pytest.mark.parametrize("trap", ["500", "hang"])
+def test_no_answer_that_tells_what_happened(route: str, trap: str, shared: Path, started: list[StandIn]) -> None:
+    job = start(Sglang0523, shared, started, deadline_seconds=0.6)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        is_release = route.startswith("/release")
+        if is_release:
+            step.switch("rollout")
+        if trap == "hang":
+            job.server.hanging.add(route)
+        else:
+            job.server.failing[route] = 500, "Internal Server Error"
+        with pytest.raises(EngineLost, match="is not known"):
+            step.switch("train" if is_release else "rollout")
+        job.server.hanging.clear()
+        job.server.failing.clear()
+        sent = [*job.server.sent]
+        with pytest.raises(Exception, match="broken"):
+            step.switch("reward")
+        assert job.server.sent == sent  # it is never told anything again, until somebody knows what is the case
+        assert handle.broken is not None
+        job.engine.assume(offloaded=sorted(ALL - job.server.memory.tags))
+    assert_nothing_resident(job.manager)
+    assert job.server.memory.tags == set()
+
+
+@every_sglang
+def test_a_refusal_changes_nothing(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.failing["/release_memory_occupation"] = 400, {"error": {"message": "no"}}
+        with pytest.raises(EngineError, match=r"answered with 400 .*'no'|answered with 400"):
+            step.switch("train")
+        assert (handle.state, handle.broken) == (State.GPU_RESIDENT, None)
+        assert not job.server.is_paused
+        del job.server.failing["/release_memory_occupation"]
+        step.switch("train")
+    assert job.server.memory.tags == set()

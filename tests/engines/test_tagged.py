@@ -1,0 +1,347 @@
+"""An engine of one's own that places its memory by tags; what plans may say of it; and who leads one that spans ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import BrokenHandleError, EngineError, EngineLost, Lazy, Manager, Plan, PolicyError, RegistrationError, State
+from placement.engines import Follower, TaggedEngine
+from placement.engines.http import Server
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.engines.standin import CAPACITY, CHUNK, Memory
+
+
+class Own(TaggedEngine):
+    """The few methods that an author writes."""
+
+    def __init__(self, shared: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.memory = Memory(shared, ("weights", "kv_cache"))
+        self.calls: list[str] = []
+        self.raising: dict[str, BaseException] = {}
+
+    def _called(self, name: str, tags: Collection[str] = ()) -> None:
+        self.calls.append(" ".join([name, *tags]))
+        if name in self.raising:
+            raise self.raising.pop(name)
+
+    def drain(self) -> None:
+        self._called("drain")
+
+    def offload(self, tags: Collection[str]) -> None:
+        self._called("offload", tags)
+        for tag in tags:
+            self.memory.give(tag)
+
+    def load(self, tags: Collection[str]) -> None:
+        self._called("load", tags)
+        for tag in tags:
+            self.memory.take(tag)
+
+    def admit(self) -> None:
+        self._called("admit")
+
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._called("receive", [name for name, _ in bucket])
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "capacity"
+
+
+def make(shared: Path, engine: Any, **keywords: Any) -> tuple[Manager, Any]:
+    manager = Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared), **keywords)
+    module = torch.nn.Linear(64, 64)
+    actor = manager.register("actor", module, role="actor")
+    manager.register("rollout", engine, role="rollout")
+    manager.module = module  # type: ignore[attr-defined] # a handle keeps no model alive
+    return manager, actor
+
+
+def test_what_its_author_is_asked_in_one_step(shared: Path) -> None:
+    engine = Own(shared)
+    manager, actor = make(shared, engine)
+    assert engine.calls == ["drain", "offload kv_cache weights"]
+    engine.calls.clear()
+    with manager.phase("weight_sync") as step:
+        for bucket in actor.weights(bucket_bytes=1):
+            engine.update_weights(bucket)
+        step.switch("rollout")
+    received = ["receive weight", "receive bias"]
+    assert engine.calls == ["load weights", *received, "load kv_cache", "admit", "drain", "offload kv_cache weights"]
+
+
+def test_an_engine_is_built_when_a_plan_wants_it(shared: Path) -> None:
+    manager, _ = make(shared, Lazy(lambda: Own(shared), kind="engine"))
+    handle = manager.handles["rollout"]
+    assert not handle.is_built
+    with manager.phase("rollout"):
+        assert handle.state is State.GPU_RESIDENT
+        assert handle.object.calls == []  # it was on the device already
+    assert handle.state is State.CPU_OFFLOADED
+    assert_nothing_resident(manager)
+
+
+def test_an_interrupt_in_a_call_leaves_it_in_doubt(shared: Path) -> None:
+    engine = Own(shared)
+    manager, _ = make(shared, engine)
+    engine.raising["load"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        manager.phase("rollout").__enter__()
+    with pytest.raises(BrokenHandleError, match="interrupted \\(KeyboardInterrupt\\) while it was to load weights"):
+        manager.phase("rollout").__enter__()
+    with manager.phase("train"):
+        pass
+    engine.assume(offloaded=["weights", "kv_cache"])
+    with manager.phase("weight_sync"):
+        pass
+    engine.calls.clear()
+    engine.assume(offloaded=[])  # whether it takes requests, nobody knows: opened once it is filled, drained before it goes
+    engine.weights_filled()
+    assert engine.calls == ["admit"]
+    with pytest.raises(ValueError, match="has no tags lora"):
+        engine.assume(offloaded=["lora"])
+
+
+@pytest.mark.parametrize("weights", ["keep", "discard"])
+def test_a_switch_that_fails_after_the_engine_left_brings_it_back(weights: Any, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(_: int) -> Any:
+        raise placement.DeviceMemoryError("none")
+
+    engine = Own(shared, weights=weights)
+    manager, actor = make(shared, engine)
+    with manager.phase("weight_sync") as step:
+        for bucket in actor.weights():
+            engine.update_weights(bucket)
+        step.switch("rollout")
+        engine.calls.clear()
+        monkeypatch.setattr(manager.device, "create", no_memory)
+        with pytest.raises(placement.DeviceMemoryError, match="none"):
+            step.switch("log_prob")
+        monkeypatch.undo()
+        assert step.name == "rollout"
+        last = "admit" if weights == "keep" else "drain"  # what is gone must not be generated with
+        assert engine.calls == ["drain", "offload kv_cache weights", "load weights", "load kv_cache", last]
+    assert_nothing_resident(manager)
+
+
+def test_adapters_alone_do_not_fill_discarded_base_weights(shared: Path) -> None:
+    from placement.sync import Bucket
+
+    engine = Own(shared, weights="discard")
+    manager, _ = make(shared, engine)
+    bucket = Bucket(0, "separate")
+    bucket.is_last = True
+    with manager.phase("weight_sync"):
+        with pytest.raises(EngineError, match="the adapters alone cannot fill"):
+            engine.update_weights(bucket)
+        engine.weights_filled()
+        engine.update_weights(bucket)
+        assert engine.residency.stale is None
+
+
+def test_a_bucket_that_is_missing_is_found(shared: Path) -> None:
+    engine = Own(shared)
+    manager, actor = make(shared, engine)
+    with manager.phase("weight_sync") as step:
+        buckets = actor.weights(bucket_bytes=1)
+        next(buckets)
+        with pytest.raises(EngineError, match="bucket 1 of a sync came, and 0 is next"):
+            engine.update_weights(next(buckets))
+        buckets.close()
+        engine.update_weights([("weight", torch.zeros(1))])  # who knows whether that is all of them
+        with pytest.raises(EngineError, match="not been finished"):
+            step.switch("rollout")
+        engine.weights_filled()
+        step.switch("rollout")
+
+
+def test_bad_input(shared: Path) -> None:
+    for options, message in (
+        ({"deadline_seconds": 0}, "more than 0"),
+        ({"tags": ("weights", "lora")}, "unknown tags 'lora'"),
+        ({"tag_bytes": {"cuda_graph": 1}}, "unknown tags 'cuda_graph'; this engine's: weights, kv_cache"),
+        ({"tag_bytes": {"weights": "12 apples"}}, "no number of bytes"),
+        ({"weights": "sleep"}, "'sleep' is none of keep, discard"),
+        ({"verify": "no"}, "'no' is none of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Own(shared, **options)
+    engine = Own(shared, weights="discard")
+    manager, _ = make(shared, Own(shared))
+    with pytest.raises(RegistrationError, match="without external=True"):
+        manager.register("external", engine, external=True)
+    with pytest.raises(RegistrationError, match="cannot be readonly"):
+        manager.register("readonly", engine, readonly=True)
+    with pytest.raises(EngineError, match="update them inside manager"):
+        manager.handles["rollout"].object.update_weights([])
+    other, _ = make(shared.with_name("other"), Own(shared.with_name("other")))
+    with pytest.raises(EngineError, match="registered already"):
+        other.register("again", manager.handles["rollout"].object)
+    taken = manager.handles["rollout"].object
+    manager.unregister("rollout")
+    other.register("again", taken)
+    assert {"again", "rollout"} <= {*other.handles}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"rollout": {"lora"}}, "wants lora of 'rollout', which has no such part"),
+        ({"actor": {"weights"}}, "wants weights of 'actor', which has no such part"),
+        ({"ghost": {"weights"}}, "names 'ghost'"),
+        ({"rollout": set()}, "wants parts of 'rollout' and not the handle"),
+    ],
+)
+def test_plans_that_are_none(parts: Any, message: str, shared: Path) -> None:
+    class Wrong(placement.policies.Colocated):
+        def plan(self, view: placement.View) -> Plan:
+            plan = super().plan(view)
+            return plan if view.phase != "eval" else view.total_plan(plan.targets, parts=parts)
+
+    manager, _ = make(shared, Own(shared), policy=Wrong())
+    with pytest.raises(PolicyError, match=message):
+        manager.phase("eval").__enter__()
+
+
+def test_what_is_kept_of_an_engine_is_what_was_there(shared: Path) -> None:
+    engine = Own(shared)
+    manager, _ = make(shared, engine)
+    with manager.phase("weight_sync") as phase:
+        phase.keep("rollout")
+    assert engine.memory.tags == {"weights"}
+    engine.calls.clear()
+    with manager.phase("rollout"):
+        assert engine.calls == ["load kv_cache", "admit"]
+    assert_nothing_resident(manager)
+
+
+def test_a_part_that_comes_is_recorded_and_changes_no_state(shared: Path) -> None:
+    engine = Own(shared)
+    manager, actor = make(shared, engine)
+    handle = manager.handles["rollout"]
+    before = handle.counters.transitions.copy()
+    with manager.phase("weight_sync") as step:
+        for bucket in actor.weights():
+            engine.update_weights(bucket)
+        step.switch("rollout")
+    own = [(r.trigger.value, r.source, r.target) for r in manager.journal if r.handle == "rollout"][-3:]
+    gpu, off = State.GPU_RESIDENT, State.CPU_OFFLOADED
+    assert own == [("load", off, gpu), ("load", gpu, gpu), ("offload", gpu, off)]
+    assert {t: n - before[t] for t, n in handle.counters.transitions.items() if n - before[t]} == {"load": 1, "offload": 1}
+    manager.check_integrity()
+
+
+def test_what_a_snapshot_shows(shared: Path) -> None:
+    engine = Own(shared, weights="discard")
+    manager, _ = make(shared, engine)
+    with manager.phase("weight_sync"):
+        shown = {each.name: each for each in manager.snapshot().handles}["rollout"]
+        assert (shown.resident_tags, shown.offloaded_tags) == (("weights",), ("kv_cache",))
+        assert "discarded" in (shown.stale or "")
+        assert manager.snapshot().model_dump_json()
+        engine.raising["offload"] = EngineError("no")
+        with pytest.raises(EngineError, match="no"):
+            manager.phase("train").__enter__()
+    assert manager.audit().ok
+
+
+def test_what_stays_behind_is_a_finding(shared: Path) -> None:
+    engine = Own(shared)
+    manager, _ = make(shared, engine)
+    with pytest.raises(EngineError, match="not today"), manager.phase("rollout"):
+        engine.raising["drain"] = EngineError("not today")
+    findings = manager.audit().findings
+    assert [(f.handle, f.what, f.detail) for f in findings] == [
+        ("rollout", "leak", "its tags kv_cache, weights are on the device, where it belongs off it")
+    ]
+    assert manager.snapshot().unpaired_bytes == sum(engine.residency.bytes_by_tag().values())
+    with manager.phase("train"):
+        assert manager.audit().ok
+
+
+def test_a_follower_is_sent_nothing_and_counts_its_bytes(shared: Path) -> None:
+    engine = Follower(tag_bytes={"weights": CHUNK, "kv_cache": 2 * CHUNK})
+    manager, actor = make(shared, engine)
+    handle = manager.handles["rollout"]
+    with manager.phase("weight_sync") as step:
+        assert handle.resident_bytes == CHUNK
+        for bucket in actor.weights():
+            engine.update_weights(bucket)
+        step.switch("rollout")
+        assert handle.resident_bytes == 3 * CHUNK
+    assert handle.resident_bytes == 0
+
+
+# --- HTTP
+
+
+def serve(answer: Any) -> tuple[str, threading.Thread, socket.socket]:
+    """A server that says what a test wants, byte by byte."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            with contextlib.suppress(OSError):
+                answer(connection)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}", thread, listening
+
+
+def drip(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+    for _ in range(1000):
+        connection.sendall(b" ")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (drip, "no answer within 0.3 s"),
+        (lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"), "the connection broke .*IncompleteRead"),
+        (lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9\r\n"), "the connection broke .*BadStatusLine"),
+        (lambda connection: None, "the connection broke .*RemoteDisconnected"),
+        (lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (17 << 20)), "an answer of more than"),
+    ],
+)
+def test_answers_that_are_none(answer: Any, message: str) -> None:
+    url, thread, listening = serve(answer)
+    with pytest.raises(EngineLost, match=message):
+        Server(url, deadline_seconds=0.3 if answer is drip else 5).ask("POST", "/sleep")
+    listening.close()
+    thread.join(5)
+
+
+def test_addresses_and_keys() -> None:
+    for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://host/?a=b"):
+        with pytest.raises(ValueError, match="no address of a server"):
+            Server(url, deadline_seconds=1)
+    heard: list[bytes] = []
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+
+    url, thread, listening = serve(answer)
+    server = Server(f"{url}/prefix/", deadline_seconds=5, api_key="secret")
+    said = server.ask("GET", "/is_sleeping", query={"tags": ["a", "b"]})
+    assert (said.status, said.json(), said.field("x")) == (401, None, None)
+    assert str(said) == f"GET {url}/prefix/is_sleeping?tags=a&tags=b was answered with 401 ''"
+    assert "secret" not in f"{said} {heard}"
+    listening.close()
+    thread.join(5)

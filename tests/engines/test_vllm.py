@@ -1,0 +1,261 @@
+"""What vLLM does to who calls it wrongly, or at the wrong moment: each trap, against the server that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from placement import BrokenHandleError, EngineError, EngineLost, NotResidentError, State
+from placement.engines.vllm import VllmServer
+from placement.testing import assert_nothing_resident
+from tests.engines.conftest import Job
+from tests.engines.standin import CAPACITY, CHUNK, TAG_BYTES, StandIn
+from tests.engines.standin_vllm import Vllm011, Vllm033, VllmBetween
+from tests.engines.test_choreography import start
+
+every_vllm = pytest.mark.parametrize("kind", [Vllm033, VllmBetween, Vllm011])
+
+
+def test_what_is_sent_for_one_step(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started)
+    job.register()
+    job.server.sent.clear()
+    job.step()
+    assert job.server.sent == [
+        "POST /wake_up?tags=weights",
+        "POST /wake_up?tags=kv_cache",
+        "POST /pause?mode=wait",
+        "POST /sleep?level=2&mode=wait",
+    ]
+
+
+def test_the_oldest_gets_what_it_knows(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm011, shared, started, "keep")
+    job.register()
+    assert job.server.sent == ["POST /sleep?level=1&mode=wait"]  # it takes no mode, and FastAPI drops what a route does not take
+
+
+def test_a_pause_that_a_wake_does_not_end_is_ended(shared: Path, started: list[StandIn]) -> None:
+    job = start(VllmBetween, shared, started)
+    job.register()
+    job.server.sent.clear()
+    job.step()
+    assert job.server.sent[:3] == ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache", "POST /resume"]
+
+
+@every_vllm
+def test_an_engine_that_sleeps_is_not_put_to_sleep_again(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    sent = [*job.server.sent]
+    for _ in range(2):
+        with job.manager.phase("train"):
+            pass
+    assert job.server.sent == sent
+
+
+@every_vllm
+def test_a_sync_without_a_rollout_leaves_nothing_behind(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """A partial wake, then sleep: 0.11 takes itself for asleep already, answers 200, and keeps the weights on the device."""
+    job = start(kind, shared, started)
+    handle = job.register()
+    with job.manager.phase("weight_sync"):
+        job.publish()
+    assert job.server.memory.tags == set()
+    assert (handle.state, handle.resident_bytes) == (State.CPU_OFFLOADED, 0)
+
+
+def test_without_development_mode(shared: Path, started: list[StandIn]) -> None:
+    server = Vllm033(shared)
+    started.append(server)
+    server.routes = {"/metrics": Vllm033.metrics}
+    job = Job(server, shared)
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        job.register()
+    assert "rollout" not in job.manager.handles
+
+
+def test_without_sleep_mode_it_answers_200_and_nothing_moves(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm011, shared, started, deadline_seconds=0.6, tag_bytes=dict.fromkeys(("weights", "kv_cache"), 8 * CHUNK))
+    job.server.memory.is_moving = False
+    with pytest.raises(EngineError, match=r"0 bytes more free, and they hold 65,536\. vLLM moves its memory only with --enable-sleep-mode"):
+        job.register()
+    assert "rollout" not in job.manager.handles
+
+
+def test_one_that_lies_on_other_devices_is_taken_at_its_word(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started, verify="answer", tag_bytes={"weights": "32KiB", "kv_cache": 24 * CHUNK})
+    job.server.memory.is_moving = False
+    handle = job.register()
+    assert job.step() == "actor"
+    assert handle.num_bytes == 32 * CHUNK
+
+
+def test_asleep_before_it_is_registered(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started)
+    job.server.sleep({"level": ["2"]}, None)  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="does not say which tags"):
+        job.register()
+    job.engine = VllmServer(job.server.url, send=job.send, weights="discard", offloaded=["weights", "kv_cache"])
+    job.register()
+    assert job.server.sent == []
+    assert job.step() == "actor"
+    awake = start(Vllm033, shared.with_name("other"), started, offloaded=["weights", "kv_cache"])
+    with pytest.raises(EngineError, match="is awake, but kv_cache, weights was said to be offloaded"):
+        awake.register()
+
+
+@every_vllm
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_out_of_memory_in_a_wake(kind: Any, tag: str, shared: Path, started: list[StandIn]) -> None:
+    """It keeps part of the memory, drops host copies of blocks that are back, and would call a second attempt a success."""
+    job = start(kind, shared, started, "keep", manager={"budget_bytes": CAPACITY})  # which others take from, unseen
+    handle = job.register()
+    job.step()
+    held = [job.device.create(CHUNK) for _ in range(60 if tag == "weights" else 48)]
+    with pytest.raises(EngineError, match=r"POST http.*/wake_up\?tags=.* was answered with 500 .*out of memory at"):
+        job.manager.phase("eval").__enter__()
+    # An old server cannot sleep again before its KV cache has been awake, so its weights stay until there is memory for that.
+    stays = {"weights"} if tag == "kv_cache" and kind is not Vllm033 else set()
+    assert handle.state is (State.GPU_RESIDENT if stays else State.CPU_OFFLOADED)
+    assert job.server.memory.tags == stays
+    assert job.manager.snapshot().unpaired_bytes == (TAG_BYTES["weights"] if stays else 0)
+    for chunk in held:
+        job.device.release(chunk)
+    if tag == "weights":
+        with pytest.raises(EngineError, match="failed half-way, and what is there now cannot be trusted"):
+            job.manager.phase("eval").__enter__()
+        assert job.step() == "actor"
+    with job.manager.phase("eval"):
+        assert job.server.generate() == "actor"
+    assert job.server.memory.tags == set()
+
+
+@every_vllm
+def test_a_sleep_that_fails_half_way(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """Part of the memory is free and vLLM takes itself for awake: a second sleep would free it twice."""
+    job = start(kind, shared, started)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.failing["/sleep"] = 500, {"error": {"message": "Call to sleep method failed: Memory usage increased after sleeping."}}
+        with pytest.raises(EngineLost, match=r"/sleep\?level=2&mode=wait was answered with 500 .*Memory usage increased"):
+            step.switch("train")
+        assert handle.broken is not None
+        del job.server.failing["/sleep"]
+        sent = [*job.server.sent]
+        with pytest.raises(BrokenHandleError, match="Restart the engine"):
+            step.switch("train")
+        with pytest.raises(EngineError, match="is sent nothing more"):
+            job.engine.update_weights([])
+        assert job.server.sent == sent
+        assert [f.what for f in job.manager.audit().findings] == ["broken"]
+        job.engine.assume(offloaded=[])
+        step.switch("train")
+        assert handle.broken is None
+    assert job.step() == "actor"
+
+
+@pytest.mark.parametrize("route", ["/sleep", "/wake_up"])
+def test_a_hang_ends_at_the_deadline(route: str, shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started, deadline_seconds=0.6)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        if route == "/sleep":
+            step.switch("rollout")
+        job.server.hanging.add(route)
+        with pytest.raises(EngineLost, match=rf"{route}.* no answer within 0\.6 s; what the server did is not known"):
+            step.switch("train" if route == "/sleep" else "rollout")
+        assert handle.broken is not None
+        job.server.hanging.clear()
+        job.engine.assume(offloaded=sorted({"weights", "kv_cache"} - job.server.memory.tags))
+    assert_nothing_resident(job.manager)
+
+
+def test_a_server_that_is_gone(shared: Path, started: list[StandIn]) -> None:
+    server = Vllm033(shared)
+    job = Job(server, shared)
+    job.register()
+    server.close()
+    with pytest.raises(EngineError, match="nobody answers there"):
+        job.manager.phase("weight_sync").__enter__()
+    with job.manager.phase("train"):
+        pass
+    assert_nothing_resident(job.manager)
+
+
+@every_vllm
+def test_woken_or_restarted_by_somebody_else(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    job = start(kind, shared, started)
+    job.register()
+    job.server.wake_up({}, None)  # type: ignore[attr-defined]
+    with pytest.raises(EngineLost, match="is awake, although it was put to sleep"):
+        job.manager.phase("weight_sync").__enter__()
+    job.engine.assume(offloaded=[])
+    assert job.step() == "actor"
+
+
+def test_what_was_cached_under_the_old_weights_is_forgotten(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started, manager={"policy": "resident"})
+    job.register()
+    with job.manager.phase("rollout") as step:
+        job.server.prefix_cache = "old"  # type: ignore[attr-defined]
+        step.switch("weight_sync")
+        assert job.server.memory.tags == {"weights", "kv_cache"}
+        job.publish()
+        assert job.server.prefix_cache == ""  # type: ignore[attr-defined]
+
+
+def test_a_release_of_the_kv_cache_that_is_refused(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started)
+    job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.failing["/release_kv_cache_memory"] = 500, {"error": {"message": "requires a completed pause first"}}
+        with pytest.raises(EngineLost, match="requires a completed pause first"):
+            step.switch("weight_sync")
+        job.engine.assume(offloaded=[])
+
+
+def test_who_tells_it_nothing_about_what_is_in_flight(shared: Path, started: list[StandIn]) -> None:
+    server = Vllm011(shared)
+    started.append(server)
+    server.failing["/metrics"] = 200, "# nothing\n"
+    job = Job(server, shared)
+    with pytest.raises(EngineError, match="--disable-log-stats"):
+        job.register()
+    assert server.memory.tags == {"weights", "kv_cache"}
+
+
+def test_bytes_count_against_the_budget_before_anything_is_sent(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm033, shared, started, tag_bytes=TAG_BYTES_OF_VLLM, manager={"budget_bytes": 20 * CHUNK})
+    job.register()
+    sent = [*job.server.sent]
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        with pytest.raises(Exception, match=r"phase 'rollout' needs .* the budget is"):
+            step.switch("rollout")
+    assert job.server.sent[len(sent) :] == ["POST /wake_up?tags=weights", "POST /sleep?level=2&mode=wait"]
+
+
+TAG_BYTES_OF_VLLM = {tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")}
+
+
+def test_the_handle_keeps_what_stands_for_the_server(shared: Path, started: list[StandIn]) -> None:
+    server = Vllm033(shared)
+    started.append(server)
+    job = Job(server, shared)
+    handle = job.manager.register("rollout", VllmServer(server.url, send=job.send), role="rollout")
+    with job.manager.phase("rollout"):
+        assert server.memory.tags == {"weights", "kv_cache"}
+    with pytest.raises(NotResidentError):
+        job.module(torch.ones(1, 64))
+    assert handle.object is not None
+    job.manager.close()
+    assert server.memory.tags == set()  # it is given back as it is

@@ -1,0 +1,223 @@
+"""Processes that die, stop or talk to a lossy board at every step of the protocol: real ranks with real managers over each engine.
+
+After each case: nobody hung, no two ranks read different decisions, every value is what it was, as bytes, and the fault has happened.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from multiprocessing.connection import wait
+from typing import Any
+
+import pytest
+
+from placement.group import failpoints
+from tests.group.fault_worker import Case, run_rank
+from tests.group.services import SERVICES, Service, processes, wait_until_stopped
+
+WORLD = 3
+DEADLINE_SECONDS = 1.2
+AMPLE_SECONDS = 30.0
+"""A deadline where none has to pass: so much of it is there for a machine that is busy with other tests."""
+STOPPED_SECONDS = 6.0
+"""What a board that is stopped costs each rank; one that lives has to answer within as much."""
+HANG_SECONDS = 100.0
+AT_ONCE = 8
+
+_CLAIMS = ("group.before_claim", "group.after_claim")
+STEPS = [
+    (rank, step, step in _CLAIMS and rank > 0)  # ranks other than 0 claim when their own move fails
+    for rank in range(WORLD)
+    for step in failpoints.NAMES
+    if rank == 0 or step != "group.before_basis"
+]
+MESSAGES = [
+    (rank, name, name == "decision" and rank > 0)
+    for rank in range(WORLD)
+    for name in ("proposal", "basis", "vote", "decision", "at")
+    if rank == 0 or name != "basis"
+]
+_generations = count(1)
+
+
+@pytest.fixture(scope="module", params=SERVICES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def service(engine: str) -> Iterator[Service]:
+    """One for all cases that leave it alone."""
+    made = SERVICES[engine]()
+    yield made
+    made.close()
+
+
+def deadline_of(case: Case) -> float:
+    """A short one where ranks have to wait for one that says nothing any more."""
+    says_something = case.fault in ("twice", "board killed") or (case.fault == "raise" and not case.its_move_fails)
+    return max(AMPLE_SECONDS, DEADLINE_SECONDS) if says_something else DEADLINE_SECONDS
+
+
+class Ranks:
+    """The processes of one case, and what they said."""
+
+    def __init__(self, service: Service, case: Case) -> None:
+        self.case, self.service = case, service
+        self.said: list[Any] = [None] * WORLD
+        self.borders = [0] * WORLD
+        self._connections, self.processes = [], []
+        generation = next(_generations)
+        to_join = STOPPED_SECONDS if case.fault == "board stopped" else max(AMPLE_SECONDS, DEADLINE_SECONDS)
+        for rank in range(WORLD):
+            ours, theirs = processes.Pipe()
+            place = (service.address, rank, WORLD, to_join, generation)
+            arguments = (theirs, case, deadline_of(case), service.join, *place)
+            process = processes.Process(target=run_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+        self._open = set(range(WORLD))
+
+    def listen(self, until: Callable[[], bool]) -> bool:
+        """Hear what ranks say. False when nothing more comes although it is not so yet: a hang."""
+        deadline = time.monotonic() + HANG_SECONDS
+        while not until():
+            if time.monotonic() > deadline:
+                return False
+            by_connection = {self._connections[rank]: rank for rank in self._open}
+            for connection in wait(list(by_connection), timeout=0.05):
+                rank = by_connection[connection]  # type: ignore[index]
+                try:
+                    self.said[rank] = connection.recv()  # type: ignore[union-attr]
+                    self.borders[rank] = len(self.said[rank][1])
+                except (EOFError, ConnectionError):
+                    self._open.discard(rank)
+        return True
+
+    def start(self) -> bool:
+        """Let them go into the border of the fault together, as soon as all have come to it."""
+        if not self.listen(lambda: bool(min(self.borders)) or len(self._open) < WORLD) or not min(self.borders):
+            return False
+        for connection in self._connections:
+            connection.send(None)
+        return True
+
+    def has_ended(self, rank: int) -> bool:
+        return rank not in self._open
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+
+
+def disturb(ranks: Ranks) -> str:
+    """Do what the case asks for while the ranks run. Returns what did not happen as it should."""
+    fault, victim = ranks.case.fault, ranks.processes[ranks.case.rank]
+    others = [rank for rank in range(WORLD) if rank != ranks.case.rank]
+    if not ranks.start():
+        return f"the ranks did not start: {ranks.said}"
+    if fault in ("stop", "board killed", "board stopped"):
+        if not wait_until_stopped(victim.pid):
+            return f"the step was not reached: {ranks.said}"
+        if fault == "board killed":
+            ranks.service.kill()
+        elif fault == "board stopped":
+            ranks.service.stop()
+        elif not ranks.listen(lambda: all(ranks.borders[rank] >= 2 for rank in others)):
+            return "the others hung while one was stopped"
+        os.kill(victim.pid, signal.SIGCONT)
+    if not ranks.listen(lambda: all(map(ranks.has_ended, range(WORLD)))):
+        return f"ranks {[rank for rank in range(WORLD) if not ranks.has_ended(rank)]} hung"
+    if fault == "kill":
+        victim.join()
+        return "" if victim.exitcode == -signal.SIGKILL else "the step was not reached"
+    return ""
+
+
+def judge(ranks: Ranks) -> list[str]:
+    """What went wrong in a case that is over."""
+    case, wrong = ranks.case, []
+    by_epoch: dict[int, set[str]] = {}
+    for rank, said in enumerate(ranks.said):
+        if case.fault == "kill" and rank == case.rank:
+            events = [] if said is None else said[1]
+        elif said is None or said[0] != "end":
+            wrong.append(f"rank {rank} died: {said}")
+            continue
+        else:
+            _, events, problems, has_happened = said
+            wrong += [f"rank {rank}: {problem}" for problem in problems]
+            if case.step not in failpoints.NAMES and rank == case.rank and not has_happened:
+                wrong.append("the fault has not happened")
+        for epoch, verdict in events:
+            by_epoch.setdefault(epoch, set()).add(verdict)
+    wrong += [f"epoch {epoch} was obeyed as {verdicts}" for epoch, verdicts in by_epoch.items() if {"commit", "abort"} <= verdicts]
+    return wrong
+
+
+def run_case(case: Case, service: Service | None, engine: str) -> tuple[list[str], list[Any]]:
+    """What went wrong, and what the ranks saw."""
+    own = SERVICES[engine]() if service is None else None
+    ranks = Ranks(own or service, case)  # type: ignore[arg-type]
+    try:
+        undone = disturb(ranks)
+        wrong = [undone] if undone else judge(ranks)
+        return [f"{case}: {each}; {ranks.said}" for each in wrong], [said and said[1] for said in ranks.said]
+    finally:
+        ranks.close()
+        if own is not None:
+            own.close()
+
+
+def sweep(cases: list[Case], service: Service | None, engine: str) -> list[list[Any]]:
+    """All cases, a few at a time. Returns what the ranks of each saw."""
+    waits_only = cases[0].fault == "board stopped"
+    with ThreadPoolExecutor(len(cases) if waits_only else AT_ONCE) as pool:
+        results = list(pool.map(lambda case: run_case(case, service, engine), cases))
+    wrong = [each for found, _ in results for each in found]
+    assert not wrong, "\n".join(wrong)
+    return [seen for _, seen in results]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+def test_a_rank_at_every_step(fault: str, service: Service, engine: str, counted: Callable[[str], None]) -> None:
+    cases = [Case(fault, *step) for step in STEPS]
+    seen = sweep(cases, service, engine)
+    verdicts = [{verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen]
+    assert {"commit"} in verdicts, "killed after its vote: the others go on"
+    assert {"abort"} in verdicts
+    if fault == "raise":
+        went_on = [all(events[-1][1] == "commit" for events in ranks) for ranks in seen]
+        assert all(fine for fine, case in zip(went_on, cases, strict=True) if not case.its_move_fails), "the job did not go on"
+    counted(f"{engine} group: {fault} one of {WORLD} ranks at every step of a change: {len(cases)} cases")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("fault", "ranks"), [("board killed", (0, 1)), ("board stopped", (0,))])
+def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], engine: str, counted: Callable[[str], None]) -> None:
+    """With SWEEP=all at the steps of every rank: a stopped board costs each of them seconds."""
+    cases = [Case(fault, *step) for step in STEPS if step[0] in ranks or os.environ.get("SWEEP") == "all"]
+    seen = sweep(cases, None, engine)
+    assert all(any(verdict == "doubt" for events in ranks for _, verdict in events) for ranks in seen)
+    counted(f"{engine} group: {fault} at every step of a change: {len(cases)} cases")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["twice", "lost", "unanswered", "late"])
+def test_every_message(fault: str, service: Service, engine: str, counted: Callable[[str], None]) -> None:
+    cases = [Case(fault, *message) for message in MESSAGES]
+    seen = sweep(cases, service, engine)
+    if fault == "twice":
+        assert all(events[-1][1] == "commit" for ranks in seen for events in ranks), "a message that came twice changed something"
+    counted(f"{engine} group: every message {fault}, of each of {WORLD} ranks: {len(cases)} cases")

@@ -1,0 +1,393 @@
+"""Leases between real processes: order, priorities, deadlines, and what is left of a process that dies, forks, stops or writes nonsense."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.errors import DeviceMemoryError, PlacementError
+from placement.group import Lease
+from placement.group import lease as leases
+from placement.group import lease_ledger as ledgers
+from placement.group.lease_ledger import Claim, Ledger
+from tests.group.lease_processes import Process, Processes
+from tests.group.lease_worker import Holder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "leases")
+
+
+def claims(folder: str) -> list[Claim]:
+    return Ledger.of(folder, "GPU-1").claims()
+
+
+def held(folder: str) -> dict[int, int]:
+    return {claim.pid: claim.held_bytes for claim in claims(folder)}
+
+
+def until_it_waits(folder: str, process: Process) -> None:
+    while not any(claim.pid == process.pid and claim.note and claim.note.wanted_bytes for claim in claims(folder)):
+        assert process.is_busy(0.002)
+
+
+def test_bytes_are_agreed_on_and_given_back(processes: Processes, folder: str) -> None:
+    first, second = (processes.start(Holder, folder) for _ in range(2))
+    assert first.call("grow", 60)
+    assert not second.call("grow", 41)
+    assert second.call("grow", 40)
+    assert held(folder) == {first.pid: 60, second.pid: 40}
+    first.call("settle", 10)
+    assert second.call("grow", 90)
+    second.call("close")
+    assert held(folder) == {first.pid: 10}
+    first.end()
+    assert held(folder) == {}
+
+
+def test_the_first_comes_first_also_when_a_later_one_would_fit(processes: Processes, folder: str) -> None:
+    holder, first, second, third = (processes.start(Holder, folder) for _ in range(4))
+    holder.call("grow", 80)
+    for process, nbytes in ((first, 90), (second, 15), (third, 5)):
+        process.begin("wait", nbytes)
+        until_it_waits(folder, process)
+    assert second.is_busy()  # 15 would fit, but the first one must not starve
+    assert not holder.call("grow", 81)
+    holder.call("settle", 0)
+    assert first.answer() == 90
+    assert third.is_busy()
+    first.call("settle", 80)
+    assert (second.answer(), third.answer()) == (15, 5)
+
+
+def test_a_higher_priority_comes_before_who_came_first(processes: Processes, folder: str) -> None:
+    holder, low = processes.start(Holder, folder), processes.start(Holder, folder)
+    high = processes.start(_with_priority, folder, 5)
+    holder.call("grow", 100)
+    low.begin("wait", 60)
+    until_it_waits(folder, low)
+    high.begin("wait", 60)
+    until_it_waits(folder, high)
+    holder.call("settle", 0)
+    assert high.answer() == 60
+    assert low.is_busy()
+    high.call("settle", 0)
+    assert low.answer() == 60
+
+
+def _with_priority(folder: str, priority: int) -> Holder:
+    return Holder(folder, priority=priority)
+
+
+def _with_deadline(folder: str, seconds: float) -> Holder:
+    return Holder(folder, deadline_seconds=seconds, name="late")
+
+
+def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Processes, folder: str) -> None:
+    holder, late, behind = processes.start(Holder, folder), processes.start(_with_deadline, folder, 0.2), processes.start(Holder, folder)
+    holder.call("grow", 70)
+    late.begin("wait", 40)
+    until_it_waits(folder, late)
+    behind.begin("wait", 30)
+    with pytest.raises(DeviceMemoryError, match=r"waited 0.2 s for 40 bytes of GPU-1; its processes share 100") as caught:
+        late.answer()
+    lines = str(caught.value).splitlines()
+    assert any(f"{holder.pid:>8}" in line and line.split()[-2:] == ["70", "0"] for line in lines)
+    assert any("late (this one)" in line and line.split()[-2:] == ["0", "40"] for line in lines)
+    assert behind.answer() == 30  # nobody is before it any more
+    assert late.call("waited_seconds") >= 0.2
+
+
+def test_more_than_there_is_is_refused_at_once(folder: str) -> None:
+    with pytest.raises(DeviceMemoryError, match="needs 101 bytes of GPU-1, and all its processes share 100"):
+        Lease("GPU-1", 100, folder=folder).wait(101)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_the_dead_hold_nothing(processes: Processes, folder: str, end: signal.Signals) -> None:
+    holder, waiter = processes.start(Holder, folder), processes.start(Holder, folder)
+    holder.call("grow", 100)
+    waiter.begin("wait", 100)
+    until_it_waits(folder, waiter)
+    os.kill(holder.pid, end)
+    assert waiter.answer() == 100
+    assert held(folder) == {waiter.pid: 100}
+
+
+def test_every_claim_is_seen_in_whatever_order_processes_came_and_went(processes: Processes, folder: str) -> None:
+    holders = [processes.start(Holder, folder) for _ in range(6)]
+    for number in (0, 3, 1, 5, 0, 2):  # the kernel's own list is sorted by owner, not by place
+        holders[number].kill()
+        holders[number] = processes.start(Holder, folder)
+        for nbytes, holder in enumerate(holders):
+            holder.call("settle", nbytes)
+        assert held(folder) == {holder.pid: nbytes for nbytes, holder in enumerate(holders)}
+        assert not holders[0].call("grow", 86)
+        assert [claim.slot for claim in claims(folder)] == list(range(6))
+
+
+def test_who_died_waiting_is_waited_for_by_nobody(processes: Processes, folder: str) -> None:
+    holder, first, second = (processes.start(Holder, folder) for _ in range(3))
+    holder.call("grow", 50)
+    first.begin("wait", 100)
+    until_it_waits(folder, first)
+    second.begin("wait", 50)
+    assert second.is_busy()
+    first.kill()
+    assert second.answer() == 50
+
+
+def test_a_stopped_holder_is_not_dead(processes: Processes, folder: str) -> None:
+    holder, waiter = processes.start(Holder, folder), processes.start(_with_deadline, folder, 0.3)
+    holder.call("grow", 100)
+    holder.stop()
+    with pytest.raises(DeviceMemoryError, match="waited"):
+        waiter.call("wait", 1)
+    assert held(folder)[holder.pid] == 100
+    holder.go_on()
+    holder.call("settle", 50)
+    assert waiter.call("wait", 50) == 50
+
+
+def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(processes: Processes, folder: str) -> None:
+    holder, first, second = (processes.start(Holder, folder) for _ in range(3))
+    holder.call("grow", 60)
+    first.begin("wait", 90)
+    until_it_waits(folder, first)
+    second.begin("wait", 40)
+    assert second.is_busy()
+    first.stop()
+    assert second.answer() == 40
+    first.go_on()
+    holder.call("settle", 0)
+    second.call("settle", 0)
+    assert first.answer() == 90
+
+
+def test_a_forked_child_does_not_hold_what_its_parent_had(processes: Processes, folder: str) -> None:
+    holder, waiter = processes.start(Holder, folder), processes.start(Holder, folder)
+    holder.call("grow", 100)
+    child = holder.call("fork_and_die")
+    try:
+        holder.kill()
+        os.kill(child, 0)  # it lives, with every descriptor of its parent
+        assert waiter.call("wait", 100) == 100
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_can_use_nothing_of_its_parents_lease_and_gives_nothing_of_it_back(folder: str) -> None:
+    lease = Lease("GPU-1", 100, folder=folder)
+    lease.grow(70)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            lease.close()
+            del lease
+            own = Lease("GPU-1", 100, folder=folder)
+            status = 0 if own.grow(30) and not own.grow(31) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert held(folder) == {os.getpid(): 70}
+    pid = os.fork()
+    if pid == 0:
+        try:
+            lease.settle(0)
+        except PlacementError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert held(folder) == {os.getpid(): 70}
+    lease.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 4096, b"{" * 100, b"0" * 1_000_000])
+def test_a_damaged_file_costs_a_name_and_nothing_else(processes: Processes, folder: str, damage: bytes) -> None:
+    holder, waiter, reader = (processes.start(Holder, folder) for _ in range(3))
+    holder.call("grow", 70)
+    waiter.begin("wait", 40)
+    until_it_waits(folder, waiter)
+    Path(folder, "GPU-1.leases").open("r+b").close()  # a test may: this process has no lease
+    with Path(folder, "GPU-1.leases").open("r+b") as file:
+        file.truncate(0)
+        file.write(damage)
+    assert held(folder) == {holder.pid: 70, waiter.pid: 0, reader.pid: 0}
+    assert waiter.is_busy()
+    assert not reader.call("grow", 31)
+    holder.call("settle", 60)
+    assert waiter.answer() == 40
+    newcomer = processes.start(Holder, folder)
+    assert not newcomer.call("grow", 1)
+    assert sum(held(folder).values()) == 100
+
+
+def test_a_file_that_was_removed_is_made_anew_with_what_is_held(processes: Processes, folder: str) -> None:
+    first, second = processes.start(Holder, folder), processes.start(Holder, folder)
+    first.call("grow", 70)
+    second.call("grow", 30)
+    for path in Path(folder).iterdir():
+        path.unlink()
+    Path(folder).rmdir()
+    first.call("settle", 60)
+    second.call("settle", 30)
+    assert not second.call("grow", 41)
+    assert second.call("grow", 40)
+    late = processes.start(Holder, folder)
+    assert not late.call("grow", 1)
+    Ledger.of(folder, "GPU-1")._reopen()
+    assert held(folder) == {first.pid: 60, second.pid: 40, late.pid: 0}
+
+
+@pytest.mark.parametrize("death", ["die_in_turn", "die_while_writing"])
+def test_death_in_the_middle_of_a_change_is_harmless(processes: Processes, folder: str, death: str) -> None:
+    dying, other = processes.start(Holder, folder), processes.start(Holder, folder)
+    dying.call("grow", 60)
+    other.call("grow", 40)
+    dying.begin(death)
+    assert other.call("wait", 100) == 100
+    assert processes.start(Holder, folder).call("grow", 1) is False
+
+
+def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_back(
+    processes: Processes, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledgers, "LOCK_SECONDS", 0.3)
+    mine = Lease("GPU-1", 100, folder=folder)
+    assert mine.grow(50)
+    stopped = processes.start(Holder, folder)
+    stopped.begin("stop_in_turn")
+    stopped.until_stopped()
+    with pytest.raises(PlacementError, match=rf"process {stopped.pid} has been in the middle of a change of .* is it stopped"):
+        mine.grow(60)
+    mine.settle(20)
+    assert held(folder)[os.getpid()] == 20
+    stopped.go_on()
+    stopped.answer()
+    assert mine.grow(60)
+    mine.close()
+
+
+def test_a_lock_that_this_process_lost_is_found_and_taken_again(folder: str) -> None:
+    lease, other = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
+    assert lease.grow(60)
+    Path(folder, "GPU-1.leases").read_bytes()  # closes a descriptor of the file: POSIX drops every lock of the process on it
+    assert held(folder) == {}
+    assert lease.grow(70)
+    assert other.grow(30)
+    assert not other.grow(31)
+    lease.close()
+    other.close()
+
+
+def test_leases_of_one_process_are_told_apart_and_end_with_their_object(folder: str) -> None:
+    first, second = Lease("GPU-1", 100, folder=folder, name="a"), Lease("GPU-1", 100, folder=folder, name="b")
+    assert first.grow(60)
+    assert not second.grow(41)
+    seen = second.snapshot()
+    assert [(each.name, each.held_bytes, each.is_mine) for each in seen.holders] == [("a", 60, False), ("b", 0, True)]
+    assert seen.others_bytes == 60
+    del first
+    assert second.grow(100)
+    second.close()
+    second.close()
+    with pytest.raises(PlacementError, match="closed"):
+        second.grow(101)
+    assert claims(folder) == []
+
+
+def test_holding_waits_and_gives_back_also_on_an_error(folder: str) -> None:
+    lease = Lease("GPU-1", 100, folder=folder)
+
+    def nested() -> None:
+        with lease.holding(80):
+            assert lease.held_bytes == 80
+            with lease.holding(1):
+                pass
+
+    with pytest.raises(ValueError, match="holds 80 bytes already"):
+        nested()
+    assert lease.held_bytes == 0
+    lease.settle(120)  # what is used is used
+    assert not Lease("GPU-1", 100, folder=folder).grow(1)
+
+
+def test_an_interrupted_wait_is_no_wait(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
+    first.grow(100)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(leases.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            second.wait(50)
+    assert [claim.note.wanted_bytes for claim in claims(folder) if claim.note] == [0, 0]
+    first.settle(90)
+    assert first.grow(100)
+
+
+def test_swapping_places_never_waits_for_itself(processes: Processes, folder: str) -> None:
+    workers = [processes.start(Holder, folder) for _ in range(4)]
+    for worker in workers:
+        worker.begin("swap", 70, 50)
+    assert [worker.answer() for worker in workers] == [50] * 4
+
+
+@pytest.mark.parametrize(
+    ("keywords", "match"),
+    [
+        ({"gpu": ""}, "UUID"),
+        ({"capacity_bytes": 0}, "capacity_bytes"),
+        ({"capacity_bytes": 1 << 44}, "capacity_bytes"),
+        ({"deadline_seconds": 0.0}, "deadline"),
+    ],
+)
+def test_plain_mistakes(folder: str, keywords: dict[str, Any], match: str) -> None:
+    given: dict[str, Any] = {"gpu": "GPU-1", "capacity_bytes": 100, "folder": folder, **keywords}
+    with pytest.raises(ValueError, match=match):
+        Lease(**given)
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PlacementError, match="cannot make"):
+        Lease("GPU-1", 100, folder=tmp_path / "file" / "leases")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "GPU-1.leases").symlink_to(tmp_path / "file")
+    with pytest.raises(PlacementError, match="cannot open"):
+        Lease("GPU-1", 100, folder=tmp_path / "links")
+    monkeypatch.setattr(ledgers, "LEASES_FOLDER", str(tmp_path))
+    monkeypatch.setattr(ledgers.os, "getuid", lambda: 12345)
+    with pytest.raises(PlacementError, match="belongs to somebody else"):
+        Lease("GPU-1", 100, folder=tmp_path)
+
+
+def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> None:
+    names = ["../../GPU/1", "..-..-GPU-1", "/tmp/" + "x" * 500 + "/a", "/tmp/" + "x" * 500 + "-a"]
+    held = [Lease(name, 100, folder=tmp_path / "leases") for name in names]
+    assert all(lease.grow(100) for lease in held)
+    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.leases")]
+    assert len(files) == 4
+    assert all(len(path.parts) == 2 and len(path.name) < 80 for path in files)
+
+
+def test_the_largest_claim_leaves_the_next_one_alone(folder: str) -> None:
+    leases_ = [Lease("GPU-1", ledgers.MAX_BYTES - 1, folder=folder) for _ in range(3)]
+    leases_[1].settle(7)
+    leases_[2].settle(9)
+    leases_[0].settle(ledgers.MAX_BYTES - 1)
+    leases_[1].settle(8)
+    assert [claim.held_bytes for claim in claims(folder)] == [ledgers.MAX_BYTES - 1, 8, 9]
+    leases_[0].settle(0)
+    assert [claim.held_bytes for claim in claims(folder)] == [0, 8, 9]
+    leases_[1].close()
+    assert [claim.held_bytes for claim in claims(folder)] == [0, 9]

@@ -1,0 +1,457 @@
+"""Managers that share a GPU under leases: what a phase waits for, what it holds meanwhile, and what is left when it does not get it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from placement import Manager, PlacementError, State
+from placement.engines import TaggedEngine
+from placement.errors import DeviceMemoryError
+from placement.group import Lease
+from placement.group import lease as leases
+from placement.group.lease_ledger import Ledger
+from placement.memory.base import DeviceMemory
+from placement.observe.collector import make_registry
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
+from tests.engines.standin import TAG_BYTES, Memory
+from tests.group.lease_processes import Processes
+from tests.group.lease_worker import CAPACITY, CHUNK, Worker
+
+ACTOR = 33 * CHUNK
+"""The actor of a `Worker`: its weights, and a chunk for the bias."""
+GPU, OFF, TRAIN = State.GPU_RESIDENT, State.CPU_OFFLOADED, State.TRAINING
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer 66."""
+    trainer = Worker("trainer", str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
+    trainer.work()
+    yield trainer
+    if not trainer.manager.snapshot().phases:
+        trainer.close()
+
+
+def other(tmp_path: Path, nbytes: int = 0) -> Lease:
+    """What another process there would have, which uses none of it."""
+    lease = Lease(f"simulated{tmp_path / 'capacity'}", CAPACITY, folder=tmp_path / "leases", name="other")
+    lease.settle(nbytes)
+    return lease
+
+
+def states(worker: Worker) -> list[State]:
+    return [handle.state for handle in worker.manager.handles.values()]
+
+
+def impatient(worker: Worker) -> None:
+    """Does not wait longer than it takes to look twice."""
+    lease = worker.manager._borders.leased._lease
+    assert lease is not None
+    lease.deadline_seconds = 0.05
+
+
+def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def until_waiting(worker: Worker) -> int:
+    """Returns what the worker leases while it waits."""
+    while True:
+        lease = worker.manager.snapshot().lease
+        assert lease is not None
+        if lease.wanted_bytes:
+            return lease.held_bytes
+
+
+def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: Worker, tmp_path: Path) -> None:
+    assert worker.held_bytes() == (0, 0)
+    with worker.manager.phase("log_prob") as step:
+        assert worker.held_bytes() == (ACTOR, ACTOR)
+        assert worker.manager.snapshot().budget_bytes <= ACTOR
+        step.switch("train")
+        assert worker.held_bytes() == (2 * ACTOR, 2 * ACTOR)
+        with worker.manager.phase("away", only=[]):
+            assert worker.held_bytes() == (2 * ACTOR, 2 * ACTOR)
+        step.switch("log_prob")
+        assert worker.held_bytes() == (ACTOR, ACTOR)
+    assert worker.held_bytes() == (0, 0)
+    worker.close()
+    assert Ledger.of(tmp_path / "leases", f"simulated{tmp_path / 'capacity'}").claims() == []
+
+
+def test_two_processes_take_turns(worker: Worker, processes: Processes, tmp_path: Path) -> None:
+    engine = processes.start(Worker, "rollout", str(tmp_path))
+    with worker.manager.phase("train"):
+        engine.begin("enter", "rollout")
+        assert engine.is_busy(0.2)
+    engine.answer()
+    assert engine.call("states") == {"engine": "GPU_RESIDENT"}
+    thread, errors = in_thread(worker.work)
+    assert until_waiting(worker) == 0
+    engine.call("leave")
+    thread.join(30)
+    assert not errors
+    engine.call("work_on", 3)
+    engine.end()
+
+
+def _narrow(folder: str) -> Worker:
+    """All processes share 90 chunks: two may hold the actor, or one the actor and its optimizer."""
+    return Worker("trainer", folder, lease_capacity_bytes=90 * CHUNK)
+
+
+def test_two_that_hold_a_part_and_want_more_do_not_wait_for_each_other(processes: Processes, tmp_path: Path) -> None:
+    first, second = processes.start(_narrow, str(tmp_path)), processes.start(_narrow, str(tmp_path))
+    for process in (first, second):
+        process.call("work")
+    for _ in range(5):
+        for process in (first, second):
+            process.call("enter", "log_prob")
+        for process in (first, second):
+            process.begin("switch", "train")
+            process.begin("leave")
+        for process in (first, second):
+            process.answer()
+            process.answer()
+    assert first.call("held_bytes") == second.call("held_bytes") == (0, 0)
+    assert first.call("work_on", 1) == 2
+
+
+def test_who_waits_holds_nothing(worker: Worker, tmp_path: Path) -> None:
+    lease = other(tmp_path, 60 * CHUNK)
+    worker.manager.enter("log_prob")
+    thread, errors = in_thread(lambda: worker.manager.switch("train"))
+    assert until_waiting(worker) == 0
+    assert states(worker) == [OFF, OFF]
+    assert worker.manager.device.memory().chunk_bytes == 0
+    lease.settle(0)
+    thread.join(30)
+    assert not errors
+    assert states(worker) == [TRAIN, TRAIN]
+    worker.manager.leave()
+
+
+def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: Worker, tmp_path: Path) -> None:
+    lease = other(tmp_path, 60 * CHUNK)
+    impatient(worker)
+    with worker.manager.phase("log_prob") as step:
+        with pytest.raises(DeviceMemoryError, match=r"phase 'train' waited 0.05 s for 270,336 bytes.*\n.*\n.*\n +other ") as caught:
+            step.switch("train")
+        assert not getattr(caught.value, "__notes__", [])
+        assert step.name == "log_prob"
+        assert states(worker) == [GPU, OFF]
+        assert torch.equal(worker.model.weight, worker.expected)
+        assert worker.held_bytes() == (ACTOR, ACTOR)
+        lease.settle(0)
+        step.switch("train")
+    worker.manager.check_integrity()
+    assert_nothing_resident(worker.manager)
+
+
+def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = other(tmp_path, 60 * CHUNK)
+    impatient(worker)
+    refusal = Lease._refusal
+
+    def grab(self: Lease, *arguments: Any) -> str:
+        lease.settle(90 * CHUNK)
+        return refusal(self, *arguments)
+
+    monkeypatch.setattr(Lease, "_refusal", grab)
+    with worker.manager.phase("log_prob") as step:
+        with pytest.raises(DeviceMemoryError, match="waited") as caught:
+            step.switch("train")
+        assert "other processes have the memory of actor" in caught.value.__notes__[0]
+        assert step.name == "log_prob"
+        assert states(worker) == [OFF, OFF]
+        assert worker.held_bytes() == (0, 0)
+        lease.settle(0)
+        step.switch("train")
+        assert states(worker) == [TRAIN, TRAIN]
+        assert torch.equal(worker.model.weight, worker.expected)
+    assert_nothing_resident(worker.manager)
+
+
+def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Path) -> None:
+    worker = Worker("trainer", str(tmp_path))
+    lease = other(tmp_path)
+    with worker.manager.phase("log_prob"):
+        with worker.manager.phase("away"):
+            assert worker.held_bytes() == (0, 0)
+            lease.wait(90 * CHUNK)
+            timer = threading.Timer(0.1, lease.settle, (0,))
+            timer.start()
+        timer.join()
+        assert states(worker) == [GPU, OFF]
+        waited = worker.manager.snapshot().lease
+        assert waited is not None
+        assert waited.waited_seconds > 0
+        impatient(worker)
+        away = worker.manager.phase("away")
+        away.__enter__()
+        lease.wait(90 * CHUNK)
+        with pytest.raises(DeviceMemoryError, match="back to phase 'log_prob' waited"):
+            away.__exit__(None, None, None)
+        assert worker.manager.phase_name == "log_prob"
+        assert states(worker) == [OFF, OFF]
+        with pytest.raises(ZeroDivisionError) as caught, worker.manager.phase("away"):
+            raise ZeroDivisionError
+        assert "back to phase 'log_prob' waited" in caught.value.__notes__[0]
+        with pytest.raises(SystemExit) as ended, worker.manager.phase("away"):
+            raise SystemExit
+        assert "other processes have the memory of actor" in ended.value.__notes__[0]
+        lease.settle(0)
+    assert_nothing_resident(worker.manager)
+    worker.close()
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_a_move_that_fails_gives_back_what_it_had_leased(tmp_path: Path, gives_way: bool) -> None:
+    device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity"))
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.0)
+    model = nn.Linear(256, 128)
+    before = model.weight.detach().clone()
+    manager.register("actor", model, role="actor")
+    lease = other(tmp_path, CAPACITY if gives_way else 0)
+    timer = threading.Timer(0.05, lease.settle, (0,))
+    timer.start()
+    device.fail("create", at=3)
+    with pytest.raises(DeviceMemoryError, match="injected"), manager.phase("log_prob"):
+        pass
+    assert device.fired == 1
+    timer.join()
+    assert lease.grow(CAPACITY)
+    lease.close()
+    with manager.phase("log_prob"):
+        assert torch.equal(model.weight, before)
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = other(tmp_path, CAPACITY)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(leases.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt), worker.manager.phase("train"):
+            pass
+    assert worker.manager.phase_name == "idle"
+    assert worker.held_bytes() == (0, 0)
+    assert lease.snapshot().holders[0].wanted_bytes == 0
+    lease.close()
+    worker.work()
+
+
+def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: Worker, tmp_path: Path) -> None:
+    foreign = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    chunks = [foreign.create(CHUNK) for _ in range(50)]  # a process that takes no lease, or one that is still being cleared away
+    thread, errors = in_thread(worker.work)
+    assert until_waiting(worker) == 0
+    chunks.clear()
+    foreign.close()
+    thread.join(30)
+    assert not errors
+    chunks = [foreign.create(CHUNK) for _ in range(50)]
+    impatient(worker)
+    with pytest.raises(DeviceMemoryError, match="the rest is used by processes that take no lease"), worker.manager.phase("train"):
+        pass
+    chunks.clear()
+
+
+class Caching(SimulatedDevice):
+    """A device whose torch keeps what it has freed, as on a GPU."""
+
+    cached_bytes = 0
+
+    def memory(self) -> DeviceMemory:
+        real = super().memory()
+        return DeviceMemory(
+            total_bytes=real.total_bytes,
+            free_bytes=real.free_bytes - self.cached_bytes,
+            torch_reserved_bytes=self.cached_bytes,
+            torch_allocated_bytes=0,
+            chunk_bytes=real.chunk_bytes,
+            poison_bytes=real.poison_bytes,
+        )
+
+    def trim(self) -> None:
+        self.cached_bytes = 0
+
+
+def test_memory_for_activations_is_leased_with_the_handles_and_given_back_with_them(tmp_path: Path) -> None:
+    device = Caching(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    device.cached_bytes = 5 * CHUNK
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.25)
+    model = nn.Linear(256, 128)
+
+    def leased() -> int:
+        lease = manager.snapshot().lease
+        assert lease is not None
+        return lease.held_bytes
+
+    assert leased() == 5 * CHUNK  # what torch had before the manager
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob") as step:
+        assert leased() == ACTOR + CAPACITY // 4  # the first time: the headroom
+        device.cached_bytes = 10 * CHUNK
+        step.switch("weight_sync")
+        step.switch("log_prob")
+        assert leased() == ACTOR + 10 * CHUNK  # what it came to
+        assert manager.snapshot().budget_bytes == ACTOR + 10 * CHUNK
+    assert device.cached_bytes == 0
+    assert leased() == 0
+    lease = other(tmp_path, CAPACITY - ACTOR - 10 * CHUNK)
+    with manager.phase("log_prob") as step:
+        assert leased() == ACTOR + 10 * CHUNK
+        device.cached_bytes = 12 * CHUNK
+        step.switch("weight_sync")  # the cache goes before anybody is waited for
+        assert device.cached_bytes == 0
+        assert leased() == ACTOR + 10 * CHUNK
+        device.cached_bytes = 12 * CHUNK
+        lease.settle(0)
+        step.switch("log_prob")
+        assert device.cached_bytes == 12 * CHUNK
+        assert leased() == ACTOR + 12 * CHUNK
+    lease.close()
+    manager.close()
+
+
+class Tagged(TaggedEngine):
+    """An engine that places its own memory, and forgets its weights when they are offloaded."""
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__(weights="discard", tag_bytes={tag: nbytes for tag, nbytes in TAG_BYTES.items() if tag != "cuda_graph"})
+        self.memory = Memory(shared, ("weights", "kv_cache"))
+
+    def drain(self) -> None:
+        pass
+
+    def offload(self, tags: Collection[str]) -> None:
+        for tag in tags:
+            self.memory.give(tag)
+
+    def load(self, tags: Collection[str]) -> None:
+        for tag in tags:
+            self.memory.take(tag)
+
+    def admit(self) -> None:
+        pass
+
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        pass
+
+
+def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_path: Path) -> None:
+    shared = tmp_path / "capacity"
+    engine, model = Tagged(shared), nn.Linear(8, 8)
+    device = SimulatedDevice(ENGINES_CAPACITY, chunk_bytes=CHUNK, shared_with=shared)
+    manager = Manager(device=device, leases=str(tmp_path / "leases"), headroom=0.0, lease_deadline_seconds=20.0)
+    actor = manager.register("actor", model, role="actor")
+    manager.register("rollout", engine, role="rollout")
+    other = Lease(f"simulated{shared}", ENGINES_CAPACITY, folder=tmp_path / "leases")
+    both = TAG_BYTES["weights"] + TAG_BYTES["kv_cache"]
+
+    def leased() -> int:
+        lease = manager.snapshot().lease
+        assert lease is not None
+        return lease.held_bytes
+
+    manager.enter("weight_sync")
+    assert leased() == TAG_BYTES["weights"] + actor.resident_bytes
+    engine.weights_filled()
+    other.settle(ENGINES_CAPACITY - both + CHUNK)
+    thread, errors = in_thread(lambda: manager.switch("rollout"))
+    while not (lease := manager.snapshot().lease) or not lease.wanted_bytes:
+        assert thread.is_alive()
+    assert leased() == TAG_BYTES["weights"]
+    other.settle(0)
+    thread.join(30)
+    assert not errors
+    assert leased() == both
+    assert engine.residency.stale is None
+    with manager.phase("weight_sync"):  # its KV cache goes, and others take that
+        assert leased() == TAG_BYTES["weights"] + actor.resident_bytes
+        engine.weights_filled()
+        other.settle(ENGINES_CAPACITY - leased())
+        with pytest.raises(KeyboardInterrupt) as caught, manager.phase("weight_sync"):
+            raise KeyboardInterrupt
+        assert not getattr(caught.value, "__notes__", [])
+        threading.Timer(0.1, other.settle, (0,)).start()
+    assert other.held_bytes == 0  # it was waited for
+    assert leased() == both
+    manager.leave()
+    assert leased() == 0
+    assert_nothing_resident(manager)
+
+
+def test_a_lease_is_seen_in_the_metrics(worker: Worker, tmp_path: Path) -> None:
+    lease = other(tmp_path, 90 * CHUNK)
+    thread, errors = in_thread(worker.work)
+    until_waiting(worker)
+    registry = make_registry(worker.manager.snapshot)
+    assert registry.get_sample_value("placement_lease_wanted_bytes") == ACTOR
+    assert registry.get_sample_value("placement_lease_others_bytes") == 90 * CHUNK
+    assert registry.get_sample_value("placement_lease_bytes") == 0
+    assert registry.get_sample_value("placement_lease_capacity_bytes") == CAPACITY
+    assert registry.get_sample_value("placement_lease_processes") == 2
+    lease.close()
+    thread.join(30)
+    assert not errors
+    waited = registry.get_sample_value("placement_lease_wait_seconds_total")
+    assert waited is not None
+    assert waited > 0
+    assert registry.get_sample_value("placement_lease_wanted_bytes") == 0
+    seen = worker.manager.snapshot()
+    assert seen.lease is not None
+    assert [(each.name, each.is_mine) for each in seen.lease.holders] == [("trainer node0/rank0", True)]
+    assert seen.model_validate_json(seen.model_dump_json()) == seen
+    alone = make_registry(Manager(device=SimulatedDevice(1 << 20)).snapshot)
+    assert alone.get_sample_value("placement_lease_bytes") is None
+
+
+def test_a_phase_that_all_processes_together_have_no_room_for_says_so(tmp_path: Path) -> None:
+    manager = Manager.from_settings(
+        {"leases": str(tmp_path / "leases"), "lease_capacity_bytes": 20 * CHUNK, "headroom": 0.0},
+        device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity"),
+    )
+    model = nn.Linear(256, 128)
+    manager.register("actor", model, role="actor")
+    with pytest.raises(DeviceMemoryError, match="the budget is"), manager.phase("log_prob"):
+        pass
+    assert_nothing_resident(manager)
+
+
+def test_a_device_that_nobody_else_can_use_has_no_leases(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError, match=r"no other process can use device 'simulated'; a simulated one needs shared_with="):
+        Manager(device=SimulatedDevice(1 << 20), leases=str(tmp_path))
+
+
+def test_the_example_of_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    from examples.shared_gpu import main
+
+    assert main() == [0, 0]
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert [line.split(",")[0] for line in lines] == ["rollout: 3 phases", "trainer: 3 phases"]
+    assert all(line.endswith("leases 0 bytes at the end") for line in lines)
+    assert any(float(line.split()[4]) > 0 for line in lines)  # somebody waited

@@ -1,0 +1,165 @@
+"""A torch store as the board of a group: what it does, what it does when it does not answer, and the failpoints of the sweeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import placement.group
+from placement.errors import CoordinatorLost
+from placement.group import Group, StoreGroup, calls, failpoints
+from placement.group.base import Board, BoardLost
+from placement.group.store import StoreBoard
+from placement.states import Plan, State
+
+PLAN = Plan({"actor": State.TRAINING})
+
+
+def change(group: Group) -> int:
+    group.propose("enter train", 1)
+    group.agree(PLAN)
+    return group.epoch
+
+
+SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], dist.TCPStore]]:
+    """A TCPStore in a process of its own, and a client of it."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), None, False, timeout=timedelta(seconds=30))
+    yield process, store
+    process.kill()
+    process.communicate()
+
+
+def test_a_store_that_is_stopped_holds_nobody_past_the_deadline(server: tuple[subprocess.Popen[str], dist.TCPStore]) -> None:
+    """torch's client waits for an answer without a limit, whatever timeout it was given."""
+    process, store = server
+    asking: dict[str, Callable[[Board], Any]] = {
+        "look": lambda board: board.look(["a"]),
+        "claim": lambda board: board.claim("b", b"x"),
+        "wait": lambda board: board.wait("c", 0.05),
+        "remove": lambda board: board.remove(["a"]),
+    }
+    boards = {name: StoreBoard(store, answer_seconds=0.5) for name in asking}
+    group = StoreGroup(store, 0, 1, 0.5)
+    change(group)
+    os.kill(process.pid, signal.SIGSTOP)
+    for name, call in asking.items():
+        with pytest.raises(BoardLost, match=r"no answer within 0\.5 s"):
+            call(boards[name])
+        with pytest.raises(BoardLost, match="an earlier call"):
+            call(boards[name])
+    with pytest.raises(CoordinatorLost, match="no answer within"):
+        group.propose("enter train", 1)
+    with pytest.raises(CoordinatorLost, match="join"):
+        StoreGroup(store, 0, 1, 0.5, generation=1)
+    os.kill(process.pid, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(CoordinatorLost):
+        StoreGroup(store, 0, 1, 0.5, generation=2)
+
+
+def test_others_who_use_the_store_do_not_hold_the_group_up() -> None:
+    """A client of a TCPStore takes one call at a time: a wait of somebody else's on it would keep ours out."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    shared = dist.TCPStore("127.0.0.1", server.port, None, False)
+    before = shared.timeout
+    group = StoreGroup(shared, 0, 1, 5.0)
+    waits = threading.Thread(target=lambda: shared.wait(["never"], timedelta(seconds=20)), daemon=True)
+    waits.start()
+    assert change(group) == 1
+    assert waits.is_alive()
+    assert shared.timeout == before
+    server.set("never", "now")
+    waits.join(20)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_every_store_of_torch_is_a_board(kind: str, tmp_path: Any) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if kind in ("tcp", "prefix") else None
+    stores: dict[str, Callable[[], Any]] = {
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "tcp": lambda: server,
+        "prefix": lambda: dist.PrefixStore("mine", server),
+    }
+    board = StoreBoard(stores[kind]())
+    assert board.look(["a"]) is None
+    assert board.wait("a", 0.01) is None
+    board.put("a", b"1")
+    board.put("a", b"1")
+    assert board.look(["a"]) == [b"1"]
+    assert board.look(["a", "b"]) is None
+    assert board.claim("b", b"first") == b"first"
+    assert board.claim("b", b"second") == b"first"
+    assert board.wait("b", 5.0) == b"first"
+    assert board.look(["a", "b"]) == [b"1", b"first"]
+    board.remove(["a", "never"])
+    assert board.look(["a"]) is None
+    assert board.claim("a", b"anew") == b"anew"
+
+
+STOPPED = """
+import importlib.util, os, signal, sys
+spec = importlib.util.spec_from_file_location("calls", sys.argv[1])
+calls = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(calls)
+sys.exit(calls.BoundedCalls("test", 1.0)(lambda: os.kill(os.getpid(), signal.SIGSTOP) or 42))
+"""
+
+
+def test_a_process_that_is_stopped_during_a_call_hears_the_answer() -> None:
+    """Stopped for longer than it would have waited: the time was its own, and the answer has come."""
+    child = subprocess.Popen([sys.executable, "-c", STOPPED, calls.__file__])
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    time.sleep(2.0)  # the stop itself, longer than the call may take
+    os.kill(child.pid, signal.SIGCONT)
+    assert child.wait(30) == 42
+
+
+# --- failpoints
+
+
+def test_failpoints_are_the_steps_that_the_code_passes() -> None:
+    folder = Path(placement.group.__file__).parent
+    text = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "failpoints.py")
+    passed = {line.split('"')[1] for line in text.splitlines() if line.strip().startswith("failpoint(")}
+    assert passed == set(failpoints.NAMES)
+
+
+@pytest.mark.parametrize("term", ["group.after_vote", "group.nowhere=1:kill", "group.after_vote=1:explode", "group.after_vote=x:kill"])
+def test_a_failpoint_that_is_none_is_refused(term: str) -> None:
+    with pytest.raises(ValueError, match="PLACEMENT_FAILPOINTS"):
+        failpoints.parse(term)
+
+
+def test_a_failpoint_acts_at_its_passage_once() -> None:
+    failpoints.arm("group.after_vote=2:raise")
+    try:
+        failpoints.failpoint("group.after_vote")
+        with pytest.raises(RuntimeError, match=r"failpoint group\.after_vote"):
+            failpoints.failpoint("group.after_vote")
+        failpoints.failpoint("group.after_vote")
+    finally:
+        failpoints.arm("")

@@ -1,0 +1,34 @@
+"""What the process that ranks are forked from has done once for all of them: torch and everything that a first manager imports."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read once; a store that dies is what is wanted here, and no stack trace
+
+import torch
+
+from placement import Manager
+from placement.testing import SimulatedDevice
+
+torch.set_num_threads(1)
+
+
+def _warm_up() -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    manager = Manager(device=SimulatedDevice(64 * 4096, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    manager.register("adam", optimizer)
+    manager.enter("train")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # no backward: autograd's own threads would not live through a fork
+    optimizer.step()
+    manager.leave()
+    manager.close()
+
+
+_warm_up()
+gc.collect()
+gc.freeze()  # else the first collection in each child copies every page

@@ -1,0 +1,92 @@
+"""The protocol between ranks, every run of it: tests/model/barrier.pml in spin. With SWEEP=all also what takes minutes and gigabytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+MODEL = Path(__file__).with_name("barrier.pml")
+DEPTH = 1_000_000
+MEMORY_MIB = 16_000
+
+pytestmark = [
+    pytest.mark.skipif(not all(map(shutil.which, ("spin", "gcc"))), reason="spin and gcc are not installed here"),
+    pytest.mark.timeout(1800),
+]
+on_demand = pytest.mark.skipif(os.environ.get("SWEEP") != "all", reason="takes minutes and gigabytes: SWEEP=all")
+
+
+class Verdict(NamedTuple):
+    errors: int
+    states: int
+    depth: int
+    violated: str | None
+    """The property."""
+    is_exhaustive: bool
+    unreached: list[str]
+
+
+def check(folder: Path, optimisation: str = "-O2", **defines: int) -> Verdict:
+    """Look at every state that the model can reach, until a property is violated."""
+    shutil.copy(MODEL, folder)
+    generate = ["spin", *(f"-D{name}={value}" for name, value in defines.items()), "-a", MODEL.name]
+    compiler = ["gcc", optimisation, "-w", "-DSAFETY", "-DCOLLAPSE", f"-DMEMLIM={MEMORY_MIB}", "-o", "pan", "pan.c"]
+    for command in (generate, compiler):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    text = subprocess.run(["./pan", f"-m{DEPTH}"], cwd=folder, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"depth reached (\d+), errors: (\d+)\s+([\d.e+]+) states, stored", text)
+    assert found is not None, text
+    violated = re.search(r"assertion violated (\w+)|(invalid end state) ", text)
+    return Verdict(
+        errors=int(found[2]),
+        states=int(float(found[3])),
+        depth=int(found[1]),
+        violated=None if violated is None else violated[1] or violated[2],
+        is_exhaustive="max search depth too small" not in text and "Search not completed" not in text,
+        unreached=re.findall(r"barrier\.pml:\d+, state \d+, \"(.+)\"", text),
+    )
+
+
+@pytest.mark.parametrize(
+    "defines",
+    [
+        pytest.param({"RANKS": 2, "EPOCHS": 2, "KILLS": 2, "BOARD_LOSS": 1, "LOSSES": 1}, id="2-ranks-all-faults"),
+        pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 2}, id="3-ranks-two-deaths"),
+        pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 2, "BOARD_LOSS": 1}, id="3-ranks-two-deaths-board-lost", marks=on_demand),
+        pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 1, "LOSSES": 1}, id="3-ranks-lost-messages", marks=on_demand),
+        pytest.param({"RANKS": 2, "EPOCHS": 4, "KILLS": 2, "BOARD_LOSS": 1}, id="2-ranks-four-changes", marks=on_demand),
+        pytest.param({"RANKS": 4, "EPOCHS": 1, "KILLS": 2, "BOARD_LOSS": 1}, id="4-ranks-two-deaths", marks=on_demand),
+    ],
+)
+def test_every_run_keeps_every_property(defines: dict[str, int], tmp_path: Path, counted: Callable[[str], None]) -> None:
+    verdict = check(tmp_path, **defines)
+    assert (verdict.errors, verdict.violated) == (0, None)
+    assert verdict.is_exhaustive
+    assert not verdict.unreached or defines["EPOCHS"] == 1  # a statement that no run reaches would have proved nothing
+    what = ", ".join(f"{name.lower().replace('_', ' ')} {value}" for name, value in defines.items())
+    counted(f"commit protocol in spin ({what}): {verdict.states:,} states, depth {verdict.depth}, all of them, 0 errors")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "violated"),
+    [
+        ("UNILATERAL", "barrier"),  # a rank goes back at its deadline without claiming ABORT
+        ("COUNTER", "barrier"),  # votes are counted, and a client asks again after a lost answer
+        ("REUSE", "fence"),  # a restarted process takes its place without ending the open epoch
+        ("EARLYFREE", "nothing_lost"),  # the source is given up with the move, before the decision
+        ("FORGET", "agreement"),  # keys are forgotten by their age, with a stopped rank still to ask
+        ("DESERT", "agreement"),  # a rank that is interrupted after its vote goes back and asks nobody
+    ],
+)
+def test_each_shortcut_is_refuted(mutant: str, violated: str, tmp_path: Path, counted: Callable[[str], None]) -> None:
+    verdict = check(tmp_path, "-O1", RANKS=3, EPOCHS=2, KILLS=1, **{mutant: 1})
+    assert (verdict.errors, verdict.violated) == (1, violated)
+    counted(f"commit protocol in spin: {mutant} violates {violated} after {verdict.states:,} states, at depth {verdict.depth}")

@@ -1,0 +1,32 @@
+"""The demo's GRPO loop with several ranks: driven from a driver on Ray, and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_loop_on_ray(ray: Any) -> None:
+    from examples.ray_grpo import main
+
+    weights = main(world_size=4, steps=2)
+    assert [len(set(step)) for step in weights] == [1, 1]  # all workers have the same
+    assert weights[0] != weights[1]
+
+
+def test_the_loop_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/torchrun_grpo.py"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0 bytes left on the device") == 2 * 3
+    weights = re.findall(r"rank (\d) weights (\w+)", done.stdout)
+    assert len(weights) == 2
+    assert len({digest for _, digest in weights}) == 1

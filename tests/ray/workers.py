@@ -1,0 +1,70 @@
+"""Workers of a fleet, for the tests: an actor with Adam and a reference, on a simulated device of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import placement.ray
+from placement.testing import Faults, SimulatedDevice
+
+CHUNK = 4096
+
+
+class Trainer(placement.ray.Worker):
+    def __init__(self, fleet: str, rank: int, together: Sequence[int] | None, deadline_seconds: float = 20.0) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.faults = Faults(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+        manager = self.join_fleet(fleet, rank=rank, together=together, deadline_seconds=deadline_seconds, device=self.faults)
+        self.actor, self.ref = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.adam = torch.optim.Adam(self.actor.parameters())
+        manager.register("actor", self.actor, role="actor")
+        manager.register("adam", self.adam)
+        manager.register("ref", self.ref, role="ref", readonly=True)
+
+    def step(self) -> float:
+        """In phase train."""
+        loss = (self.actor(torch.ones(2, 48)) ** 2).mean()
+        self.adam.zero_grad()
+        loss.backward()
+        self.adam.step()
+        self.adam.zero_grad()
+        return float(loss)
+
+    @placement.ray.in_phase("log_prob", only=["ref"])
+    def judge(self) -> tuple[float, str]:
+        return float(self.ref(torch.ones(2, 48)).mean()), self.manager.phase_name
+
+    def fail(self, operation: str, at: int) -> None:
+        self.faults.fail(operation, at=at)
+
+    def look(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for name in ("actor", "adam", "ref"):
+            digest.update(repr(self.manager.handles[name].state_dict()).encode())
+        states = {name: handle.state.value for name, handle in self.manager.handles.items()}
+        self.manager.check_integrity()
+        return {
+            "pid": os.getpid(), "states": states, "phase": self.manager.phase_name, "weights": digest.hexdigest(),
+            "resident_bytes": sum(handle.resident_bytes for handle in self.manager.handles.values()),
+        }  # fmt: skip
+
+
+class Plain:
+    """An actor that is no worker of a fleet."""
+
+    def look(self) -> int:
+        return os.getpid()
+
+
+class Broken(placement.ray.Worker):
+    """A worker whose construction fails."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no weights in this folder")
