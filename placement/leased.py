@@ -49,6 +49,11 @@ class Leased:
         self._give_way = give_way
         self.settle(IDLE)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is a lease at all."""
+        return self._lease is not None
+
     def within(self, budget_bytes: int) -> int:
         """A budget, never above the lease."""
         return budget_bytes if self._lease is None else min(budget_bytes, self._lease.held_bytes)

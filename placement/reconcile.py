@@ -285,7 +285,7 @@ class Reconciler:
         """The border is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
         for handle in handles:
             if handle.holding in self._dropping and handle.state is not State.TRAINING and handle.holding.on_device:
-                handle.holding.drop_gradients()
+                handle.holding.gradients.drop(zero_buffers=True)
                 handle.holding.look()
         self._verifier.note(handle.holding for handle in handles if handle.holding is not None)
 

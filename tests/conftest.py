@@ -15,7 +15,19 @@ import torch
 
 from tests.ranks import RankError, Ranks
 
+# Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
 COUNTED = "counted"
+_MOSTLY_WAITING = (
+    "tests/ray/",
+    "tests/group/test_faults.py",
+    "tests/observe/test_prometheus.py",
+    "tests/faults/test_interrupts.py",
+    "tests/group/test_lease_swaps.py",
+)
+"""Begun first, because each takes minutes in one process, most of them waiting: then the others have the cores beside them."""
 _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
@@ -25,6 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    items.sort(key=lambda item: not item.location[0].startswith(_MOSTLY_WAITING))
     if config.pluginmanager.hasplugin("xdist"):  # a file stays in one process, and whoever measures a GPU has it alone
         for item in items:
             place = "tests/ray" if item.location[0].startswith("tests/ray/") else item.location[0]  # which share a cluster

@@ -226,14 +226,12 @@ def lease_for(device: Device, settings: Settings, folder: str, deadline_seconds:
     """
     from placement.observe.discovery import Identity
 
-    shared = getattr(device, "_shared", None)
-    gpu = device.uuid or ("" if shared is None else f"simulated{os.path.realpath(shared.path)}")
-    if not gpu:
+    if not device.uuid:
         raise PlacementError(f"leases: no other process can use device {device.name!r}; a simulated one needs shared_with=")
     memory = device.memory()
     capacity_bytes = settings.lease_capacity_bytes or memory.total_bytes - memory.poison_bytes
     return Lease(
-        gpu,
+        device.uuid,
         capacity_bytes,
         name=f"{settings.worker_role} {Identity.from_launcher(run=settings.run).instance}",
         folder=folder,

@@ -148,7 +148,7 @@ class Exchange:
             holding.begin_move(self._stock)
         self._expect(r for holding in coming for r in holding.ranges)
         self._limit_room(holdings, coming)
-        leaving = [_Leaving(holding, dropped=holding.dead_ranges() if holding in self._dropping else None) for holding in holdings]
+        leaving = [_Leaving(holding, dropped=self._dropped(holding)) for holding in holdings]
         parts = self._start(leaving)
         # Only now look at every tensor of every object.
         for each in leaving:
@@ -188,6 +188,9 @@ class Exchange:
             if self._early_release and not self._coming and not self._tails:
                 self._stock.release()
             self._fill(fresh=0, longest=_BATCH)
+
+    def _dropped(self, holding: Holding) -> tuple[Range, ...] | None:
+        return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
 
     def _limit_room(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> None:
         """However much is free, a swap takes the window beside the larger side and leaves the rest to others."""

@@ -7,7 +7,6 @@ the decision names, and `settle` brings the rest in line.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from placement.adapters.base import Adapter
-from placement.adapters.tensors import align, parts_of
+from placement.adapters.tensors import align
 from placement.errors import DeviceMemoryError, IntegrityError
-from placement.memory import adopt, poisoned
+from placement.memory import adopt, poisoned, strays
 from placement.memory.base import Device
 from placement.memory.claims import RANGES
 from placement.memory.fingerprint import fingerprints
+from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
-from placement.memory.intake import Intake, guests_elsewhere, known_aliases
+from placement.memory.intake import Intake, guests_elsewhere
 from placement.memory.loans import Loans
-from placement.memory.range import Range, storage_use_count
+from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
 
@@ -61,6 +61,7 @@ class Holding:
         self.loans = Loans()
         self._intake = Intake(device, adapter, name, self)
         self._zeroed = Zeroed(device, adapter)
+        self.gradients = Gradients(adapter)
         self.offloaded_timestamp_seconds = time.time()
         """When the host copy became the authoritative one (Unix time); while on the device, the last time."""
         self.lost: str | None = None
@@ -247,41 +248,6 @@ class Holding:
             self.handed.disown(owned.tensor for owned in self.adapter.owned())
         self.drop_dead(stock)
 
-    def dead_ranges(self) -> tuple[Range, ...]:
-        """Ranges with nothing but gradients in them: what need not be saved when gradients are dropped."""
-        dead = {gradient.untyped_storage()._cdata for gradient in self._gradients().values()} | self._lasting()
-        living = {each.tensor.untyped_storage()._cdata for each in self.adapter.owned() if not each.loose}
-        return tuple(
-            r for r in self.ranges if r.loose and all(p.ref.expired() or p.ref.cdata in dead - living for p in r.placed)
-        )
-
-    def _gradients(self) -> dict[int, torch.Tensor]:
-        """The tensors that hold the bytes of the object's gradients, by identity."""
-        gradients = [owner.grad for owner in self.adapter.with_gradients() if owner.grad is not None]
-        gradients += self.adapter.unreduced_gradients()
-        return {id(part): part for gradient in gradients for _, part in parts_of(gradient, "")}
-
-    def _lasting(self) -> set[int]:
-        """The storages of gradients that the framework goes on using when the gradients are dropped."""
-        return {buffer.untyped_storage()._cdata for buffer in self.adapter.gradient_buffers()}
-
-    def drop_gradients(self) -> None:
-        """Set every gradient to None. Ranges that this leaves empty go at the next move. Buffers of gradients on the device become zero."""
-        for owner in self.adapter.with_gradients():
-            owner.grad = None
-        self.adapter.drop_unreduced()
-        for buffer in self.adapter.gradient_buffers() if self.on_device else ():
-            buffer.detach().zero_()
-
-    def _empty(self, dropped: Sequence[Range], stock: Stock) -> None:
-        """Take the ranges of dropped gradients out. What the framework goes on using stays, and will be zero when it is loaded."""
-        lasting = self._lasting()
-        staying = [r for r in dropped if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)]
-        for r in staying:
-            r.prints = None
-            r.slab.view(0, r.nbytes).zero_()
-        self._drop([r for r in dropped if r not in staying], stock)
-
     def take_in_newborn(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
 
@@ -291,7 +257,7 @@ class Holding:
         stay, loose = self.newborn()
         self._versions_offloaded = self._intake.versions
         if drops:
-            dead = self._gradients()
+            dead = self.gradients.tensors()
             loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
         self._moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
         # Counted while the link is busy; with none now, none has to be looked for when it is not.
@@ -319,12 +285,7 @@ class Holding:
 
     def strays(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
         """By name, the references to adopted storages that others hold now."""
-        lasting = self._lasting()  # the framework holds these, as often as it likes
-        placed = [entry for r in (self.ranges if ranges is None else ranges) for entry in r.placed if entry.ref.cdata not in lasting]
-        storages = [entry.ref.cdata for entry in placed]
-        expected = map(operator.add, known_aliases(storages), [entry.use_count for entry in placed])
-        surplus = map(operator.sub, map(storage_use_count, storages), expected)
-        return {entry.name: count for entry, count in zip(placed, surplus, strict=True) if count > 0}
+        return strays.find(self.ranges if ranges is None else ranges, self.gradients.lasting())
 
     def lasting_strays(self) -> dict[str, int]:
         """The same, but for those that go by themselves: a process group's thread lets go of what it sent a moment after its collective."""
@@ -362,8 +323,9 @@ class Holding:
             if self._is_copying:
                 self.device.sync()
             if self._dropped is not None:
-                self.drop_gradients()
-                self._empty(self._dropped, stock)
+                self.gradients.drop(zero_buffers=False)
+                staying = self.gradients.zero_lasting(self._dropped)
+                self._drop([r for r in self._dropped if r not in staying], stock)
             for r in self.ranges:
                 self._vacate(r, stock)
                 r.move_in()
@@ -431,13 +393,9 @@ class Holding:
     def count_uses(self) -> None:
         """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
         self._zeroed.note(self.ranges)
-        uncounted = [entry for r in self.ranges if not r.is_counted for entry in r.placed if entry.use_count == 0]
-        if uncounted:
+        if strays.uncounted(self.ranges):
             self.newborn()  # rebinding gave tensors another storage since the last look
-        for entry, known in zip(uncounted, known_aliases([entry.ref.cdata for entry in uncounted]), strict=True):
-            entry.use_count = entry.uses() - known
-        for r in self.ranges:
-            r.is_counted = True
+        strays.count(self.ranges)
 
     def _vacate(self, r: Range, stock: Stock) -> None:
         if r.chunks:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.adapters.base import Adapter, Owned
 from placement.errors import RegistrationError
@@ -56,6 +57,8 @@ class Intake:
         """By storage in a range, the version counter of its tensors at the last look: a write in between raises it."""
         self.aliases: dict[int, int] = {}
         """Tensors of the object by storage at the last look, storages of other objects included."""
+        self._alive: list[StorageWeakRef] = []
+        """Of the keys of `aliases`: while it is weakly held, no new storage gets the address of a dead one and its count."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int]] | None = None
         """The last look, where it found everything in its place: the ranges, and of each tensor its storage and its address."""
         self.reserved: HostSlab | None = None
@@ -73,6 +76,7 @@ class Intake:
         aliases: dict[int, int] = {}
         found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
         storages: list[int] = []
+        alive = [entry.ref for r in ranges for entry in r.placed]
         for owned in self._adapter.owned():
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
@@ -82,6 +86,7 @@ class Intake:
                 if not owned.loose:  # views share their base's counter
                     versions[key] = max(versions.get(key, 0), owned.version)
                 continue
+            alive.append(StorageWeakRef(storage))
             if storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
                 continue
             if key not in found:
@@ -90,8 +95,9 @@ class Intake:
                 found[key][2].append(owned.tensor)
             else:  # a tensor without elements is one more user of a storage, and names nothing
                 found[key] = (owned, storage, [owned.tensor, *found[key][2]])
-        guests = [tensor.untyped_storage()._cdata for tensor in self._adapter.guests()]
-        self.versions, self.aliases = versions, dict(Counter(aliases) + Counter(guests)) if guests else aliases
+        guests = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._adapter.guests()]
+        self.versions, self._alive = versions, alive + guests
+        self.aliases = dict(Counter(aliases) + Counter(guest.cdata for guest in guests)) if guests else aliases
         self._note(ranges, storages if known.issuperset(storages) else ())
         for tensor in handed:
             entry = found.get(tensor.untyped_storage()._cdata)

@@ -112,6 +112,11 @@ class SimulatedDevice(Device):
         self._fixed(self._poison.base, chunk_bytes, 0)
         ctypes.memset(self._poison.base, POISON_BYTE, chunk_bytes)
 
+    @property
+    def uuid(self) -> str:
+        """The same in all processes that share it, by the file; empty where no other can use it."""
+        return "" if self._shared is None else f"simulated{os.path.realpath(self._shared.path)}"
+
     def host(self, nbytes: int) -> HostSlab:
         self._check_process()
         return Slab(nbytes)

@@ -136,7 +136,16 @@ class Shadow:
         if offloads != self.offloads:
             self.offloads, self.is_tainted = offloads, False
             self.outside.clear()
-            assert self.handle.stray_references == len(self.strays), self.handle.strays
+            assert self.handle.stray_references == len(self.strays) + self._num_stale(), self.handle.strays
+
+    def _num_stale(self) -> int:
+        """Parameters that were replaced and that an optimizer goes on stepping: it holds storages that have no other use."""
+        holding = self.handle.holding
+        if holding is None or not isinstance(self.object, nn.Module):
+            return 0
+        own = {id(parameter) for parameter in self.object.parameters()}
+        stepped = {id(p): p for each in self.optimizers for group in each.object.param_groups for p in group["params"]}
+        return sum(key not in own and holding.over_host(each) is not None for key, each in stepped.items())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors of the handle's state dict, by the names that `tensors` uses."""

@@ -108,6 +108,11 @@ class Prometheus:
         self._process.wait(30)
 
 
+def instance(rank: int) -> str:
+    """Two workers a node."""
+    return f"node{rank // 2}/rank{rank}"
+
+
 class Run:
     """Four workers and the Prometheus that watches them."""
 
@@ -124,7 +129,10 @@ class Run:
         self.urls += [worker.stdout.readline().strip() for worker in self.workers if worker.stdout]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        environment = {**os.environ, "RANK": str(rank), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        """Two as torchrun starts them, two as Slurm does, on another node of the same shared folder."""
+        node = rank // 2
+        names = ("RANK", "GROUP_RANK") if node == 0 else ("SLURM_PROCID", "SLURM_NODEID")
+        environment = {**os.environ, **dict(zip(names, (str(rank), str(node)), strict=True)), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.observe.prometheus_worker", str(self.targets)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -149,10 +157,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def test_workers_are_found_by_name(run: Run) -> None:
-    assert run.prometheus.targets() == {f"node0/rank{rank}": "up" for rank in range(WORKERS)}
-    (series,) = run.prometheus.ask('placement_worker_info{instance="node0/rank3"}')
+    assert run.prometheus.targets() == {instance(rank): "up" for rank in range(WORKERS)}
+    (series,) = run.prometheus.ask('placement_worker_info{instance="node1/rank3"}')
     assert series["metric"]["run"] == "demo"
-    assert series["metric"]["node"] == "node0"
+    assert series["metric"]["node"] == "node1"
     assert not [label for label in series["metric"] if label.startswith("__") and label != "__name__"]
 
 
@@ -164,7 +172,7 @@ def test_workers_are_found_by_http(run: Run, tmp_path: Path) -> None:
         prometheus = Prometheus(tmp_path, by_http)
         try:
             until(prometheus.is_ready, "Prometheus is ready", 30)
-            everybody = {f"node0/rank{rank}": "up" for rank in range(WORKERS)}
+            everybody = {instance(rank): "up" for rank in range(WORKERS)}
             until(lambda: prometheus.targets() == everybody, "all targets are up", 30)
             gathered = gathered[1:]
             until(lambda: "node0/rank0" not in prometheus.targets(), "a worker that is off the list goes away", 30)
@@ -192,7 +200,7 @@ def test_shares_of_time_agree_with_the_journal(run: Run) -> None:
         now = time.time()
         of_prometheus = {
             (series["metric"]["handle"], series["metric"]["state"]): float(series["value"][1])
-            for series in run.prometheus.ask(f'rate(placement_state_seconds_total{{instance="node0/rank{rank}"}}[{seconds}s])', now)
+            for series in run.prometheus.ask(f'rate(placement_state_seconds_total{{instance="{instance(rank)}"}}[{seconds}s])', now)
         }
         of_journal: defaultdict[tuple[str, str], float] = defaultdict(float)
         events = get(f"{url}/trace")["traceEvents"]
@@ -222,7 +230,7 @@ def test_a_worker_that_is_killed_while_it_holds_bytes(run: Run) -> None:
     """The last of this file: it costs the run a worker."""
     until(lambda: "GPU_RESIDENT" in str(get(f"{run.urls[2]}/state")["handles"]), "the worker holds bytes", 10)
     run.workers[2].kill()
-    name = "PlacementWorkerGone node0/rank2"
+    name = "PlacementWorkerGone node1/rank2"
     until(lambda: run.prometheus.alerts().get(name) == "firing", "the alert fires", 60)
-    until(lambda: "node0/rank2" not in run.prometheus.targets(), "the target goes away", 90)
+    until(lambda: "node1/rank2" not in run.prometheus.targets(), "the target goes away", 90)
     assert {alert for alert in run.prometheus.alerts() if alert.endswith("rank1")} == set()

@@ -27,7 +27,7 @@ from placement.memory.cuda import CudaDevice
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CAPACITY = 64 << 20
-CHUNK_BYTES = 4096
+CHUNK_BYTES = 8192
 STEPS = 20
 
 

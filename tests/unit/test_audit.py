@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from placement import Audit, IntegrityError, State
+from placement.memory.intake import known_aliases
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import CAPACITY, Worker, batch, learn
 
@@ -123,6 +124,18 @@ def test_strict_raises_for_stray_references_after_the_border_is_complete() -> No
     with worker.manager.phase("log_prob"):
         pass
     assert_nothing_resident(worker.manager)
+
+
+def test_a_storage_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
+    """What a handle knew of a tensor that is gone would count for whoever is born in its place: references too many, or too few."""
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        worker.net.register_parameter("extra", torch.nn.Parameter(torch.ones(8)))
+        worker.manager.audit()
+        worker.net.extra = None
+        born = [torch.ones(8) for _ in range(1000)]
+        assert known_aliases([tensor.untyped_storage()._cdata for tensor in born]) == [0] * 1000
+    assert worker.manager.audit().ok
 
 
 def test_chunks_that_no_handle_declares_are_unaccounted() -> None:

@@ -1,0 +1,38 @@
+"""References to adopted storages that others hold: what they point to reads poison after the offload."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+
+from placement.memory.intake import known_aliases
+from placement.memory.range import Placed, Range, storage_use_count
+
+
+def uncounted(ranges: Iterable[Range]) -> list[Placed]:
+    """The storages of which it is not known yet how many references they have by right."""
+    return [entry for r in ranges if not r.is_counted for entry in r.placed if entry.use_count == 0]
+
+
+def count(ranges: Iterable[Range]) -> None:
+    """Take the references of now, those of known tensors apart, as what a storage has by right. Once for each."""
+    entries = uncounted(ranges)
+    for entry, known in zip(entries, known_aliases([entry.ref.cdata for entry in entries]), strict=True):
+        entry.use_count = entry.uses() - known
+    for r in ranges:
+        r.is_counted = True
+
+
+def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
+    """By name, the references beyond those, where they have been counted.
+
+    An offload asks for tens of thousands of storages at a time, so functions of C do the work.
+
+    Args:
+        lasting: storages (`_cdata`) that a framework holds, as often as it likes.
+    """
+    placed = [entry for r in ranges if r.is_counted for entry in r.placed if entry.ref.cdata not in lasting]
+    storages = [entry.ref.cdata for entry in placed]
+    expected = map(operator.add, known_aliases(storages), [entry.use_count for entry in placed])
+    surplus = map(operator.sub, map(storage_use_count, storages), expected)
+    return {entry.name: count for entry, count in zip(placed, surplus, strict=True) if count > 0}
