@@ -89,6 +89,10 @@ class Faults(Device):
         return getattr(self.device, name)
 
     @property
+    def uuid(self) -> str:
+        return self.device.uuid
+
+    @property
     def pinned_limit_bytes(self) -> int | None:
         return self.device.pinned_limit_bytes
 
