@@ -5,6 +5,7 @@ A test against a framework that is not installed is skipped and says so, also wh
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Generator, Iterator
@@ -27,7 +28,7 @@ _MOSTLY_WAITING = (
     "tests/faults/test_interrupts.py",
     "tests/group/test_lease_swaps.py",
 )
-"""Begun first, because each takes minutes in one process, most of them waiting: then the others have the cores beside them."""
+"""Each takes minutes in one process, most of them waiting."""
 _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
@@ -37,11 +38,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    items.sort(key=lambda item: not item.location[0].startswith(_MOSTLY_WAITING))
     if config.pluginmanager.hasplugin("xdist"):  # a file stays in one process, and whoever measures a GPU has it alone
         for item in items:
-            place = "tests/ray" if item.location[0].startswith("tests/ray/") else item.location[0]  # which share a cluster
-            item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else place))
+            item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else _place(item)))
+        items[:] = _mixed(items)
+
+
+def _place(item: pytest.Item) -> str:
+    return "tests/ray/" if item.location[0].startswith("tests/ray/") else item.location[0]  # its files share a cluster
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """In an order in which the cores have work beside what waits: a file of those, then some of the others, and so on."""
+    places: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        places.setdefault(_place(item), []).append(item)
+    waiting = [places.pop(place) for place in _MOSTLY_WAITING if place in places]
+    # The longest come last in the alphabet, and nothing long may begin at the end.
+    others = [places[place] for place in sorted(places, key=lambda place: (not place.startswith("tests/sharded/"), place))]
+    mixed = [[each, *others[4 * index : 4 * index + 4]] for index, each in enumerate(waiting)]
+    rest = others[4 * len(waiting) :]
+    return [item for group in itertools.chain(*mixed, rest) for item in group]
 
 
 @pytest.hookimpl(wrapper=True)
