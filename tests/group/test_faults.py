@@ -5,6 +5,7 @@ After each case: nobody hung, no two ranks read different decisions, every value
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
