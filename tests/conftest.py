@@ -33,14 +33,16 @@ _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's own, which looks at the groups
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A file stays in one process, and whoever measures a GPU has it alone. Here, because xdist looks for groups before us otherwise."""
+    item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else _place(item)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    for item in items:  # a file stays in one process, and whoever measures a GPU has it alone
-        item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else _place(item)))
     items[:] = _mixed(items)
 
 
