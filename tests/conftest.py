@@ -23,12 +23,12 @@ torch.set_num_threads(1)
 COUNTED = "counted"
 _MOSTLY_WAITING = (
     "tests/ray/",
-    "tests/group/test_faults.py",
     "tests/observe/test_prometheus.py",
     "tests/faults/test_interrupts.py",
     "tests/group/test_lease_swaps.py",
+    "tests/group/test_faults.py",
 )
-"""Each takes minutes in one process, most of them waiting."""
+"""Each takes minutes in one process, most of them waiting. The two with many processes of their own are far from each other."""
 _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 

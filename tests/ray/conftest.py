@@ -49,11 +49,12 @@ class Job:
 
         self.ray = ray
         self.name = f"job{next(_names)}"
-        self.fleet = placement.ray.Fleet(self.name, deadline_seconds=20.0)
+        self.fleet = placement.ray.Fleet(self.name, deadline_seconds=100.0)  # on a busy machine its workers import for long
         spread = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **options}
         actor = ray.remote(Trainer).options(**spread)
         self.workers = [actor.remote(self.name, rank, together) for rank in range(world_size)]
         self.fleet.join(self.workers)
+        self.fleet.deadline_seconds = 20.0
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         results: list[Any] = self.ray.get([getattr(worker, method).remote(*arguments) for worker in self.workers])
