@@ -219,8 +219,8 @@ def visits_of(index: int, point: Point, visits: int) -> list[int]:
     if EVERY_POINT:
         return sorted({1, visits})
     if f"{os.sep}adapters{os.sep}" in point[0].co_filename:
-        return [1] if index % 9 == 0 else []
-    return sorted({1, visits} if index % 6 == 0 else {1}) if index % 3 == 0 else []
+        return [1] if index % 16 == 0 else []
+    return sorted({1, visits} if index % 8 == 0 else {1}) if index % 4 == 0 else []
 
 
 def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point], swallowed: list[Any]) -> tuple[int, int]:

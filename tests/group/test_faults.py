@@ -121,23 +121,23 @@ class Ranks:
             connection.close()
 
 
-class NotStarted(AssertionError):
-    """The ranks did not come to the border of the fault: nothing was tried."""
+class NotReached(AssertionError):
+    """The ranks did not come to the step of the fault: nothing was tried."""
 
 
 def disturb(ranks: Ranks) -> str:
     """Do what the case asks for while the ranks run. Returns what did not happen as it should.
 
     Raises:
-        NotStarted: what the ranks said.
+        NotReached: what the ranks said.
     """
     fault, victim = ranks.case.fault, ranks.processes[ranks.case.rank]
     others = [rank for rank in range(WORLD) if rank != ranks.case.rank]
     if not ranks.start():
-        raise NotStarted(f"{ranks.case}: {ranks.said}")
+        raise NotReached(f"{ranks.case}: {ranks.said}")
     if fault in ("stop", "board killed", "board stopped"):
         if not wait_until_stopped(victim.pid):
-            return f"the step was not reached: {ranks.said}"
+            raise NotReached(f"{ranks.case}: {ranks.said}")
         if fault == "board killed":
             ranks.service.kill()
         elif fault == "board stopped":
@@ -149,7 +149,8 @@ def disturb(ranks: Ranks) -> str:
         return f"ranks {[rank for rank in range(WORLD) if not ranks.has_ended(rank)]} hung"
     if fault == "kill":
         victim.join()
-        return "" if victim.exitcode == -signal.SIGKILL else "the step was not reached"
+        if victim.exitcode != -signal.SIGKILL:
+            raise NotReached(f"{ranks.case}: {ranks.said}")
     return ""
 
 
@@ -175,9 +176,9 @@ def judge(ranks: Ranks) -> list[str]:
 
 
 def run_case(case: Case, service: Service | None, engine: str) -> tuple[list[str], list[Any]]:
-    """What went wrong, and what the ranks saw. Ranks that a busy machine keeps from meeting before the fault begin anew."""
+    """What went wrong, and what the ranks saw. Ranks that a busy machine keeps from coming to the step in time begin anew."""
     for _ in range(2):
-        with contextlib.suppress(NotStarted):
+        with contextlib.suppress(NotReached):
             return run_once(case, service, engine)
     return run_once(case, service, engine)
 
