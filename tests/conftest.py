@@ -22,20 +22,18 @@ torch.set_num_threads(1)
 
 COUNTED = "counted"
 _MOSTLY_WAITING = (
-    "tests/ray/",
+    "tests/ray/test_fleet.py",
     "tests/observe/test_prometheus.py",
     "tests/faults/test_interrupts.py",
+    "tests/ray/test_faults.py",
     "tests/group/test_lease_swaps.py",
+    "tests/ray/test_examples.py",
     "tests/group/test_faults.py",
 )
-"""Each takes minutes in one process, most of them waiting. The two with many processes of their own are far from each other."""
+"""Each takes a minute or more in the one process that runs a file (xdist's `loadfile`), most of them waiting. Those with many processes of
+their own are far from each other."""
 _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """A file stays in one process, and whoever measures a GPU has it alone. Here, because xdist looks for groups before us otherwise."""
-    item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else _place(item)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,15 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = _mixed(items)
 
 
-def _place(item: pytest.Item) -> str:
-    return "tests/ray/" if item.location[0].startswith("tests/ray/") else item.location[0]  # its files share a cluster
-
-
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
     """In an order in which the cores have work beside what waits: a file of those, then some of the others, and so on."""
     places: dict[str, list[pytest.Item]] = {}
     for item in items:
-        places.setdefault(_place(item), []).append(item)
+        places.setdefault(item.location[0], []).append(item)
     waiting = [places.pop(place) for place in _MOSTLY_WAITING if place in places]
     # The longest come last in the alphabet, and nothing long may begin at the end.
     others = [places[place] for place in sorted(places, key=lambda place: (not place.startswith("tests/sharded/"), place))]
