@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from placement.engines.http import Answer, Server
-from placement.engines.tagged import InFlight, Send, TaggedEngine
+from placement.engines.tagged import InFlight, Send, TaggedEngine, send_by
 from placement.errors import EngineError, EngineLost
 
 _POLL_SECONDS = 0.05
@@ -115,12 +115,7 @@ class SglangServer(_Sglang):
         self._done(self._server.ask("POST", "/continue_generation", body={}))
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        if self._send is None:
-            raise EngineError(
-                f"{self!r} was made without send=, which brings a bucket of weights to the server. Where they come another way, call "
-                "weights_filled() when they have come"
-            )
-        self._send(bucket)
+        send_by(self._send, bucket, self)
 
     def forget_cache(self) -> None:
         self._until_idle(self._flush)

@@ -28,6 +28,20 @@ Weights = Literal["keep", "discard"]
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 
+def send_by(send: Send | None, bucket: Sequence[tuple[str, torch.Tensor]], engine: TaggedEngine) -> None:
+    """Bring a bucket of weights to an engine's server.
+
+    Raises:
+        EngineError: nobody said how.
+    """
+    if send is None:
+        raise EngineError(
+            f"{engine!r} was made without send=, which brings a bucket of weights to the server. Where they come another way, call "
+            "weights_filled() when they have come"
+        )
+    send(bucket)
+
+
 class TaggedEngine(Engine):
     """An engine whose memory is its own, and comes and goes by tags.
 

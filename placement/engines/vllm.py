@@ -7,6 +7,7 @@ for the routes and `--enable-sleep-mode` for memory to move.
 
 from __future__ import annotations
 
+import abc
 import inspect
 import re
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from placement.engines.http import Answer, Server
-from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights
+from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights, send_by
 from placement.errors import EngineError, EngineLost
 from placement.states import KV_CACHE, WEIGHTS
 
@@ -61,22 +62,25 @@ class _Vllm(TaggedEngine):
         except EngineError as error:
             raise EngineLost(f"{error}, so that what the call before it did is not known") from error
 
+    @abc.abstractmethod
     def _sleep(self) -> None:
-        raise NotImplementedError
+        """Everything to sleep, at the level of `weights`."""
 
+    @abc.abstractmethod
     def _wake(self, tags: Sequence[str]) -> None:
-        raise NotImplementedError
+        """Bring these tags back, in this order."""
 
+    @abc.abstractmethod
     def _is_sleeping(self) -> bool:
-        raise NotImplementedError
+        """Whether it says that anything of it is asleep."""
 
+    @abc.abstractmethod
     def _gives_kv_cache_up(self) -> bool:
         """Give up the KV cache alone, where this vLLM can; False where it cannot."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _sleeps_from_part(self) -> bool:
         """Whether this vLLM knows which tags are asleep, so that the rest can follow."""
-        raise NotImplementedError
 
 
 class VllmServer(_Vllm):
@@ -154,12 +158,7 @@ class VllmServer(_Vllm):
             self._expect("resumed", self._server.ask("POST", "/resume"))
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        if self._send is None:
-            raise EngineError(
-                f"{self!r} was made without send=, which brings a bucket of weights to the server. Where they come another way, call "
-                "weights_filled() when they have come"
-            )
-        self._send(bucket)
+        send_by(self._send, bucket, self)
 
     def forget_cache(self) -> None:
         answer = self._server.ask("POST", "/reset_prefix_cache")

@@ -22,7 +22,7 @@ from placement.memory.claims import RANGES
 from placement.memory.fingerprint import fingerprints
 from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
-from placement.memory.intake import Intake, guests_elsewhere
+from placement.memory.intake import Intake, guests
 from placement.memory.loans import Loans
 from placement.memory.range import Range
 from placement.memory.stock import Stock
@@ -456,7 +456,7 @@ class Holding:
         aliases: dict[int, list[torch.Tensor]] = {}
         for owned in self.adapter.owned():
             aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
-        for guest in guests_elsewhere(self._intake):  # a shard of an optimizer's goes where the module's buffer goes
+        for guest in guests():  # a shard of an optimizer's goes where the module's buffer goes
             if guest.untyped_storage()._cdata in aliases:
                 aliases[guest.untyped_storage()._cdata].append(guest)
         for r in self.ranges:

@@ -17,6 +17,7 @@ from placement.memory import adopt
 from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES, Owner
 from placement.memory.range import Range, storage_use_count, used_bytes
+from placement.weak import WeakIdSet
 
 
 def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -25,7 +26,9 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 _VERSION = operator.attrgetter("_version")
-_INTAKES: weakref.WeakSet[Intake] = weakref.WeakSet()
+_INTAKES: WeakIdSet[Intake] = WeakIdSet()
+_GUESTS: WeakIdSet[torch.Tensor] = WeakIdSet()
+"""Tensors that lay in storages of other objects at the last look at theirs, which may have left placement since."""
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
@@ -36,9 +39,9 @@ def known_aliases(storages: Sequence[int]) -> list[int]:
     return total
 
 
-def guests_elsewhere(intake: Intake) -> Iterator[torch.Tensor]:
-    """Tensors of all other objects in storages that are not theirs."""
-    return (tensor for other in _INTAKES if other is not intake for tensor in other._adapter.guests())
+def guests() -> Iterator[torch.Tensor]:
+    """Tensors of all objects in storages of others: a shard of an optimizer's in the model's buffer."""
+    return iter(_GUESTS)
 
 
 class Intake:
@@ -95,9 +98,12 @@ class Intake:
                 found[key][2].append(owned.tensor)
             else:  # a tensor without elements is one more user of a storage, and names nothing
                 found[key] = (owned, storage, [owned.tensor, *found[key][2]])
-        guests = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._adapter.guests()]
-        self.versions, self._alive = versions, alive + guests
-        self.aliases = dict(Counter(aliases) + Counter(guest.cdata for guest in guests)) if guests else aliases
+        hosts = []
+        for guest in self._adapter.guests():
+            _GUESTS.add(guest)
+            hosts.append(StorageWeakRef(guest.untyped_storage()))
+        self.versions, self._alive = versions, alive + hosts
+        self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
         self._note(ranges, storages if known.issuperset(storages) else ())
         for tensor in handed:
             entry = found.get(tensor.untyped_storage()._cdata)

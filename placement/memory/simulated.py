@@ -44,6 +44,7 @@ from placement.memory.host import (
 )
 from placement.memory.shared_capacity import SharedCapacity
 from placement.memory.simulated_range import SimulatedChunk, SimulatedRange, around, runs
+from placement.weak import WeakIdSet
 
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _MAP_FIXED = 0x10
@@ -107,7 +108,7 @@ class SimulatedDevice(Device):
         self._held: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
-        self._ranges: weakref.WeakSet[SimulatedRange] = weakref.WeakSet()
+        self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = SimulatedRange(chunk_bytes, granularity)
         self._fixed(self._poison.base, chunk_bytes, 0)
         ctypes.memset(self._poison.base, POISON_BYTE, chunk_bytes)

@@ -20,12 +20,12 @@ import os
 import re
 import socket
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from placement.errors import PlacementError
+from placement.weak import WeakIdSet
 
 _HOST = "__meta_placement_host"
 """The machine that a file's worker runs on; Prometheus drops labels that begin with two underscores."""
@@ -154,7 +154,7 @@ class Announcement:
         atexit.unregister(self.close)
 
 
-_OWN: weakref.WeakSet[Announcement] = weakref.WeakSet()
+_OWN: WeakIdSet[Announcement] = WeakIdSet()
 """Of this process. A POSIX lock is lost when its process closes ANY descriptor of the file: these are never opened to look."""
 
 

@@ -15,7 +15,6 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from types import TracebackType
@@ -23,6 +22,7 @@ from typing import Self
 
 from placement.errors import PlacementError
 from placement.observe.messages import MAX_HEAD_BYTES, RefusedError, Request, Response, parse_head, refusal
+from placement.weak import WeakIdSet
 
 MAX_CONNECTIONS = 64
 TIMEOUT_SECONDS = 5.0
@@ -265,11 +265,11 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 # Data loaders fork. A child that kept the listening socket would hold the port after its parent's death and never answer on it.
-_SERVERS: weakref.WeakSet[HttpServer] = weakref.WeakSet()
+_SERVERS: WeakIdSet[HttpServer] = WeakIdSet()
 
 
 def _forget_all_in_child() -> None:
-    for server in list(_SERVERS):
+    for server in _SERVERS:
         server._forget_in_child()
 
 

@@ -70,7 +70,7 @@ class Slow(StoreGroup):
 
     def agree(self, plan: Plan) -> None:
         super().agree(plan)
-        time.sleep(0.03)
+        time.sleep(0.03)  # longer than the other rank needs to be ahead, if it were let
 
 
 class Worker:

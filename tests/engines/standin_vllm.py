@@ -89,7 +89,7 @@ class Vllm033(StandIn):
             self._lock.release()
             try:
                 while self.in_flight and not self._let_go.is_set():
-                    time.sleep(0.005)
+                    time.sleep(0.005)  # the test ends the requests, which nobody is told of
             finally:
                 self._lock.acquire()
         else:

@@ -307,7 +307,7 @@ def drip(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
     for _ in range(1000):
         connection.sendall(b" ")
-        time.sleep(0.02)
+        time.sleep(0.02)  # no single read is late, the whole answer is
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Process:
 
     def until_stopped(self) -> None:
         while b") T " not in Path(f"/proc/{self.pid}/stat").read_bytes():
-            time.sleep(0.001)
+            time.sleep(0.001)  # the system tells a process's state only when asked
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

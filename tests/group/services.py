@@ -94,6 +94,6 @@ def wait_until_stopped(pid: int, seconds: float = 30.0) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while not is_stopped(pid):
             assert time.monotonic() < deadline, f"process {pid} neither stopped nor ended"
-            time.sleep(0.01)
+            time.sleep(0.01)  # the system tells a process's state only when asked
         return True
     return False

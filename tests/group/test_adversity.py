@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -17,27 +17,9 @@ from placement.group.base import Board
 from placement.group.messages import MAX_BYTES, Decision, Proposal, abort, named
 from placement.group.store import StoreBoard
 from placement.states import Plan, State
+from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})
-
-
-def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
-    """All at once; what each returned or raised."""
-    results: list[Any] = [None] * len(bodies)
-
-    def run(number: int) -> None:
-        try:
-            results[number] = bodies[number]()
-        except BaseException as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
 
 
 def groups(world_size: int, deadline_seconds: float = 5.0, store: Any = None, generation: int = 0) -> list[StoreGroup]:
@@ -197,7 +179,7 @@ def test_a_wall_clock_that_jumps_changes_no_deadline(jump_seconds: float, monkey
     ranks = groups(3, deadline_seconds=5.0)
 
     def late(group: Group) -> int:
-        time.sleep(0.1)
+        time.sleep(0.1)  # so that the others wait and look at their clocks
         return change(group)
 
     assert in_threads(lambda: change(ranks[0]), lambda: change(ranks[1]), lambda: late(ranks[2])) == [1, 1, 1]

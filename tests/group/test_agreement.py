@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from placement.errors import CoordinatorLost, GroupError
 from placement.group import StoreGroup
 from placement.group.base import BoardLost
 from placement.states import Plan, State
+from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
 OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})
@@ -21,21 +21,7 @@ OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})
 def together(world_size: int, body: Callable[[StoreGroup], Any], deadline_seconds: float = 5.0, store: Any = None) -> list[Any]:
     """`body(group)` on every rank; what each returned or raised, by rank."""
     store = dist.HashStore() if store is None else store
-    results: list[Any] = [None] * world_size
-
-    def rank(number: int) -> None:
-        try:
-            results[number] = body(StoreGroup(store, number, world_size, deadline_seconds))
-        except Exception as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
+    return in_threads(*(lambda rank=rank: body(StoreGroup(store, rank, world_size, deadline_seconds)) for rank in range(world_size)))  # type: ignore[misc]
 
 
 def change(group: StoreGroup, plan: Plan = PLAN, action: str = "enter train", budget_bytes: int = 100) -> int:

@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -20,6 +19,7 @@ from placement.group.messages import decode
 from placement.group.ray import RayBoard
 from placement.group.ray_board import MAX_MESSAGE_BYTES, Books, Request
 from placement.states import Plan, State
+from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})
 OTHER = Plan({"actor": State.GPU_RESIDENT})
@@ -95,25 +95,6 @@ def actor() -> Iterator[Actor]:
     actor.close()
 
 
-def together(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Each in a thread; what it returned or raised."""
-    results: list[Any] = [None] * len(bodies)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = bodies[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
-
-
 def change(group: Group, plan: Plan = PLAN) -> str:
     """One change; how it ended for this rank."""
     epoch = group.epoch
@@ -130,7 +111,7 @@ def change(group: Group, plan: Plan = PLAN) -> str:
 def test_all_commit_and_nothing_piles_up(actor: Actor) -> None:
     groups = [actor.group(rank) for rank in range(3)]
     assert (
-        together([lambda group=group: [change(group) for _ in range(50)] for group in groups])
+        in_threads(*(lambda group=group: [change(group) for _ in range(50)] for group in groups))
         == [[f"{epoch} commit" for epoch in range(50)]] * 3
     )
     assert len(actor.books._books["ranks/g0"].values) < 40
@@ -145,7 +126,7 @@ def test_a_decision_that_one_rank_has_read_survives_the_actor(actor: Actor) -> N
     assert boards[0].claim("g0/e0/decision", b"commit") == b"commit"
     actor.restart()
     claims = [lambda board=board: board.claim("g0/e0/decision", b"abort") for board in boards[1:]]
-    assert together([*claims, lambda: boards[0].look(["g0/member/0"])]) == [b"commit", b"commit", [b"x"]]
+    assert in_threads(*claims, lambda: boards[0].look(["g0/member/0"])) == [b"commit", b"commit", [b"x"]]
 
 
 def test_without_the_rank_that_may_know_nobody_decides(actor: Actor) -> None:
@@ -154,7 +135,7 @@ def test_without_the_rank_that_may_know_nobody_decides(actor: Actor) -> None:
         board.claim(f"g0/member/{rank}", b"x")
     boards[0].claim("g0/e0/decision", b"commit")
     actor.restart()
-    for told in together([lambda board=board: board.claim("g0/e0/decision", b"abort") for board in boards[1:]]):
+    for told in in_threads(*(lambda board=board: board.claim("g0/e0/decision", b"abort") for board in boards[1:])):
         assert isinstance(told, BoardLost)
         assert "rank 0 has not told what it knows" in str(told)
     assert boards[0].look(["g0/e0/decision"]) == [b"commit"]  # it comes at last, and brings it back
@@ -164,28 +145,28 @@ def test_without_the_rank_that_may_know_nobody_decides(actor: Actor) -> None:
 def test_a_rank_that_was_restarted_with_the_actor_does_not_speak_for_its_predecessor(actor: Actor) -> None:
     groups = [actor.group(rank) for rank in range(3)]
     actor.restart()
-    results = together([lambda: change(groups[0]), lambda: change(groups[1]), lambda: actor.group(2)])
+    results = in_threads(lambda: change(groups[0]), lambda: change(groups[1]), lambda: actor.group(2))
     assert results[:2] == ["0 lost", "0 lost"]
     assert isinstance(results[2], CoordinatorLost)
     assert "what it knew of rank 2 is gone" in str(results[2])
-    fresh = together([lambda rank=rank: actor.group(rank, generation=1) for rank in range(3)])
-    assert together([lambda group=group: change(group) for group in fresh]) == ["0 commit"] * 3
+    fresh = in_threads(*(lambda rank=rank: actor.group(rank, generation=1) for rank in range(3)))
+    assert in_threads(*(lambda group=group: change(group) for group in fresh)) == ["0 commit"] * 3
 
 
 def test_a_process_from_before_does_not_disturb_a_membership_of_the_same_name(actor: Actor) -> None:
     old = actor.group(0)
     actor.restart()
-    groups = together([lambda rank=rank: actor.group(rank) for rank in range(3)])  # all began anew
+    groups = in_threads(*(lambda rank=rank: actor.group(rank) for rank in range(3)))  # all began anew
     assert change(old) == "0 lost"
-    assert together([lambda group=group: change(group) for group in groups]) == ["0 commit"] * 3
+    assert in_threads(*(lambda group=group: change(group) for group in groups)) == ["0 commit"] * 3
 
 
 def test_a_restarted_rank_is_fenced(actor: Actor) -> None:
     groups = [actor.group(rank) for rank in range(3)]
-    assert together([lambda group=group: change(group) for group in groups]) == ["0 commit"] * 3
+    assert in_threads(*(lambda group=group: change(group) for group in groups)) == ["0 commit"] * 3
     with pytest.raises(GroupError, match="rank 1 was restarted"):
         actor.group(1)
-    assert together([lambda: change(groups[0]), lambda: change(groups[2])]) == ["1 abort"] * 2
+    assert in_threads(lambda: change(groups[0]), lambda: change(groups[2])) == ["1 abort"] * 2
 
 
 def test_another_world_size_is_refused(actor: Actor) -> None:
@@ -236,7 +217,7 @@ def disturbed(seed: int) -> list[list[str]]:
 
     try:
         groups = [actor.group(rank, deadline_seconds=0.5) for rank in range(3)]
-        *by_rank, _ = together([*(lambda group=group: run(group) for group in groups), disturb])
+        *by_rank, _ = in_threads(*(lambda group=group: run(group) for group in groups), disturb)
         return by_rank
     finally:
         actor.close()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager, NotResidentError, PhaseError, RegistrationError
+from placement.memory import adopt
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, make_manager, optimize, start, stepped, wrap
@@ -31,8 +32,9 @@ def learn(manager: Manager, program: Program, number: int) -> None:
     assert_nothing_resident(manager)
 
 
-def aliases(kind: Kind) -> None:
-    """Shards that are views of the model's buffer stay such: what is stepped is what the model computes with."""
+def aliases(kind: Kind, can_swap: bool) -> None:
+    """Shards that are views of the model's buffer stay such, also where tensors leave one by one for the host (as those of a GPU do):
+    what is stepped is what the model computes with."""
     with pretend_cuda():
         program = build(kind)
         manager = make_manager(program)
@@ -49,7 +51,8 @@ def aliases(kind: Kind) -> None:
                 for view in views:
                     view.add_(1.0)
             assert all(as_bytes(parameter) != old for parameter, old in zip(parameters, before, strict=True))
-        manager.close()
+        with mock.patch.object(adopt, "_can_swap", return_value=can_swap):
+            manager.close()
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
 
 

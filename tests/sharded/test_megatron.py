@@ -46,9 +46,10 @@ def test_trap(one_rank: Ranks, body: Callable[[], None]) -> None:
     one_rank.run(body)
 
 
+@pytest.mark.parametrize("can_swap", [False, True])
 @pytest.mark.parametrize("kind", [traps.PRECISION_AWARE, worker.Kind(dtype=torch.float32)], ids=str)
-def test_shards_that_are_views_of_the_buffer_stay_views(one_rank: Ranks, kind: worker.Kind) -> None:
-    one_rank.run(traps.aliases, kind)
+def test_shards_that_are_views_of_the_buffer_stay_views(one_rank: Ranks, kind: worker.Kind, can_swap: bool) -> None:
+    one_rank.run(traps.aliases, kind, can_swap)
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import placement
 from placement import Manager, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.threads import in_threads
 from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
 
 
@@ -267,6 +269,23 @@ def test_two_managers_on_two_devices_do_not_disturb_each_other() -> None:
         assert other.on_device() == {"actor", "ref"}
     for worker in (one, other):
         assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("device", [None, SimulatedDevice(1 << 20)], ids=["a device each", "one device"])
+def test_managers_of_three_threads_come_and_go_at_once(device: SimulatedDevice | None) -> None:
+    def come_and_go() -> None:
+        for _ in range(20):
+            worker = Worker(device=device or SimulatedDevice(1 << 20))
+            with worker.manager.phase("train"):
+                learn(worker.net, worker.adam)
+            worker.manager.close()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert in_threads(come_and_go, come_and_go, come_and_go) == [None, None, None]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_two_managers_may_share_one_device() -> None:

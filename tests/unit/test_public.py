@@ -13,7 +13,7 @@ import placement
 
 ROOT = Path(placement.__file__).parent
 LAYERS = (
-    ("states", "errors"),
+    ("states", "errors", "weak"),
     ("settings", "snapshot", "machine", "journal", "memory", "adapters", "annotate", "summary"),
     ("initial_step", "method_call", "handle"),
     (
@@ -148,7 +148,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         placement.Manger  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["states", "errors"])
+@pytest.mark.parametrize("name", ["states", "errors", "weak"])
 def test_the_words_import_the_standard_library_only(name: str) -> None:
     roots = {module.split(".")[0] for module in imports(ROOT / f"{name}.py", at_runtime=False)}
     assert roots <= sys.stdlib_module_names

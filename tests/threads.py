@@ -1,0 +1,28 @@
+"""Bodies that run side by side: ranks, or jobs of one process, as threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+HANG_SECONDS = 60.0
+
+
+def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
+    """All at once; what each returned or raised."""
+    results: list[Any] = [None] * len(bodies)
+
+    def run(number: int) -> None:
+        try:
+            results[number] = bodies[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+        assert not thread.is_alive()
+    return results
