@@ -14,28 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement import views
-from placement.budget import check_fits
-from placement.errors import CoordinatorLost, EngineError, IntegrityError, PhaseError, PlacementError, PolicyError
+from placement.crossing import Crossing, Wanted
+from placement.errors import CoordinatorLost, PhaseError, PlacementError, PolicyError
 from placement.handle import Handle
 from placement.journal import Journal, logger
-from placement.leased import Leased, giving_way
-from placement.memory.base import Device, DeviceMemory
+from placement.memory.base import Device
 from placement.phases import Open, Phase, check_holder
-from placement.planner import Planner
 from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
-from placement.states import IDLE, Plan, State, View
+from placement.states import IDLE, Plan, State
 from placement.together import Together, describe
 
 if TYPE_CHECKING:
     from placement.group.agreement import Group
     from placement.group.lease import Lease
-
-_WRONG_WRITE = (
-    "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
-    "is as it was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names what is offloaded."
-)
 
 
 class Borders:
@@ -53,44 +46,41 @@ class Borders:
         self._device = device
         self._together = Together(group)
         self._journal = journal
-        self.reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
+        reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
         self._gone: deque[Handle] = deque()
-        self.registry = Registry(device, self.reconciler, lambda: self.phase_name, self._gone.append)
+        self.registry = Registry(device, reconciler, lambda: self.phase_name, self._gone.append)
         self._handles = self.registry.handles
+        self.crossing = Crossing(device, policy, settings, journal, self.registry, reconciler, self._together, lease)
+        self._planner = self.crossing.planner
         self._lock = threading.RLock()
         self._busy = False
         self.pid = os.getpid()
         self.is_closed = False
         self.stack: tuple[Open, ...] = ()
         self.kept: frozenset[str] = frozenset()
-        self.left_behind: tuple[Handle, ...] = ()
-        """On the device although the last border wanted them off it."""
-        self._planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
-        self.leased = Leased(lease, device, self._handles, self._planner, self._give_way)
-        self.peak_bytes = 0
 
     @property
     def phase_name(self) -> str:
         """The innermost open phase; "idle" outside every phase."""
-        stack = self.stack
-        return stack[-1].name if stack else IDLE
+        return _named(self.stack)
 
     def enter(self, phase: Phase, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
         with self.border():
             check_holder(self.stack, name)
             stack, outer = self.stack, self.phase_name
-            enclosing = self.base_plan()
+            enclosing, kept = self.base_plan(), self.kept
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
-                plan = self._go(describe("enter", name, only), name, only, enclosing, stack)
-                opened = Open(name, only, plan, holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
+                plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, _innermost(stack), kept))
+                self._expire_keeps(plan)
+                opened = Open(name, only, plan, holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
                 phase._open = opened
                 self._planner.began(name)
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
-                self.stack, phase._open = stack, None
+                self.stack, phase._open, self.kept = stack, None, kept
                 self._journal.enter_phase(outer)
                 self._went_back(error, enclosing)
                 raise
@@ -106,8 +96,10 @@ class Borders:
                 self.kept |= self._worth_keeping(opened)
                 enclosing = self._with_kept(enclosing)
                 self._journal.enter_phase(name)
-                plan = self._go(describe("switch to", name, only), name, only, enclosing, below)
-                following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.memory.torch_reserved_bytes)
+                wanted = Wanted(name, only, enclosing, _innermost(below), self.kept)
+                plan = self.crossing.advance(describe("switch to", name, only), wanted)
+                self._expire_keeps(plan)
+                following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
                 self.stack = (*below, following)
                 phase._open = following
                 self._planner.began(name)
@@ -134,10 +126,10 @@ class Borders:
                 plan, failures = self._plan_after(below)
                 self.kept = self._worth_keeping(opened)
                 plan = self._with_kept(plan)
-                failures += self._retreat(plan, below, patiently=error is None or isinstance(error, Exception))
+                failures += self.crossing.retreat(plan, _named(below), patiently=error is None or isinstance(error, Exception))
                 failures = self._together.left(describe("leave", opened.name, None), plan, failures, error)
             except BaseException:  # an interrupt in the middle of leaving: leave first, then let it out
-                self._retreat(self._plan_after(below)[0], below)
+                self.crossing.retreat(self._plan_after(below)[0], _named(below))
                 raise
             finally:
                 self.stack, phase._open = below, None
@@ -166,7 +158,7 @@ class Borders:
         """
         if isinstance(error, CoordinatorLost):
             return  # neither forward nor back: the others may have entered
-        self._note(error, self._retreat(plan, self.stack))
+        self._note(error, self.crossing.retreat(plan, self.phase_name))
         if (told := self._together.failed(error)) is not None:
             raise told from error
 
@@ -200,86 +192,6 @@ class Borders:
                 self._busy = False
                 torch.set_grad_enabled(grad_was_on)
 
-    def _go(self, action: str, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> Plan:
-        """Make the plan for a phase and carry it out, all or nothing."""
-        handles = self._handles
-        self.measure()  # what others freed or took since the last border
-        self._planner.least_bytes = self._together.propose(action, self._planner.budget_bytes(name))
-        try:
-            view, plan = self._plan_for(name, only, enclosing, below)
-            for handle in list(handles.values()):
-                if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
-                    self.registry.build(handle)
-                    view, plan = self._plan_for(name, only, enclosing, below)  # its bytes count from now on
-            room_bytes = check_fits(view, plan)
-        except PlacementError:
-            self._journal.decisions["refuse"] += 1
-            raise
-        # An offload waits for the device anyway; what only loads, or moves nothing, must not.
-        if self.poison_was_written(wait=any(h.node[1] and not plan.on_device(h.name) for h in handles.values())):
-            raise IntegrityError(_WRONG_WRITE)
-        self._count_decisions(plan)
-        room_bytes = self.leased.take(name, plan, room_bytes)
-        self._refuse_stale(name, plan)
-        before = self._resident_bytes()
-        self.reconciler.advance(handles, plan, room_bytes, self._together.agree, self._together.go_on)
-        self._expire_keeps(plan)
-        if self._resident_bytes() != before:  # asking torch and the driver is most of what a border costs that moves nothing
-            self.measure()
-        self.leased.settle(name)
-        return plan
-
-    def _give_way(self) -> None:
-        """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
-        failures = self.reconciler.retreat(self._handles, giving_way(self._handles))
-        self.leased.trim()
-        self.measure()
-        if failures:
-            raise failures[0]
-
-    def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """No generating with weights that were discarded.
-
-        Raises:
-            EngineError: an engine's weights have not been filled since.
-        """
-        roles = self._planner.generating(name)
-        for handle in self._handles.values():
-            stale = None if handle.residency is None else handle.residency.stale
-            if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
-                raise EngineError(
-                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
-                    f"with manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
-                )
-
-    def _plan_for(self, name: str, only: tuple[str, ...] | None, enclosing: Plan, below: tuple[Open, ...]) -> tuple[View, Plan]:
-        view, plan = self._planner.ask(name, _innermost(below), self.kept)
-        chosen = views.meant(only, self._handles)
-        return view, plan if chosen is None else plan.limited_to(chosen, enclosing)
-
-    def _retreat(self, plan: Plan, stack: tuple[Open, ...], *, patiently: bool = False) -> list[Exception]:
-        """Bring every handle as far towards a plan as it goes, and count what stays behind.
-
-        Args:
-            stack: the phases that are open afterwards.
-            patiently: other processes are waited for, where they have the memory that the plan needs.
-        """
-        name = _innermost(stack) or IDLE
-        within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
-        before = self._resident_bytes()
-        leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
-        failures += self.reconciler.retreat(self._handles, within)
-        self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
-        self._journal.pairing_violations += len(self.left_behind)
-        if not stack:
-            self.leased.trim()
-        if self.leased.is_shared or self._resident_bytes() != before:
-            self.measure()
-        self.leased.settle(name)
-        if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
-            failures.append(IntegrityError(_WRONG_WRITE))
-        return failures
-
     def _plan_after(self, below: tuple[Open, ...]) -> tuple[Plan, list[Exception]]:
         """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
         if below:
@@ -311,18 +223,11 @@ class Borders:
         plans = [each.plan for each in stack]
         try:
             self._extend_plans(handle)
-            plan = self.base_plan()
-            if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
-                self.registry.build(handle)
-            room_bytes = check_fits(self._planner.view(self.phase_name, None, self.kept), plan)
-            room_bytes = self.leased.take(self.phase_name, plan, room_bytes)
-            self.reconciler.advance(self._handles, plan, room_bytes)
+            self.crossing.join(handle, self.base_plan(), self.phase_name, self.kept)
         except BaseException:
             for each, plan in zip(stack, plans, strict=True):
                 each.plan = plan
             raise
-        self.measure()
-        self.leased.settle(self.phase_name)
 
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""
@@ -333,8 +238,8 @@ class Borders:
         for each in self.stack:
             each.kept.discard(handle.name)
             each.plan = each.plan.without(handle.name)
-        self.measure()
-        self.leased.settle(self.phase_name)
+        self.crossing.measure()
+        self.crossing.leased.settle(self.phase_name)
 
     def close(self) -> None:
         """Forget every handle, optimizers first, and give the device back. Idempotent, also after an interrupt.
@@ -350,17 +255,8 @@ class Borders:
             for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
                 self.forget(handle)
             self._device.close()
-            self.leased.close()
+            self.crossing.leased.close()
             self.is_closed = True
-
-    @property
-    def memory(self) -> DeviceMemory:
-        """As measured at the last border."""
-        return self._planner.memory
-
-    def budget_bytes(self) -> int:
-        """Device bytes that the handles may hold together now."""
-        return self.leased.within(self._planner.budget_bytes(self.phase_name))
 
     def _extend_plans(self, handle: Handle) -> None:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
@@ -384,7 +280,7 @@ class Borders:
         return opened
 
     def _finish(self, opened: Open) -> None:
-        self.measure()
+        self.crossing.measure()
         self._planner.over(opened.name)
 
     def _worth_keeping(self, opened: Open) -> frozenset[str]:
@@ -397,33 +293,6 @@ class Borders:
             if plan is None or name not in plan.targets or not plan.on_device(name):
                 self._journal.expired_keeps += 1
         self.kept = frozenset()
-
-    def _count_decisions(self, plan: Plan) -> None:
-        for handle in self._handles.values():
-            on, wanted = handle.node[1], plan.on_device(handle.name)
-            self._journal.decisions["keep" if on is wanted else "load" if wanted else "offload"] += 1
-
-    def _resident_bytes(self) -> list[int]:
-        return [handle.resident_bytes for handle in self._handles.values()]
-
-    def measure(self) -> None:
-        self._planner.memory = self._device.memory()
-        for handle in self._handles.values():
-            handle.measure()
-        self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
-
-    def poison_was_written(self, wait: bool = True) -> bool:
-        """Whether something wrote into offloaded memory; without waiting, a late answer comes at a later border."""
-        holdings = [handle.holding for handle in self._handles.values() if handle.holding is not None]
-        zeroed = [(holding, places) for holding in holdings if (places := holding.zeroed())]
-        for holding, places in zeroed:  # zero_grad() may be called anywhere: no wrong write
-            holding.take_zeroed(places)
-        written = self._device.heal_poison(wait or bool(zeroed))  # a load must not change what is under the refilling
-        self._journal.wrong_writes += written
-        if written:  # reported once: by its bytes now, not by its counter later
-            for holding in holdings:
-                holding.forget_writes()
-        return written
 
     # --- what went away by itself
 
@@ -458,7 +327,7 @@ class Borders:
     def _sweep_abandoned(self) -> None:
         while self.stack and self.stack[-1].is_abandoned:
             gone, below = self.stack[-1], self.stack[:-1]
-            failures = self._retreat(self._plan_after(below)[0], below)
+            failures = self.crossing.retreat(self._plan_after(below)[0], _named(below))
             self._together.abandoned(gone.name)
             self.stack = below  # only now: what an interrupt stops is done again at the next border
             self._journal.enter_phase(self.phase_name)
@@ -488,6 +357,11 @@ class Borders:
         if handle is None:
             raise PhaseError(views.unknown_handle(name, self._handles))
         return handle
+
+
+def _named(stack: tuple[Open, ...]) -> str:
+    """The phase that one is in while these are open."""
+    return stack[-1].name if stack else IDLE
 
 
 def _innermost(below: tuple[Open, ...]) -> str | None:

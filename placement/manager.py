@@ -221,7 +221,7 @@ class Manager:
     def snapshot(self) -> Snapshot:
         """Everything at this moment, immutable and JSON-able. Takes no lock, so that a scrape never waits for a move."""
         borders, journal = self._borders, self.journal
-        memory = borders.memory
+        memory = borders.crossing.memory
         others = None if self._others is None else self._others.nbytes
         handles = tuple(audit.snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
         return Snapshot(
@@ -236,24 +236,24 @@ class Manager:
             durations=journal.histograms(),
             policy_decisions=dict(journal.decisions),
             pairing_violations=journal.pairing_violations,
-            unpaired_bytes=sum(handle.resident_bytes for handle in borders.left_behind),
+            unpaired_bytes=sum(handle.resident_bytes for handle in borders.crossing.left_behind),
             unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
             other_processes_bytes=others,
             wrong_writes=journal.wrong_writes,
             kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
             expired_keeps=journal.expired_keeps,
-            budget_bytes=borders.budget_bytes(),
+            budget_bytes=borders.crossing.budget_bytes(borders.phase_name),
             device_used_bytes=memory.used_bytes,
             device_total_bytes=memory.total_bytes,
-            peak_bytes=borders.peak_bytes,
-            lease=borders.leased.snapshot(),
+            peak_bytes=borders.crossing.peak_bytes,
+            lease=borders.crossing.leased.snapshot(),
         )
 
     def audit(self) -> Audit:
         """Compare declared and measured for every handle, by looking at every tensor. Reports, changes nothing."""
         with self._borders.border():
             plan = self._borders.base_plan()
-            return audit.audit(self.handles, plan, self.device, self._borders.poison_was_written())
+            return audit.audit(self.handles, plan, self.device, self._borders.crossing.poison_was_written())
 
     def check_integrity(self) -> None:
         """Raise if anything disagrees.

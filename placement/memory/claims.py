@@ -53,7 +53,7 @@ class _Table:
         change, bases = self._sorted
         if anew or change != self._change:
             change = self._change
-            for base, (_, reference) in list(self._ranges.items()):
+            for base, (_, reference) in self._ranges.copy().items():  # a list of its items would make tuples, and so collect
                 if reference() is None and self._ranges.get(base, (0, None))[1] is reference:
                     self._ranges.pop(base, None)
             bases = sorted(self._ranges.copy())

@@ -53,7 +53,7 @@ def states(worker: Worker) -> list[State]:
 
 def impatient(worker: Worker) -> None:
     """Does not wait longer than it takes to look twice."""
-    lease = worker.manager._borders.leased._lease
+    lease = worker.manager._borders.crossing.leased._lease
     assert lease is not None
     lease.deadline_seconds = 0.05
 

@@ -20,6 +20,7 @@ LAYERS = (
         "manager",
         "phases",
         "borders",
+        "crossing",
         "planner",
         "reconcile",
         "registry",
@@ -43,6 +44,7 @@ UPWARD = {
     ("handle", "engines"),  # annotations
     ("handle", "sync"),  # inside methods: a handle publishes
     ("borders", "group"),  # annotations
+    ("crossing", "group"),  # annotations
     ("leased", "group"),  # annotations
     ("manager", "group"),  # annotations, and where leases are wanted
     ("manager", "observe"),  # inside `serve`

@@ -1,0 +1,200 @@
+"""One border: a plan is asked for, agreed on, leased for and carried out; or everything goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from placement import views
+from placement.budget import check_fits
+from placement.errors import EngineError, IntegrityError, PlacementError
+from placement.handle import Handle
+from placement.journal import Journal
+from placement.leased import Leased, giving_way
+from placement.memory.base import Device, DeviceMemory
+from placement.planner import Planner
+from placement.reconcile import Reconciler
+from placement.registry import Registry
+from placement.settings import Settings
+from placement.states import IDLE, Plan, State, View
+from placement.together import Together
+
+if TYPE_CHECKING:
+    from placement.group.lease import Lease
+
+_WRONG_WRITE = (
+    "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
+    "is as it was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names what is offloaded."
+)
+
+
+class Wanted(NamedTuple):
+    """A phase that is to begin."""
+
+    name: str
+    only: Sequence[str] | None
+    enclosing: Plan
+    """Where those belong that `only` leaves out."""
+    within: str | None
+    """The phase around it."""
+    kept: frozenset[str]
+    """What the phase before wanted kept."""
+
+
+class Crossing:
+    """Carries out the plans of one manager, and measures before and after. What phases are open is `Borders`' affair.
+
+    Args:
+        lease: None where the device is not shared under leases.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        policy: Any,
+        settings: Settings,
+        journal: Journal,
+        registry: Registry,
+        reconciler: Reconciler,
+        together: Together,
+        lease: Lease | None,
+    ) -> None:
+        self._device = device
+        self._journal = journal
+        self._registry = registry
+        self._handles = registry.handles
+        self._reconciler = reconciler
+        self._together = together
+        self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
+        self.leased = Leased(lease, device, self._handles, self.planner, self._give_way)
+        self.left_behind: tuple[Handle, ...] = ()
+        """On the device although the last border wanted them off it."""
+        self.peak_bytes = 0
+
+    def advance(self, action: str, wanted: Wanted) -> Plan:
+        """Make the plan for a phase and carry it out, all or nothing.
+
+        Args:
+            action: what every rank of the group has to be about.
+        """
+        name, handles = wanted.name, self._handles
+        self.measure()  # what others freed or took since the last border
+        self.planner.least_bytes = self._together.propose(action, self.planner.budget_bytes(name))
+        try:
+            view, plan = self._ask(wanted)
+            for handle in list(handles.values()):
+                if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+                    self._registry.build(handle)
+                    view, plan = self._ask(wanted)  # its bytes count from now on
+            room_bytes = check_fits(view, plan)
+        except PlacementError:
+            self._journal.decisions["refuse"] += 1
+            raise
+        # An offload waits for the device anyway; what only loads, or moves nothing, must not.
+        if self.poison_was_written(wait=any(h.node[1] and not plan.on_device(h.name) for h in handles.values())):
+            raise IntegrityError(_WRONG_WRITE)
+        self._count_decisions(plan)
+        room_bytes = self.leased.take(name, plan, room_bytes)
+        self._refuse_stale(name, plan)
+        before = self._resident_bytes()
+        self._reconciler.advance(handles, plan, room_bytes, self._together.agree, self._together.go_on)
+        if self._resident_bytes() != before:  # asking torch and the driver is most of what a border costs that moves nothing
+            self.measure()
+        self.leased.settle(name)
+        return plan
+
+    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str]) -> None:
+        """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing."""
+        if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
+            self._registry.build(handle)
+        room_bytes = check_fits(self.planner.view(name, None, kept), plan)
+        room_bytes = self.leased.take(name, plan, room_bytes)
+        self._reconciler.advance(self._handles, plan, room_bytes)
+        self.measure()
+        self.leased.settle(name)
+
+    def retreat(self, plan: Plan, name: str, *, patiently: bool = False) -> list[Exception]:
+        """Bring every handle as far towards a plan as it goes, and count what stays behind.
+
+        Args:
+            name: of the phase that is open afterwards.
+            patiently: other processes are waited for, where they have the memory that the plan needs.
+        """
+        within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
+        before = self._resident_bytes()
+        leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
+        failures += self._reconciler.retreat(self._handles, within)
+        self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
+        self._journal.pairing_violations += len(self.left_behind)
+        if name == IDLE:
+            self.leased.trim()
+        if self.leased.is_shared or self._resident_bytes() != before:
+            self.measure()
+        self.leased.settle(name)
+        if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
+            failures.append(IntegrityError(_WRONG_WRITE))
+        return failures
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """As measured at the last border."""
+        return self.planner.memory
+
+    def budget_bytes(self, name: str) -> int:
+        """Device bytes that the handles may hold together in a phase, as things are now."""
+        return self.leased.within(self.planner.budget_bytes(name))
+
+    def measure(self) -> None:
+        self.planner.memory = self._device.memory()
+        for handle in self._handles.values():
+            handle.measure()
+        self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
+
+    def poison_was_written(self, wait: bool = True) -> bool:
+        """Whether something wrote into offloaded memory; without waiting, a late answer comes at a later border."""
+        holdings = [handle.holding for handle in self._handles.values() if handle.holding is not None]
+        zeroed = [(holding, places) for holding in holdings if (places := holding.zeroed())]
+        for holding, places in zeroed:  # zero_grad() may be called anywhere: no wrong write
+            holding.take_zeroed(places)
+        written = self._device.heal_poison(wait or bool(zeroed))  # a load must not change what is under the refilling
+        self._journal.wrong_writes += written
+        if written:  # reported once: by its bytes now, not by its counter later
+            for holding in holdings:
+                holding.forget_writes()
+        return written
+
+    def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
+        view, plan = self.planner.ask(wanted.name, wanted.within, wanted.kept)
+        chosen = views.meant(wanted.only, self._handles)
+        return view, plan if chosen is None else plan.limited_to(chosen, wanted.enclosing)
+
+    def _give_way(self) -> None:
+        """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
+        failures = self._reconciler.retreat(self._handles, giving_way(self._handles))
+        self.leased.trim()
+        self.measure()
+        if failures:
+            raise failures[0]
+
+    def _refuse_stale(self, name: str, plan: Plan) -> None:
+        """No generating with weights that were discarded.
+
+        Raises:
+            EngineError: an engine's weights have not been filled since.
+        """
+        roles = self.planner.generating(name)
+        for handle in self._handles.values():
+            stale = None if handle.residency is None else handle.residency.stale
+            if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
+                raise EngineError(
+                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
+                    f"with manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
+                )
+
+    def _count_decisions(self, plan: Plan) -> None:
+        for handle in self._handles.values():
+            on, wanted = handle.node[1], plan.on_device(handle.name)
+            self._journal.decisions["keep" if on is wanted else "load" if wanted else "offload"] += 1
+
+    def _resident_bytes(self) -> list[int]:
+        return [handle.resident_bytes for handle in self._handles.values()]
