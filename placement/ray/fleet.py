@@ -202,16 +202,29 @@ class Fleet:
         Raises:
             GroupError: a worker is not there.
         """
-        deadline = time.monotonic() + self.deadline_seconds
-        while True:
-            answers = self._send(self._begin_order())
-            is_waiting = any(isinstance(each, NoReply) and each.is_restarting for each in answers.values())
-            if not is_waiting or time.monotonic() >= deadline:
-                break
-            time.sleep(_LOOK_SECONDS)
+        self._wait_for_all()  # a board that was restarted answers nobody before all have told it what they know
+        answers = self._send(self._begin_order())
         self._raise_failures("begin anew", answers)
         self._last |= {rank: answer.status for rank, answer in answers.items() if isinstance(answer, Reply)}
         self._has_to_begin = False
+
+    def _wait_for_all(self) -> None:
+        """Until every worker has made itself, also those whose processes died; those that will not come back are left to the order."""
+        deadline = time.monotonic() + self.deadline_seconds
+        missing = {rank: worker.__ray_ready__.remote() for rank, worker in self._workers.items()}
+        while missing and time.monotonic() < deadline:
+            ready, _ = self._ray.wait([*missing.values()], num_returns=len(missing), timeout=_LOOK_SECONDS)
+            for rank in [rank for rank, ref in missing.items() if ref in ready]:
+                try:
+                    self._ray.get(missing[rank])
+                except self._ray.exceptions.ActorUnavailableError:
+                    missing[rank] = self._workers[rank].__ray_ready__.remote()
+                    continue
+                except self._ray.exceptions.RayError:
+                    pass
+                del missing[rank]
+            if missing:
+                time.sleep(_LOOK_SECONDS)
 
     def _begin_order(self) -> Order:
         # The time, so that a driver that was restarted does not take a number twice.

@@ -120,6 +120,17 @@ def test_a_worker_killed_between_phases_is_part_of_the_next(job: Any) -> None:
     assert_outside(job)
 
 
+def test_the_board_and_a_worker_killed_between_phases(job: Any) -> None:
+    """The board answers nobody before the worker that is being restarted has told it that it knows nothing."""
+    os.kill(job.pid_of(job.fleet._board), signal.SIGKILL)
+    os.kill(assert_outside(job)[3]["pid"], signal.SIGKILL)
+    before = job.fleet.status()[3].address
+    until(lambda: job.fleet.status()[3].address != before, "its successor is in the fleet", 30)
+    with job.fleet.phase("log_prob"):
+        assert [each["phase"] for each in job.all("look")] == ["log_prob"] * WORLD
+    assert_outside(job)
+
+
 def test_a_worker_killed_inside_a_phase(job: Any) -> None:
     others = [each["weights"] for each in assert_outside(job)]
     pid = assert_outside(job)[1]["pid"]

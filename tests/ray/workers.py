@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 import torch
 from torch import nn
 
@@ -27,6 +29,8 @@ class Trainer(placement.ray.Worker):
         manager.register("actor", self.actor, role="actor")
         manager.register("adam", self.adam)
         manager.register("ref", self.ref, role="ref", readonly=True)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            time.sleep(1.5)  # as long as a model needs to be loaded: it is in the fleet, and answers nothing yet
 
     def step(self) -> float:
         """In phase train."""
