@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -84,8 +85,9 @@ SERVICES: dict[str, Callable[[], Service]] = {"store": StoreService}
 
 
 def is_stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
+    """Whether each of its threads is: one that still runs may answer."""
+    stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def wait_until_stopped(pid: int, seconds: float = 30.0) -> bool:

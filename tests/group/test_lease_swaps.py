@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -60,12 +61,15 @@ class Watch:
 
 
 def reclaimed(watch: Watch, process: Process) -> float:
-    """Kill a process. Returns the seconds until its bytes are the others'."""
-    began = time.monotonic()
+    """Kill a process. Returns the seconds from its death until its bytes are the others'."""
+    death = os.pidfd_open(process.pid)
     os.kill(process.pid, signal.SIGKILL)
+    select.select([death], [], [])
+    began = time.monotonic()
     while process.pid in watch.claims():
         pass
     seconds = time.monotonic() - began
+    os.close(death)
     process.kill()  # collect it
     assert process.pid not in watch.physical()
     return seconds

@@ -64,6 +64,7 @@ def test_a_store_that_is_stopped_holds_nobody_past_the_deadline(server: tuple[su
     group = StoreGroup(store, 0, 1, 0.5)
     change(group)
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until its last thread has stopped
     for name, call in asking.items():
         with pytest.raises(BoardLost, match=r"no answer within 0\.5 s"):
             call(boards[name])

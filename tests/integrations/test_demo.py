@@ -77,7 +77,8 @@ def test_the_model_may_come_from_a_directory(tmp_path: Path, capsys: pytest.Capt
 
 def test_output_falls_back_to_ascii_where_the_encoding_has_no_blocks() -> None:
     command = [sys.executable, "-m", "placement", "demo", "--device", "simulated", "--steps", "1"]
-    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=environment)
     assert "#" in done.stdout.decode("ascii")
 
 

@@ -118,7 +118,7 @@ def long_journal(length: int) -> Journal:
 
 
 def test_a_long_trace_is_made_in_bounded_memory() -> None:
-    journal = long_journal(100_000)
+    journal = long_journal(25_000)  # bench/observe.py writes 100,000: watched by tracemalloc, that takes ten times as long
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -126,8 +126,8 @@ def test_a_long_trace_is_made_in_bounded_memory() -> None:
         peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert nbytes > 30 << 20
-    assert peak < 4 << 20
+    assert nbytes > 8 << 20
+    assert peak < 2 << 20
 
 
 def test_only_the_last_seconds(manager: placement.Manager) -> None:

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 from placement.group import Group, RayGroup, start_board
+from tests.group.services import wait_until_stopped
 
 PATIENCE_SECONDS = 60.0
 """For one call to the board."""
@@ -50,7 +51,9 @@ class RayService:
         os.kill(self.pid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        os.kill(self.pid(), signal.SIGSTOP)
+        pid = self.pid()
+        os.kill(pid, signal.SIGSTOP)
+        wait_until_stopped(pid)
 
     def close(self) -> None:
         self._ray.kill(self._board, no_restart=True)

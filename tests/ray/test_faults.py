@@ -98,6 +98,7 @@ def test_a_board_that_is_stopped_leaves_the_rank_in_doubt_within_its_deadline(cl
     group.propose("enter train", 100)
     pid = service.pid()
     os.kill(pid, signal.SIGSTOP)
+    assert wait_until_stopped(pid)
     try:
         with pytest.raises(CoordinatorLost, match="does not answer within 2 s; what was prepared is kept"):
             group.agree(Plan({"actor": State.TRAINING}))

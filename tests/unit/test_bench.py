@@ -18,7 +18,7 @@ from bench._results import Results
 PEERS = {"accelerate", "deepspeed", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _whole_packages() -> Iterator[None]:
     """The benchmarks load parts of their peers by themselves; whoever imports a peer afterwards gets the whole."""
     before = set(sys.modules)
