@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,8 +128,11 @@ class Borders:
                 plan = self._with_kept(plan)
                 failures += self.crossing.retreat(plan, _named(below), patiently=error is None or isinstance(error, Exception))
                 failures = self._together.left(describe("leave", opened.name, None), plan, failures, error)
-            except BaseException:  # an interrupt in the middle of leaving: leave first, then let it out
-                self.crossing.retreat(self._plan_after(below)[0], _named(below))
+            except BaseException as stopped:  # an interrupt in the middle of leaving: leave first, then let it out
+                try:
+                    self.crossing.retreat(self._plan_after(below)[0], _named(below))
+                finally:
+                    self._together.failed(stopped)
                 raise
             finally:
                 self.stack, phase._open = below, None
@@ -164,7 +167,8 @@ class Borders:
 
     def _note(self, error: BaseException, failures: list[Exception]) -> None:
         for failure in failures:
-            error.add_note(f"placement: {type(failure).__name__}: {failure}")
+            with suppress(Exception):  # a frozen dataclass takes no note
+                error.add_note(f"placement: {type(failure).__name__}: {failure}")
 
     # --- one border
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from placement.errors import CoordinatorLost, GroupError, PhaseError
@@ -10,7 +13,14 @@ from placement.states import Plan
 if TYPE_CHECKING:
     from placement.group.agreement import Group
 
-_TOLD = "_placement_told_the_group"
+_TOLD = "_placement_told"
+
+
+class _Told(dict[str, int]):
+    """By group, after how many of this rank's words it knew of an exception. Stays behind where the exception is sent to another process."""
+
+    def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
+        return _Told, ()
 
 
 class Together:
@@ -24,6 +34,9 @@ class Together:
         if group is not None and not callable(getattr(group, "propose", None)):
             raise ValueError(f"group must be a placement.group.StoreGroup or its like, not {group!r}")
         self._group = group
+        self._key = secrets.token_hex(8)
+        self._words = 0
+        """That this rank has said to its group: each is one epoch's."""
 
     def propose(self, action: str, budget_bytes: int) -> int | None:
         """Before the plan of an entry or a switch is made. Returns the least budget of all ranks; None without a group.
@@ -31,7 +44,11 @@ class Together:
         Raises:
             GroupError, CoordinatorLost: see `Group.propose`.
         """
-        return None if self._group is None else self._group.propose(action, budget_bytes)
+        if self._group is None:
+            return None
+        with self._hearing():
+            self._words += 1
+            return self._group.propose(action, budget_bytes)
 
     def go_on(self, what: str) -> None:
         """Before a further step of the same border, once the one before is agreed.
@@ -39,8 +56,7 @@ class Together:
         Raises:
             GroupError, CoordinatorLost: see `Group.propose`.
         """
-        if self._group is not None:
-            self._group.propose(what, 0)
+        self.propose(what, 0)
 
     def agree(self, plan: Plan) -> None:
         """Everything is moved, and could still go back.
@@ -49,17 +65,23 @@ class Together:
             GroupError: go back. CoordinatorLost: keep what was prepared.
         """
         if self._group is not None:
-            self._group.agree(plan)
+            with self._hearing():
+                self._group.agree(plan)
 
     def failed(self, error: BaseException) -> GroupError | None:
         """An entry or a switch did not succeed here. Returns what to raise in place of `error`; None: `error` itself."""
         if self._group is None or self._is_told(error):
             return None
+        self._words += 1
+        self._mark(error)
         try:
             told = self._group.abort(error)
         except CoordinatorLost as lost:
-            error.add_note(f"placement: {lost}")
+            with contextlib.suppress(Exception):  # a frozen one takes no note
+                error.add_note(f"placement: {lost}")
             return None
+        if told is not None:
+            self._mark(told)
         return told if isinstance(error, Exception) else None
 
     def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
@@ -77,8 +99,8 @@ class Together:
             if error is not None or failures:
                 self.failed(error if error is not None else failures[0])
             else:
-                self._group.propose(action, 0)
-                self._group.agree(plan)
+                self.propose(action, 0)
+                self.agree(plan)
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
         except BaseException as interrupt:  # the others must not wait for this rank
@@ -91,12 +113,27 @@ class Together:
         if self._group is not None:
             self.failed(PhaseError(f"phase {name!r} was abandoned"))
 
+    @contextlib.contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """What the group raises, all its ranks know."""
+        try:
+            yield
+        except (GroupError, CoordinatorLost) as told:
+            self._mark(told)
+            raise
+
     def _is_told(self, error: BaseException) -> bool:
-        """Whether the others know of it: an exception ends one epoch, however many phases it passes through."""
-        if isinstance(error, (GroupError, CoordinatorLost)) or getattr(error, _TOLD, False):
-            return True
-        setattr(error, _TOLD, True)  # on the exception itself: to remember it would keep its frames, and the model, alive
-        return False
+        """Whether the others know of it: an exception ends one epoch, however many phases it passes through on its way.
+
+        Not for ever: the same object is raised again in a later phase by a future that is asked again; and each manager's group for
+        itself, where it passes through phases of several.
+        """
+        told: _Told = vars(error).get(_TOLD, _Told())
+        return told.get(self._key) == self._words
+
+    def _mark(self, error: BaseException) -> None:
+        # On the exception itself: to remember it would keep its frames, and the model, alive. Not by setattr, which a frozen one refuses.
+        vars(error).setdefault(_TOLD, _Told())[self._key] = self._words
 
 
 def describe(verb: str, name: str, only: tuple[str, ...] | None) -> str:

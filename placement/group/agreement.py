@@ -113,15 +113,15 @@ class Group:
             failpoint("group.after_obey")
 
     def abort(self, error: BaseException) -> GroupError | None:
-        """This rank cannot do its part: end the epoch for all.
+        """This rank cannot do its part: end the epoch for all. Not for what this group has raised itself, which everybody has already.
 
         Returns:
-            What every rank raises; None when the failure is the group's own, and everybody has it already.
+            What every rank raises; None when this rank is in doubt.
 
         Raises:
             CoordinatorLost: the board does not answer. The others find out at their deadline.
         """
-        if self.is_in_doubt or isinstance(error, (GroupError, CoordinatorLost)):
+        if self.is_in_doubt:
             return None
         with self._reaching_the_board("abort"):
             own = abort({self.rank: _reason(error)})

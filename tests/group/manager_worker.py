@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -116,3 +118,79 @@ def other_action(generation: int) -> Any:
     assert_nothing_resident(worker.manager)
     worker.step()
     return told
+
+
+def one_error_in_two_steps(generation: int, failing: int) -> Any:
+    """One exception object that is raised anew in each step, as by a future that is asked again."""
+    worker = Worker(generation)
+    broken: Future[None] = Future()
+    broken.set_exception(ZeroDivisionError("in a thread of the user's"))
+    caught = []
+    for _ in range(2):
+        try:
+            with worker.manager.phase("log_prob"):
+                if dist.get_rank() == failing:
+                    broken.result()
+        except (ZeroDivisionError, GroupError) as error:
+            caught.append(str(error).partition(":")[0])
+        assert_nothing_resident(worker.manager)
+    return caught, worker.group.epoch, worker.step()
+
+
+def error_through_two_groups(generation: int, failing: int) -> Any:
+    """An exception, or the inner group's failure, passes through the phases of two managers: each has a group of its own."""
+    worker = Worker(generation)
+    alone = StoreGroup(dist.HashStore(), 0, 1, 10.0)
+    inner = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), group=alone)
+    refused = GroupError("of some other group", {0: "x"})
+    caught = []
+    for error in (ZeroDivisionError("in the user's code"), refused):
+        try:
+            with worker.manager.phase("log_prob"):
+                if dist.get_rank() == failing:
+                    with inner.phase("log_prob"):
+                        raise error
+        except (ZeroDivisionError, GroupError) as told:
+            caught.append(str(told))
+    return caught, worker.group.epoch, worker.step()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no attribute, and no note."""
+
+    code: int
+
+
+def frozen_error_on(generation: int, failing: int) -> Any:
+    worker = Worker(generation)
+    caught = ""
+    try:
+        with worker.manager.phase("log_prob"):
+            if dist.get_rank() == failing:
+                raise Frozen(7)
+    except (Frozen, GroupError) as error:
+        caught = repr(error)
+    return caught, worker.group.epoch, worker.step()
+
+
+def interrupted_while_leaving(generation: int, failing: int) -> Any:
+    """Ctrl-C on one rank while its bytes move off the device: the others wait for it no longer than that."""
+    worker = Worker(generation)
+    offload = worker.faults.copy
+    caught = ""
+
+    def interrupted(*_: Any) -> None:
+        worker.faults.copy = offload  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    try:
+        with worker.manager.phase("train"):
+            with torch.no_grad():
+                worker.actor.weight.add_(1)  # so that there is something to copy
+            if dist.get_rank() == failing:
+                worker.faults.copy = interrupted  # type: ignore[method-assign]
+    except (KeyboardInterrupt, GroupError) as error:
+        caught = f"{type(error).__name__} {error}"
+    assert_nothing_resident(worker.manager)
+    return caught, worker.group.epoch, worker.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from placement.errors import CoordinatorLost, GroupError
 from placement.group import StoreGroup
 from placement.group.base import BoardLost
 from placement.states import Plan, State
+from placement.together import Together
 from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
@@ -93,18 +95,20 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(missing: int) ->
 
 def test_a_failure_that_the_group_raised_is_not_told_again() -> None:
     def body(group: StoreGroup) -> Any:
-        group.propose("enter train", 100)
+        borders = Together(group)
+        borders.propose("enter train", 100)
         if group.rank == 0:
-            group.abort(ValueError("x"))
-            error: GroupError = GroupError("as raised", {0: "x"})
+            told: Exception | None = borders.failed(ValueError("x"))
         else:
             with pytest.raises(GroupError) as caught:
-                group.agree(PLAN)
-            error = caught.value
-        assert group.abort(error) is None
+                borders.agree(PLAN)
+            told = caught.value
+        assert told is not None
+        assert borders.failed(told) is None
+        assert borders.failed(pickle.loads(pickle.dumps(told))) is not None  # noqa: S301 - one that comes from elsewhere is news
         return group.epoch, change(group)
 
-    assert together(2, body) == [(1, 100)] * 2
+    assert together(2, body) == [(2, 100)] * 2
 
 
 def test_a_restarted_rank_is_fenced_and_ends_the_open_epoch() -> None:

@@ -55,3 +55,36 @@ def test_a_plan_that_does_not_fit_one_rank_is_nobodys(two_ranks: Ranks, generati
 def test_ranks_that_want_different_phases_are_named(two_ranks: Ranks, generation: int) -> None:
     for told in two_ranks.run(worker.other_action, generation):
         assert told == {0: "is about to enter log_prob", 1: "is about to enter train"}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_that_is_raised_again_in_a_later_step_is_told_again(two_ranks: Ranks, generation: int, failing: int) -> None:
+    results = two_ranks.run(worker.one_error_in_two_steps, generation, failing)
+    assert results[failing][0] == ["in a thread of the user's"] * 2
+    assert results[1 - failing][0] == ["the ranks did not change together, and all went back"] * 2
+    assert results[0][1:] == results[1][1:]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_is_told_to_each_group_whose_phase_it_passes_through(two_ranks: Ranks, generation: int, failing: int) -> None:
+    results = two_ranks.run(worker.error_through_two_groups, generation, failing)
+    assert results[failing][0] == ["in the user's code", "of some other group"]
+    assert "rank {}: ZeroDivisionError: in the user's code".format(failing) in results[1 - failing][0][0]
+    assert "rank {}: GroupError: of some other group".format(failing) in results[1 - failing][0][1]
+    assert results[0][1:] == results[1][1:]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_that_takes_no_attribute_stays_what_it_is(two_ranks: Ranks, generation: int, failing: int) -> None:
+    results = two_ranks.run(worker.frozen_error_on, generation, failing)
+    assert results[failing][0] == "Frozen(code=7)"
+    assert f"rank {failing}: Frozen: 7" in results[1 - failing][0]
+    assert results[0][1:] == results[1][1:]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_interrupt_while_one_rank_leaves_is_told(two_ranks: Ranks, generation: int, failing: int) -> None:
+    results = two_ranks.run(worker.interrupted_while_leaving, generation, failing)
+    assert results[failing][0] == "KeyboardInterrupt "
+    assert f"rank {failing}: KeyboardInterrupt" in results[1 - failing][0]
+    assert results[0][1:] == results[1][1:]
