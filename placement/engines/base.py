@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -71,10 +72,19 @@ class EngineAdapter(Adapter):
     kind = "engine"
 
     def __init__(self, engine: Engine, *, name: str, compute_device: torch.device) -> None:
-        self._modules = [ModuleAdapter(module, name=name, compute_device=compute_device) for module in engine.modules()]
+        self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device)
+        self._modules = [self._adapt(module) for module in engine.modules()]
         self._engine = weakref.ref(engine)
 
     def owned(self) -> Iterator[Owned]:
+        """Of the modules that the engine has now: it may have made itself another model since.
+
+        Raises:
+            RegistrationError: one of them cannot be moved.
+        """
+        if (engine := self._engine()) is not None:
+            known = {id(key): adapter for adapter in self._modules for key in adapter.key_objects()}
+            self._modules = [known.get(id(module)) or self._adapt(module) for module in engine.modules()]
         for adapter in self._modules:
             yield from adapter.owned()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
+import io
 import json
 import socket
 import time
@@ -102,10 +104,10 @@ class Server:
             headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
             until = began + limit
             try:
-                _patience(connection, until)
+                _limit(connection.sock, until)
                 connection.request(method, self._prefix + target, body=payload, headers=headers)
-                _patience(connection, until)
-                return _answer(request, connection, until)
+                connection.response_class = functools.partial(_response, until)  # type: ignore[assignment]
+                return _answer(request, connection)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
                 what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
                 if method == "GET":
@@ -115,29 +117,49 @@ class Server:
             connection.close()
 
 
-def _answer(request: str, connection: http.client.HTTPConnection, until: float) -> Answer:
-    sock = connection.sock  # the response takes it over, where the server closes the connection
+def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
     response = connection.getresponse()
     chunks: list[bytes] = []
     size = 0
-    while chunk := response.read1(1 << 16):  # a server that drips bytes would outlast a limit on each read
+    while chunk := response.read1(1 << 16):
         chunks.append(chunk)
         size += len(chunk)
         if size > _MAX_BYTES:
             raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES:,} bytes")
-        _limit(sock, until)
     if response.length:
         raise http.client.IncompleteRead(b"".join(chunks), response.length)
     return Answer(request, response.status, b"".join(chunks))
 
 
-def _patience(connection: http.client.HTTPConnection, until: float) -> None:
-    _limit(connection.sock, until)
+class _Reader(io.RawIOBase):
+    """What a server sends, until a moment: a server that drips bytes, of headers too, would outlast a limit on each read."""
+
+    def __init__(self, sock: socket.socket, until: float) -> None:
+        self._sock, self._until = sock, until
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        _limit(self._sock, self._until)
+        return self._raw.readinto(buffer)
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        """What `HTTPResponse` asks of a socket."""
+        return io.BufferedReader(self)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
-def _limit(sock: socket.socket | None, until: float) -> None:
+def _response(until: float, sock: socket.socket, *args: Any, **keywords: Any) -> http.client.HTTPResponse:
+    return http.client.HTTPResponse(_Reader(sock, until), *args, **keywords)  # type: ignore[arg-type]
+
+
+def _limit(sock: socket.socket, until: float) -> None:
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    if sock is not None and sock.fileno() >= 0:
-        sock.settimeout(left)
+    sock.settimeout(left)

@@ -74,6 +74,8 @@ class EngineMoves:
             if self.lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
                 self._part(handle, Trigger.LOAD, lambda: residency_of(handle).load(wanted))
             self._run(handle, self._target(handle, plan))
+            if wanted:
+                residency_of(handle).reopen()
         finally:
             del self._wanted[handle.name]
 

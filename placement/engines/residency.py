@@ -115,13 +115,14 @@ class Residency:
                 self._drain()
                 before = self._free_bytes()
                 self._engine.offload(self._in_order(leaving)[::-1])
+                # Still in here: an interrupt before the last store leaves it in doubt, one after it finds all of it written down.
+                if WEIGHTS in leaving and not self.keeps_weights:
+                    self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
+                self.resident -= leaving
         except EngineError:
             if self.doubt is None:  # it goes on as before, and so does who sends it requests
                 self._open()
             raise
-        self.resident -= leaving
-        if WEIGHTS in leaving and not self.keeps_weights:
-            self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
         self._see_freed(leaving, before)
         return self._copied(leaving)
 
@@ -138,11 +139,11 @@ class Residency:
             try:
                 with self._asking(f"load {tag}"):
                     self._engine.load([tag])
+                    self.resident |= {tag}
             except EngineError:
                 if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as it is back, and has no way to undo the others
                     self.stale = "loading them failed half-way, and what is there now cannot be trusted"
                 raise
-            self.resident |= {tag}
             self._measure(frozenset({tag}), before - self._free_bytes())
         self._open()
         return self._copied(coming)
@@ -173,6 +174,15 @@ class Residency:
         self.doubt = None
         self._is_drained = True if offloaded else None
 
+    def reopen(self) -> None:
+        """Whole and valid, and yet closed: opening it was refused, or interrupted, after its last tag had come.
+
+        Raises:
+            EngineError: it is refused again.
+        """
+        if self.stale is None and self.doubt is None:
+            self._open()
+
     # --- inside
 
     def _drain(self) -> None:
@@ -191,7 +201,7 @@ class Residency:
         elif self._is_drained is not False:
             with self._asking("open"):
                 self._engine.admit()
-            self._is_drained = False
+                self._is_drained = False
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:

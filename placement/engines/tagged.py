@@ -25,6 +25,8 @@ Verify = Literal["memory", "answer"]
 """How an offload is proved: by the device's free memory, or by the engine's word (it lies on other devices than the manager's)."""
 Weights = Literal["keep", "discard"]
 """What an offload does with the weights: the engine keeps a copy on the host, or they are gone until the next sync."""
+_HALF_OF_ADAPTERS = "a sync of adapters has begun and not been finished"
+"""Of weights whose base is whole: adapters alone fill them."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 
@@ -151,15 +153,14 @@ class TaggedEngine(Engine):
                 f"bucket {number} of a sync came, and {self._next_bucket} is next: pass every bucket of handle.weights() to "
                 "update_weights, in order"
             )
-        if is_adapters and residency.stale is not None:
+        if is_adapters and residency.stale not in (None, _HALF_OF_ADAPTERS):
             raise EngineError(
                 f"the adapters alone cannot fill {self!r}: {residency.stale}. Publish with adapters='merged' or 'base', or make the "
                 "engine with weights='keep'"
             )
         if number == 0 or number is None:
             self._next_bucket = 0
-            if not is_adapters:
-                residency.stale = "a sync has begun and not been finished"
+            residency.stale = _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and not been finished"
         self.receive(bucket)
         if number is not None:
             self._next_bucket = number + 1

@@ -34,17 +34,26 @@ class _Vllm(TaggedEngine):
 
     def offload(self, tags: Collection[str]) -> None:
         """Everything sleeps, and what is to stay is woken again; the KV cache alone is given up where the server can."""
-        staying = [tag for tag in self.residency.tags if tag in self.residency.resident - set(tags)]
+        book, before = self.residency, self.residency.resident
+        staying = [tag for tag in book.tags if tag in before - set(tags)]
         if WEIGHTS not in tags and self._gives_kv_cache_up():
             return
-        if KV_CACHE not in self.residency.resident and not self._sleeps_from_part():
+        if KV_CACHE not in before and not self._sleeps_from_part():
             # Older servers hold one flag for "asleep": with the KV cache away they take this for done and keep the weights.
             self._wake([KV_CACHE])
+            book.resident |= {KV_CACHE}  # should the sleep be refused
         self._sleep()
-        if staying:
-            if not self.residency.keeps_weights:
-                self.residency.stale = "only the KV cache was to go, but this vLLM can only discard the weights with it"
+        book.resident = before
+        if not staying:
+            return
+        if not book.keeps_weights:
+            book.stale = "only the KV cache was to go, but this vLLM can only discard the weights with it"
+        try:
             self._wake(staying)
+        except EngineError as error:
+            if not isinstance(error, EngineLost):  # then all of it sleeps, although only a part was to go
+                book.resident, book.stale = frozenset(), "waking them again failed half-way, when only the KV cache was to go"
+            raise
 
     def load(self, tags: Collection[str]) -> None:
         """Wake these tags, which are asleep."""
@@ -305,7 +314,10 @@ class VllmInProcess(_Vllm):
         if not hasattr(self._llm, "release_kv_cache_memory"):
             return False
         self._call("sleep", level=0)  # the call wants the scheduler paused
-        self._call("release_kv_cache_memory")
+        try:
+            self._call("release_kv_cache_memory")
+        except EngineError as error:
+            raise EngineLost(f"{error}. It is paused, and whether its KV cache is there is not known") from error
         return True
 
     def _sleeps_from_part(self) -> bool:

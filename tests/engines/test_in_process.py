@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import EngineError, EngineLost, Manager, State
+from placement import EngineError, EngineLost, Manager, NotResidentError, State, TorchEngine
 from placement.engines.sglang import SglangInProcess
 from placement.engines.tagged import TaggedEngine
 from placement.engines.vllm import VllmInProcess
@@ -187,6 +187,36 @@ def test_vllm_that_fails(shared: Path) -> None:
             manager.phase("train").__enter__()
         assert handle.broken is not None
         handle.object.assume(offloaded=[])
+
+
+def test_vllm_whose_kv_cache_is_not_released_may_be_paused(shared: Path) -> None:
+    llm = LLM(shared)
+    manager, actor, handle = job(engine := VllmInProcess(llm), shared)
+    with manager.phase("weight_sync") as step:
+        publish(actor, engine)
+        step.switch("rollout")
+        llm.failing["release_kv_cache_memory"] = RuntimeError("an illegal memory access")
+        with pytest.raises(EngineLost, match="illegal memory access"):
+            step.switch("weight_sync")
+        assert handle.broken is not None  # not the open engine of before: it schedules nothing any more
+        engine.assume(offloaded=[])
+
+
+def test_an_engine_that_has_made_itself_a_new_model(shared: Path) -> None:
+    engine = TorchEngine(torch.nn.Linear(64, 64))
+    manager, actor, handle = job(engine, shared)  # type: ignore[arg-type]
+    with manager.phase("rollout"):
+        engine.module = torch.nn.Sequential(engine.module, torch.nn.Linear(64, 64))
+        values = engine.state_dict()["1.weight"].clone()
+    assert handle.resident_bytes == 0
+    assert handle.host_bytes >= 2 * 64 * 64 * 4
+    with pytest.raises(NotResidentError):
+        engine.module(torch.ones(1, 64))
+    with manager.phase("rollout"):
+        assert torch.equal(engine.state_dict()["1.weight"], values)
+        assert engine.module(torch.ones(1, 64)).isfinite().all()
+    manager.check_integrity()
+    assert_nothing_resident(manager)
 
 
 def test_what_is_no_vllm(shared: Path) -> None:

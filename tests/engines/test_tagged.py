@@ -151,6 +151,43 @@ def test_adapters_alone_do_not_fill_discarded_base_weights(shared: Path) -> None
         assert engine.residency.stale is None
 
 
+def test_a_sync_of_adapters_that_stops_half_way_is_made_anew(shared: Path) -> None:
+    """The base weights are whole, and the adapters part old and part new: adapters alone mend that."""
+    from placement.sync import Bucket
+
+    def bucket(number: int) -> Bucket:
+        made = Bucket(number, "separate")
+        made.is_last = number == 1
+        return made
+
+    engine = Own(shared)
+    manager, _ = make(shared, engine)
+    with manager.phase("weight_sync") as step:
+        engine.update_weights(bucket(0))
+        with pytest.raises(EngineError, match="adapters has begun and not been finished"):
+            step.switch("rollout")
+        engine.update_weights(bucket(0))
+        engine.update_weights(bucket(1))
+        step.switch("rollout")
+        assert engine.calls[-1] == "admit"
+
+
+def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_border(shared: Path) -> None:
+    engine = Own(shared)
+    manager, actor = make(shared, engine, policy="resident")
+    with manager.phase("weight_sync") as step:
+        engine.assume(offloaded=[])
+        engine.raising["admit"] = EngineError("not yet")
+        with pytest.raises(EngineError, match="not yet"):
+            for bucket in actor.weights():
+                engine.update_weights(bucket)
+        engine.calls.clear()
+        step.switch("rollout")
+        assert engine.calls == ["admit"]
+        step.switch("eval")
+        assert engine.calls == ["admit"]
+
+
 def test_a_bucket_that_is_missing_is_found(shared: Path) -> None:
     engine = Own(shared)
     manager, actor = make(shared, engine)
@@ -293,6 +330,7 @@ def serve(answer: Any) -> tuple[str, threading.Thread, socket.socket]:
 
     def run() -> None:
         connection, _ = listening.accept()
+        listening.close()
         with connection:
             connection.recv(1 << 16)
             with contextlib.suppress(OSError):
@@ -310,10 +348,25 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.02)  # no single read is late, the whole answer is
 
 
+def drip_headers(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n")
+    for number in range(90):
+        connection.sendall(b"X-%d: 1\r\n" % number)
+        time.sleep(0.2)
+
+
+def go_on(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (drip, "no answer within 0.3 s"),
+        (drip_headers, "no answer within 0.3 s"),
+        (go_on, "no answer within 0.3 s"),
         (lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}"), "the connection broke .*IncompleteRead"),
         (lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9\r\n"), "the connection broke .*BadStatusLine"),
         (lambda connection: None, "the connection broke .*RemoteDisconnected"),
@@ -323,7 +376,7 @@ def drip(connection: socket.socket) -> None:
 def test_answers_that_are_none(answer: Any, message: str) -> None:
     url, thread, listening = serve(answer)
     with pytest.raises(EngineLost, match=message):
-        Server(url, deadline_seconds=0.3 if answer is drip else 5).ask("POST", "/sleep")
+        Server(url, deadline_seconds=0.3 if "0.3" in message else 5).ask("POST", "/sleep")
     listening.close()
     thread.join(5)
 

@@ -259,3 +259,37 @@ def test_the_handle_keeps_what_stands_for_the_server(shared: Path, started: list
     assert handle.object is not None
     job.manager.close()
     assert server.memory.tags == set()  # it is given back as it is
+
+
+@pytest.mark.parametrize("weights", ["keep", "discard"])
+def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_book_too(
+    weights: str, shared: Path, started: list[StandIn]
+) -> None:
+    """An old server sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
+    job = start(Vllm011, shared, started, weights, tag_bytes=TAG_BYTES_OF_VLLM)
+    handle = job.register()
+    with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.failing["/wake_up"] = 500, {"error": {"message": "out of memory"}}
+        step.switch("weight_sync")
+    assert job.server.memory.tags == set()
+    assert (handle.state, handle.resident_bytes, handle.broken) == (State.CPU_OFFLOADED, 0, None)
+    assert job.server.sent.count(f"POST /sleep?level={1 if weights == 'keep' else 2}&mode=wait") == 2  # at the registration, and once now
+    job.server.failing.clear()
+    with pytest.raises(EngineError, match="mean nothing now"):
+        job.manager.phase("eval").__enter__()
+    assert job.step() == "actor"
+
+
+def test_a_kv_cache_that_was_woken_for_a_sleep_that_is_refused_is_in_the_book(shared: Path, started: list[StandIn]) -> None:
+    job = start(Vllm011, shared, started, tag_bytes=TAG_BYTES_OF_VLLM)
+    handle = job.register()
+    with pytest.raises(EngineError, match="nothing was done"), job.manager.phase("weight_sync"):
+        job.publish()
+        job.server.failing["/sleep"] = 400, {"error": {"message": "bad"}}
+    assert job.server.memory.tags == {"weights", "kv_cache"}
+    assert handle.resident_bytes == sum(TAG_BYTES_OF_VLLM.values())
+    job.server.failing.clear()
+    with job.manager.phase("train"):
+        assert job.server.memory.tags == set()
