@@ -106,6 +106,8 @@ class Lease:
         """
         if nbytes > self.capacity_bytes:
             raise DeviceMemoryError(f"{what} needs {nbytes:,} bytes of {self.gpu}, and all its processes share {self.capacity_bytes:,}")
+        if self._ledger.is_my_turn:
+            raise DeviceMemoryError(f"{what} cannot wait for {nbytes:,} bytes of {self.gpu} in the middle of another lease's turn")
         began = time.monotonic()
         pause = _LOOK_SECONDS[0]
         self._waiting = (nbytes, began)
@@ -130,7 +132,7 @@ class Lease:
         if nbytes <= self.held_bytes and self._ledger.hold(self._own.token, nbytes):
             self.held_bytes = nbytes
             return
-        with self._ledger.turn():
+        with self._turn():
             self._take(nbytes)
 
     @contextlib.contextmanager
@@ -147,12 +149,14 @@ class Lease:
             self.wait(nbytes)
             yield
         finally:
-            self.settle(0)
+            if not self._is_closed:
+                self.settle(0)
 
     def close(self) -> None:
-        """Give everything back. Idempotent; nothing in a forked child."""
+        """Give everything back. Idempotent, at any moment, from any thread; nothing in a forked child."""
+        self._is_closed = True  # first: whoever is in a turn looks at it at its end
         self._ledger.leave(self._own.token)
-        self.held_bytes, self._is_closed = 0, True
+        self.held_bytes = 0
 
     # --- asking
 
@@ -177,10 +181,11 @@ class Lease:
     # --- in turn
 
     def _attempt(self, nbytes: int, since: float, is_free: Callable[[], bool], *, is_waiting: bool = False) -> bool:
-        self._check_open()
+        if self._ledger.is_my_turn:
+            return False  # a collection in the middle of the turn of another lease, which counts on what it has found free
         now = time.monotonic()
         mine = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": since, "seen_seconds": now})
-        with self._ledger.turn():
+        with self._turn():
             slot = self._ledger.join(self._own, self.held_bytes)
             others = [claim for claim in self._ledger.claims() if claim.slot != slot]
             fits = sum(claim.held_bytes for claim in others) + nbytes <= self.capacity_bytes
@@ -191,6 +196,18 @@ class Lease:
             if is_waiting:
                 self._ledger.note(mine)
             return False
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The ledger's, which leaves nothing of a lease that is closed meanwhile."""
+        self._check_open()
+        with self._ledger.turn():
+            try:
+                yield
+            finally:
+                if self._is_closed:
+                    self.close()
+        self._check_open()
 
     def _take(self, nbytes: int) -> None:
         if not 0 <= nbytes < MAX_BYTES:

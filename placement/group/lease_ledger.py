@@ -88,6 +88,8 @@ class Ledger:
         self._turn_path = folder / f"{stem}.lock"
         self._pid = os.getpid()
         self._threads = threading.RLock()  # whoever has it can let go of it without knowing whether it has it
+        self._turn_of: int | None = None
+        """The thread that has the turn."""
         self._file: int | None = None
         self._slots: dict[str, int] = {}
         """Of this process's claims, by token."""
@@ -134,14 +136,20 @@ class Ledger:
     def turn(self) -> Iterator[None]:
         """One process at a time may look and take. Whoever dies inside gives the turn back.
 
+        Inside one of the same thread: a part of that, at whose end nothing is given back. Only what a collection runs comes to that.
+
         Raises:
             PlacementError: another process has had it for `LOCK_SECONDS`; names it.
         """
         self._check_process()
+        if self.is_my_turn:
+            yield
+            return
         turn_file: FileIO | None = None
         try:
             try:
                 self._threads.acquire()
+                self._turn_of = threading.get_ident()
                 self._folder()
                 turn_file = open(self._turn_path, "ab", buffering=0, opener=_open_plain)  # noqa: SIM115
                 self._lock_turn(turn_file)
@@ -150,6 +158,11 @@ class Ledger:
                 self._end_turn(turn_file)
         finally:  # again: an interrupt can fall between the end of the body and the first one
             self._end_turn(turn_file)
+
+    @property
+    def is_my_turn(self) -> bool:
+        """Whether this thread is inside a `turn`."""
+        return self._turn_of == threading.get_ident()
 
     def _lock_turn(self, turn_file: FileIO) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -169,6 +182,8 @@ class Ledger:
     def _end_turn(self, turn_file: FileIO | None) -> None:
         if turn_file is not None:
             turn_file.close()  # a file of its own in each turn: closing one of the ledger itself would drop every claim of this process
+        if self.is_my_turn:
+            self._turn_of = None
         with contextlib.suppress(RuntimeError):  # not held, or no longer
             while True:
                 self._threads.release()
@@ -244,7 +259,9 @@ class Ledger:
     def _write(self, slot: int, note: Note) -> None:
         text = note.model_dump_json().encode()
         line = b"%08x %s" % (zlib.crc32(text), text)
-        os.pwrite(self._open(), line.ljust(_NOTE_BYTES - 1) + b"\n", slot * _NOTE_BYTES)
+        file = self._open()
+        with contextlib.suppress(OSError):  # the file system is full: that costs a name, and a place in the queue
+            os.pwrite(file, line.ljust(_NOTE_BYTES - 1) + b"\n", slot * _NOTE_BYTES)
 
     def _reopen(self) -> None:
         """Go on with the file that others find, or a new one; every claim of this process has to join again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -391,3 +392,64 @@ def test_the_largest_claim_leaves_the_next_one_alone(folder: str) -> None:
     assert [claim.held_bytes for claim in claims(folder)] == [0, 8, 9]
     leases_[1].close()
     assert [claim.held_bytes for claim in claims(folder)] == [0, 9]
+
+
+def test_a_lease_that_moves_in_the_middle_of_anothers_turn_breaks_neither(processes: Processes, folder: str) -> None:
+    """A collection may drop a manager's phase at any moment, and with it that manager leaves, in the thread whose turn it is."""
+    first, second = Lease("GPU-1", 100, folder=folder), Lease("GPU-1", 100, folder=folder)
+    elsewhere = processes.start(Holder, folder)
+    granted: list[bool] = []
+
+    def is_free() -> bool:
+        granted.append(second.grow(60))  # what the first is about to take counts on it
+        second.settle(10)  # what is used is used
+        elsewhere.begin("grow", 50)
+        assert elsewhere.is_busy()  # it is still the first one's turn
+        return True
+
+    assert first.grow(60, is_free=is_free)
+    assert granted == [False]
+    assert not elsewhere.answer()
+    assert [claim.held_bytes for claim in claims(folder)] == [60, 10, 0]
+    assert elsewhere.call("grow", 30)
+
+
+def test_a_lease_that_is_closed_while_it_asks_holds_nothing(folder: str) -> None:
+    lease = Lease("GPU-1", 100, folder=folder)
+
+    def is_free() -> bool:
+        lease.close()  # by another thread
+        return True
+
+    with pytest.raises(PlacementError, match="this lease is closed"):
+        lease.grow(60, is_free=is_free)
+    with pytest.raises(PlacementError, match="this lease is closed"):
+        lease.settle(0)
+    assert (claims(folder), lease.held_bytes) == ([], 0)
+
+
+def test_a_lease_may_be_closed_inside_holding(folder: str) -> None:
+    lease = Lease("GPU-1", 100, folder=folder)
+    with pytest.raises(ZeroDivisionError), lease.holding(60):
+        lease.close()
+        raise ZeroDivisionError
+    with Lease("GPU-1", 100, folder=folder).holding(100):
+        assert len(claims(folder)) == 1
+
+
+def test_a_full_file_system_costs_names_only(processes: Processes, folder: str) -> None:
+    """/dev/shm of a container is often full."""
+    full = processes.start(_on_a_full_file_system, folder)
+    other = processes.start(Holder, folder)
+    assert full.call("grow", 60)
+    assert not other.call("grow", 41)
+    other.begin("wait", 80)
+    until_it_waits(folder, other)
+    full.call("settle", 20)
+    assert other.answer() == 80
+    assert full.call("wait", 15) == 15
+
+
+def _on_a_full_file_system(folder: str) -> Holder:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    return Holder(folder)
