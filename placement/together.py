@@ -17,7 +17,7 @@ _TOLD = "_placement_told"
 
 
 class _Told(dict[str, int]):
-    """By group, after how many of this rank's words it knew of an exception. Stays behind where the exception is sent to another process."""
+    """By group, after how many of this rank's words it knew of an exception. Does not go with the exception to other processes."""
 
     def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
         return _Told, ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,8 +160,10 @@ class Fleet:
         """`FleetPhase.__exit__`."""
         name = self._open[-1][0]
         reason = "" if error is None else shortened(f"{type(error).__name__}: {error}")
-        answers = self._send(self._order("leave" if error is None else "give_up", reason=reason))
-        self._open = self._open[:-1]
+        try:
+            answers = self._send(self._order("leave" if error is None else "give_up", reason=reason))
+        finally:
+            self._open = self._open[:-1]
         try:
             self._raise_failures(f"leave phase {name!r}", answers)
         except GroupError as told:
@@ -239,8 +242,25 @@ class Fleet:
 
     def _send(self, order: Order, workers: Mapping[int, Any] | None = None) -> dict[int, Reply | NoReply]:
         """An order to every worker at once. Returns by rank its reply, or why there is none."""
+        try:
+            return self._ask(order, self._workers if workers is None else workers)
+        except BaseException:
+            self._interrupted(order)
+            raise
+
+    def _interrupted(self, order: Order) -> None:
+        """Who has heard an order is not known, nor what became of it: nobody stays in a phase that the driver takes for closed."""
+        self._has_to_begin = True
+        if order.change not in ("begin", "switch"):  # a phase that was to be switched is left by its `with`
+            phases = (*order.phases, order.phase) if order.change == "enter" else order.phases
+            message = self._order("give_up", phases, reason="the driver was interrupted").encode()
+            with contextlib.suppress(Exception):  # where there is no Ray any more, there are no workers
+                for worker in self._workers.values():
+                    worker.placement_order.remote(message)
+
+    def _ask(self, order: Order, workers: Mapping[int, Any]) -> dict[int, Reply | NoReply]:
         message = order.encode()
-        refs = {worker.placement_order.remote(message): rank for rank, worker in (self._workers if workers is None else workers).items()}
+        refs = {worker.placement_order.remote(message): rank for rank, worker in workers.items()}
         answers: dict[int, Reply | NoReply] = {}
         began = time.monotonic()
         patience = self.deadline_seconds * (1 if order.change == "begin" else _CHANGE_DEADLINES)

@@ -81,6 +81,8 @@ class Member:
         self._generation = 0
         self._phases: tuple[str, ...] = ()
         """That the fleet opened here."""
+        self._below: tuple[int, ...] = ()
+        """Of each, how many phases were entered by hand when it was."""
         self._lock = threading.Lock()
 
     def carry_out(self, order: Order) -> Reply:
@@ -140,6 +142,13 @@ class Member:
         Raises:
             PhaseError: it was somewhere else, and its group knows.
         """
+        if self._left_open():
+            forgotten = PhaseError(f"a method of this worker entered phase {self.manager.phase_name!r} and did not leave it")
+            while self._left_open():
+                self.manager.leave(forgotten)
+            if order.change == "leave":  # as the others do, when they hear of it
+                self._leave(forgotten)
+            raise forgotten
         if self._phases == order.phases:
             return
         was = " > ".join(self._phases) or "no phase"
@@ -157,8 +166,9 @@ class Member:
 
     def _change(self, order: Order) -> None:
         if order.change == "enter":
+            below = len(self.manager._entered)
             self.manager.enter(order.phase, only=order.only)
-            self._phases = (*self._phases, order.phase)
+            self._phases, self._below = (*self._phases, order.phase), (*self._below, below)
         elif order.change == "switch":
             if not self._phases:
                 raise PhaseError(f"cannot switch to {order.phase!r}: the fleet has opened no phase")
@@ -172,10 +182,15 @@ class Member:
         while len(self._phases) > len(down_to):
             self._leave(PlacementError(reason or "the fleet gave this phase up"))
 
+    def _left_open(self) -> bool:
+        """Whether the worker's own code has entered a phase beyond the fleet's, which is not the fleet's to switch or leave."""
+        return bool(self._phases) and len(self.manager._entered) > self._below[-1] + 1
+
     def _leave(self, error: BaseException | None) -> None:
-        before = len(self.manager.snapshot().phases)
+        below = self._below[-1]
         try:
-            self.manager.leave(error)
+            while len(self.manager._entered) > below:
+                self.manager.leave(error)
         finally:
-            if len(self.manager.snapshot().phases) < before:
-                self._phases = self._phases[:-1]
+            if len(self.manager._entered) <= below:
+                self._phases, self._below = self._phases[:-1], self._below[:-1]

@@ -204,7 +204,7 @@ def test_vllm_whose_kv_cache_is_not_released_may_be_paused(shared: Path) -> None
 
 def test_an_engine_that_has_made_itself_a_new_model(shared: Path) -> None:
     engine = TorchEngine(torch.nn.Linear(64, 64))
-    manager, actor, handle = job(engine, shared)  # type: ignore[arg-type]
+    manager, _, handle = job(engine, shared)  # type: ignore[arg-type]
     with manager.phase("rollout"):
         engine.module = torch.nn.Sequential(engine.module, torch.nn.Linear(64, 64))
         values = engine.state_dict()["1.weight"].clone()

@@ -178,9 +178,10 @@ def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_border(shared
     with manager.phase("weight_sync") as step:
         engine.assume(offloaded=[])
         engine.raising["admit"] = EngineError("not yet")
+        bucket = next(publishing := actor.weights())
         with pytest.raises(EngineError, match="not yet"):
-            for bucket in actor.weights():
-                engine.update_weights(bucket)
+            engine.update_weights(bucket)
+        publishing.close()
         engine.calls.clear()
         step.switch("rollout")
         assert engine.calls == ["admit"]

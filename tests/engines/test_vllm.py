@@ -268,7 +268,7 @@ def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_boo
     """An old server sleeps as a whole; a wake that fails then leaves all of it asleep, although only a part was to go."""
     job = start(Vllm011, shared, started, weights, tag_bytes=TAG_BYTES_OF_VLLM)
     handle = job.register()
-    with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:
+    with pytest.raises(EngineError, match=r"wake_up.* answered with 500"), job.manager.phase("weight_sync") as step:  # noqa: PT012
         job.publish()
         step.switch("rollout")
         job.server.failing["/wake_up"] = 500, {"error": {"message": "out of memory"}}
@@ -285,7 +285,7 @@ def test_what_cannot_be_woken_again_after_the_kv_cache_left_is_asleep_in_the_boo
 def test_a_kv_cache_that_was_woken_for_a_sleep_that_is_refused_is_in_the_book(shared: Path, started: list[StandIn]) -> None:
     job = start(Vllm011, shared, started, tag_bytes=TAG_BYTES_OF_VLLM)
     handle = job.register()
-    with pytest.raises(EngineError, match="nothing was done"), job.manager.phase("weight_sync"):
+    with pytest.raises(EngineError, match="nothing was done"), job.manager.phase("weight_sync"):  # noqa: PT012
         job.publish()
         job.server.failing["/sleep"] = 400, {"error": {"message": "bad"}}
     assert job.server.memory.tags == {"weights", "kv_cache"}

@@ -105,7 +105,7 @@ def test_a_failure_that_the_group_raised_is_not_told_again() -> None:
             told = caught.value
         assert told is not None
         assert borders.failed(told) is None
-        assert borders.failed(pickle.loads(pickle.dumps(told))) is not None  # noqa: S301 - one that comes from elsewhere is news
+        assert borders.failed(pickle.loads(pickle.dumps(told))) is not None  # one that comes from elsewhere is news
         return group.epoch, change(group)
 
     assert together(2, body) == [(2, 100)] * 2

@@ -430,7 +430,7 @@ def test_a_lease_that_is_closed_while_it_asks_holds_nothing(folder: str) -> None
 
 def test_a_lease_may_be_closed_inside_holding(folder: str) -> None:
     lease = Lease("GPU-1", 100, folder=folder)
-    with pytest.raises(ZeroDivisionError), lease.holding(60):
+    with pytest.raises(ZeroDivisionError), lease.holding(60):  # noqa: PT012
         lease.close()
         raise ZeroDivisionError
     with Lease("GPU-1", 100, folder=folder).holding(100):

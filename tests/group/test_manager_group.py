@@ -69,8 +69,8 @@ def test_an_exception_that_is_raised_again_in_a_later_step_is_told_again(two_ran
 def test_an_exception_is_told_to_each_group_whose_phase_it_passes_through(two_ranks: Ranks, generation: int, failing: int) -> None:
     results = two_ranks.run(worker.error_through_two_groups, generation, failing)
     assert results[failing][0] == ["in the user's code", "of some other group"]
-    assert "rank {}: ZeroDivisionError: in the user's code".format(failing) in results[1 - failing][0][0]
-    assert "rank {}: GroupError: of some other group".format(failing) in results[1 - failing][0][1]
+    assert f"rank {failing}: ZeroDivisionError: in the user's code" in results[1 - failing][0][0]
+    assert f"rank {failing}: GroupError: of some other group" in results[1 - failing][0][1]
     assert results[0][1:] == results[1][1:]
 
 

@@ -197,3 +197,45 @@ def test_prometheus_finds_the_workers_by_the_coordinator(job: Any, tmp_path: Pat
     with job.fleet.phase("train"):
         seen = [each["phase"] for each in job.all("look")]
     assert seen == ["train"] * WORLD
+
+
+@pytest.mark.parametrize("where", ["enter", "switch", "leave"])
+def test_a_driver_that_is_interrupted_leaves_no_worker_behind(job: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Ctrl-C in a notebook, while the driver waits for the workers."""
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        if where == "enter":
+            monkeypatch.setattr(job.ray, "wait", interrupt)
+        with job.fleet.phase("train") as phase:
+            if where == "switch":
+                monkeypatch.setattr(job.ray, "wait", interrupt)
+                phase.switch("log_prob")
+            monkeypatch.setattr(job.ray, "wait", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert job.fleet.phase_name == "idle"
+    assert_outside(job)
+    with job.fleet.phase("train"):
+        job.all("step")
+    assert_outside(job)
+
+
+@pytest.mark.parametrize("what", ["leave", "switch"])
+def test_a_phase_that_a_method_entered_and_never_left(job: Any, what: str) -> None:
+    def step() -> None:
+        with job.fleet.phase("train") as phase:
+            job.all("enter", "checkpoint")
+            if what == "switch":
+                phase.switch("log_prob")
+
+    with pytest.raises(GroupError, match="rank 1: PhaseError: a method of this worker entered phase 'checkpoint'"):
+        step()
+    assert_outside(job)
+    with job.fleet.phase("train"):
+        job.all("step")
+    assert_outside(job)

@@ -45,6 +45,10 @@ class Trainer(placement.ray.Worker):
     def judge(self) -> tuple[float, str]:
         return float(self.ref(torch.ones(2, 48)).mean()), self.manager.phase_name
 
+    def enter(self, name: str) -> None:
+        """As hooks of a framework do: without `with`."""
+        self.manager.enter(name)
+
     def fail(self, operation: str, at: int) -> None:
         self.faults.fail(operation, at=at)
 
