@@ -74,7 +74,7 @@ def report(role: str, manager: placement.Manager) -> None:
 def main() -> list[int | None]:
     """Both processes; returns their exit codes."""
     context = multiprocessing.get_context("spawn")
-    begin = context.Barrier(2)
+    begin = context.Barrier(2, timeout=300)  # one that cannot begin must not keep the other waiting for ever
     with tempfile.TemporaryDirectory() as folder:
         both = [context.Process(target=work, args=(folder, begin)) for work in (trainer, rollout)]
         for process in both:

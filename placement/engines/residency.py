@@ -22,6 +22,7 @@ _FREED_SHARE = 0.5
 _FREED_SECONDS = 5.0
 """An engine may answer before its last worker has given the memory back."""
 _POLL_SECONDS = (0.001, 0.1)
+_DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
 class Residency:
@@ -56,18 +57,27 @@ class Residency:
     def weights_are_kept(self, kept: bool) -> None:
         """Whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
-        if WEIGHTS in self.offloaded and not self._is_taken:
-            self.stale = None if kept else "they were discarded before the engine was registered"
+        if WEIGHTS in self.offloaded and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
+            self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
         """A manager takes the engine over, with the free memory of its device in bytes.
+
+        One that was lost has been restarted before, as it was told, with everything on the device.
 
         Raises:
             EngineError: it cannot be moved, is not where the book says, or another manager has it.
         """
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
-        self._engine.register()
+        lost = self.resident, self.stale, self.doubt
+        if self.doubt is not None:
+            self.assume(frozenset())
+        try:
+            self._engine.register()
+        except BaseException:
+            self.resident, self.stale, self.doubt = lost
+            raise
         self._free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:

@@ -40,7 +40,8 @@ class StoreBoard(Board):
     def __init__(self, store: Store, *, answer_seconds: float = _ANSWER_SECONDS, looks_per_second: float = 100.0) -> None:
         self._calls = BoundedCalls("placement-store", answer_seconds)
         self._longest_pause = 1 / looks_per_second
-        self._store = store
+        self._given = self._store = store
+        """Kept, because a TCPStore that serves takes its server with it, which the connection of our own does not hold."""
         self._store = self._reach(lambda: _connected_anew(store))
 
     def put(self, key: str, value: bytes) -> None:
@@ -118,10 +119,11 @@ def from_environment(*, deadline_seconds: float = DEADLINE_SECONDS, environment:
         raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup of your own store")
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     timeout = timedelta(seconds=deadline_seconds)
-    # torchrun's agent serves the store on that port; where nobody does, rank 0 has to.
+    # torchrun's agent serves the store on that port; where nobody does, rank 0 has to: or has done so, in init_process_group.
     is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), None, is_server, timeout)
+        address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        store = TCPStore(*address, None, is_server, timeout, multi_tenant=True)
     except RuntimeError as error:
         raise ValueError(f"no store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}") from error
     generation = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))

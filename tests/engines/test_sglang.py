@@ -160,3 +160,15 @@ def test_a_refusal_changes_nothing(kind: Any, shared: Path, started: list[StandI
         del job.server.failing["/release_memory_occupation"]
         step.switch("train")
     assert job.server.memory.tags == set()
+
+
+def test_half_a_sync_is_half_a_sync_for_the_next_manager_too(shared: Path, started: list[StandIn]) -> None:
+    job = start(Sglang0523, shared, started, "keep")
+    job.register()
+    with job.manager.phase("weight_sync"):
+        job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
+    job.manager.unregister("rollout")
+    job.register()
+    with pytest.raises(EngineError, match="has begun and not been finished"):
+        job.manager.phase("rollout").__enter__()
+    assert job.step() == "actor"

@@ -399,3 +399,26 @@ def test_addresses_and_keys() -> None:
     assert "secret" not in f"{said} {heard}"
     listening.close()
     thread.join(5)
+
+
+def test_one_that_was_lost_is_restarted_and_registered_anew_as_the_error_says(shared: Path) -> None:
+    engine = Own(shared)
+    manager, actor = make(shared, engine)
+    engine.raising["load"] = EngineLost("no answer")
+    with pytest.raises(EngineLost):
+        manager.phase("rollout").__enter__()
+    with pytest.raises(BrokenHandleError, match="Restart the engine and register it anew"):
+        manager.phase("weight_sync").__enter__()
+    manager.unregister("rollout")
+    for tag in ("weights", "kv_cache"):  # restarted, it has everything on the device
+        engine.memory.take(tag)
+    manager.register("rollout", engine, role="rollout")
+    assert engine.memory.tags == set()
+    with pytest.raises(EngineError, match="mean nothing now"):
+        manager.phase("rollout").__enter__()
+    with manager.phase("weight_sync") as step:
+        for bucket in actor.weights():
+            engine.update_weights(bucket)
+        step.switch("rollout")
+        assert engine.calls[-1] == "admit"
+    assert_nothing_resident(manager)

@@ -40,6 +40,21 @@ sys.stdin.read()
 """
 
 
+AFTER_TORCH = """
+import os, socket
+import torch.distributed as dist
+from placement.group import from_environment
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+dist.init_process_group("gloo")  # without torchrun its rank 0 serves the store
+group = from_environment(deadline_seconds=30)
+dist.destroy_process_group()
+print(group.propose("enter train", 7))
+"""
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], dist.TCPStore]]:
     """A TCPStore in a process of its own, and a client of it."""
@@ -164,3 +179,13 @@ def test_a_failpoint_acts_at_its_passage_once() -> None:
         failpoints.failpoint("group.after_vote")
     finally:
         failpoints.arm("")
+
+
+def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTER_TORCH], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+
+
+def test_a_server_in_this_process_lives_as_long_as_the_group() -> None:
+    group = StoreGroup(dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False), 0, 1, 5.0)
+    assert change(group) == 1
