@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from placement.engines.http import Answer, Server
-from placement.engines.tagged import InFlight, Send, TaggedEngine, send_by
+from placement.engines.tagged import InFlight, Send, TaggedEngine, checked_in_flight, send_by
 from placement.errors import EngineError, EngineLost
 
 _POLL_SECONDS = 0.05
@@ -65,7 +65,7 @@ class SglangServer(_Sglang):
         super().__init__(**options)
         self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
         self._send = send
-        self._in_flight = in_flight
+        self._in_flight = checked_in_flight(in_flight)
         self._started: Any = None
 
     def register(self) -> None:

@@ -7,8 +7,9 @@ and some die of a wrong call.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -42,6 +43,17 @@ def send_by(send: Send | None, bucket: Sequence[tuple[str, torch.Tensor]], engin
             "weights_filled() when they have come"
         )
     send(bucket)
+
+
+def checked_in_flight(word: InFlight) -> InFlight:
+    """Any other word would be taken for one of the two.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if word not in get_args(InFlight):
+        raise ValueError(f"{word!r} is none of {', '.join(get_args(InFlight))}")
+    return word
 
 
 class TaggedEngine(Engine):
@@ -78,12 +90,15 @@ class TaggedEngine(Engine):
         verify: Verify = "memory",
         deadline_seconds: float = 300.0,
     ) -> None:
-        if not deadline_seconds > 0:
-            raise ValueError(f"deadline_seconds must be more than 0, not {deadline_seconds}")
+        if not 0 < deadline_seconds < math.inf:
+            raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
         for word, known in ((weights, ("keep", "discard")), (verify, ("memory", "answer"))):
             if word not in known:
                 raise ValueError(f"{word!r} is none of {', '.join(known)}")
         given = {} if tag_bytes is None else {tag: parse_bytes(n) if isinstance(n, str) else n for tag, n in tag_bytes.items()}
+        for tag, nbytes in given.items():
+            if nbytes < 0:
+                raise ValueError(f"tag_bytes of {tag!r} is {nbytes}")
         unknown = [tag for tag in (*tags, *offloaded, *given) if tag not in TAGS or tag not in tags]
         if unknown:
             raise ValueError(f"unknown tags {', '.join(map(repr, unknown))}; this engine's: {', '.join(tags)}; all: {', '.join(TAGS)}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from placement.engines.http import Answer, Server
-from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights, send_by
+from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights, checked_in_flight, send_by
 from placement.errors import EngineError, EngineLost
 from placement.states import KV_CACHE, WEIGHTS
 
@@ -121,7 +121,7 @@ class VllmServer(_Vllm):
         super().__init__(weights=weights, **options)
         self._server = Server(url, deadline_seconds=self.deadline_seconds, api_key=api_key)
         self._send = send
-        self._in_flight = in_flight
+        self._in_flight = checked_in_flight(in_flight)
         self._level = _LEVELS[weights]
         self._routes: dict[str, bool] = {}
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from placement.errors import DeviceMemoryError, PlacementError
 from placement.group.lease_ledger import MAX_BYTES, Claim, Ledger, Note
+from placement.group.messages import shortened
 from placement.settings import LEASES_FOLDER
 from placement.snapshot import LeaseHolder, LeaseSnapshot
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = (0.001, 0.02)
 """Between two looks of a process that waits: at first, and after a while."""
+_MAX_PRIORITY = 1 << 31
+"""So that a note has room for it."""
 STALE_SECONDS = 1.0
 """After so long without a look, a process that waits is passed over."""
 
@@ -47,7 +50,7 @@ class Lease:
 
     Raises:
         PlacementError: the ledger cannot be opened, or a stopped process is in the middle of a change.
-        ValueError: a capacity or deadline that is none, or a `gpu` without a name.
+        ValueError: a capacity, deadline or priority that is none, or a `gpu` without a name.
     """
 
     def __init__(
@@ -66,13 +69,15 @@ class Lease:
             raise ValueError(f"capacity_bytes must be more than 0 and less than {MAX_BYTES:,}, not {capacity_bytes}")
         if not deadline_seconds > 0:
             raise ValueError(f"deadline_seconds must be more than 0, not {deadline_seconds}")
+        if abs(priority) > _MAX_PRIORITY:
+            raise ValueError(f"priority must be between -{_MAX_PRIORITY:,} and {_MAX_PRIORITY:,}")
         self.gpu, self.capacity_bytes, self.priority, self.deadline_seconds = gpu, capacity_bytes, priority, deadline_seconds
         self.held_bytes = 0
         self._waited_seconds = 0.0
         self._waiting: tuple[int, float] | None = None
         """How many bytes it waits for, and since when."""
         self._ledger = Ledger.of(LEASES_FOLDER if folder is None else folder, gpu)
-        self._own = Note(token=secrets.token_hex(8), pid=os.getpid(), name=name[:80], priority=priority)
+        self._own = Note(token=secrets.token_hex(8), pid=os.getpid(), name=shortened(name, 80), priority=priority)
         self._is_closed = False
         weakref.finalize(self, self._ledger.leave, self._own.token).atexit = False
         with self._ledger.turn():

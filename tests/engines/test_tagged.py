@@ -17,6 +17,8 @@ import placement
 from placement import BrokenHandleError, EngineError, EngineLost, Lazy, Manager, Plan, PolicyError, RegistrationError, State
 from placement.engines import Follower, TaggedEngine
 from placement.engines.http import Server
+from placement.engines.sglang import SglangServer
+from placement.engines.vllm import VllmServer
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY, CHUNK, Memory
 
@@ -213,9 +215,14 @@ def test_bad_input(shared: Path) -> None:
         ({"tag_bytes": {"weights": "12 apples"}}, "no number of bytes"),
         ({"weights": "sleep"}, "'sleep' is none of keep, discard"),
         ({"verify": "no"}, "'no' is none of"),
+        ({"deadline_seconds": float("inf")}, "more than 0 and finite"),
+        ({"tag_bytes": {"weights": -1}}, "tag_bytes of 'weights' is -1"),
     ):
         with pytest.raises(ValueError, match=message):
             Own(shared, **options)
+    for kind in (VllmServer, SglangServer):
+        with pytest.raises(ValueError, match="'Wait' is none of wait, abort"):
+            kind("http://127.0.0.1:1", in_flight="Wait")  # type: ignore[arg-type] # any other word would cut requests off
     engine = Own(shared, weights="discard")
     manager, _ = make(shared, Own(shared))
     with pytest.raises(RegistrationError, match="without external=True"):

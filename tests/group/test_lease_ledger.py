@@ -453,3 +453,17 @@ def test_a_full_file_system_costs_names_only(processes: Processes, folder: str) 
 def _on_a_full_file_system(folder: str) -> Holder:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     return Holder(folder)
+
+
+def test_a_name_that_takes_more_room_than_a_note_has_leaves_the_neighbours_alone(folder: str) -> None:
+    names = ["neighbour", "\x01" * 200, "last"]
+    held = [Lease("GPU-1", 100, folder=folder, name=name, priority=-(1 << 31)) for name in names]
+    held[1].settle(100)
+    held[1].deadline_seconds = 0.001
+    held[0].settle(1)
+    with pytest.raises(DeviceMemoryError):
+        held[1].wait(100)  # what it writes now is as long as it comes
+    assert [claim.note and claim.note.name for claim in claims(folder)] == ["neighbour", "\ufffd" * 79 + "\u2026", "last"]
+    assert Lease("GPU-1", 100, folder=folder, name="from the environment \udcff").grow(0)
+    with pytest.raises(ValueError, match="priority"):
+        Lease("GPU-1", 100, folder=folder, priority=10**300)
