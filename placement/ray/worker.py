@@ -127,6 +127,8 @@ class Reporter(threading.Thread):
             self._ended.set()
         except ray.exceptions.RayError:  # it is being restarted
             pass
+        except Exception:  # of asking the manager; whatever it is, the thread that dies of it would report nothing any more
+            logger.exception("rank %d cannot say how it is", self._member.rank)
         else:
             return decode(NextReport, answer).seconds
         return _RETRY_SECONDS

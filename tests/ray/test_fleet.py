@@ -199,6 +199,15 @@ def test_prometheus_finds_the_workers_by_the_coordinator(job: Any, tmp_path: Pat
     assert seen == ["train"] * WORLD
 
 
+def test_a_worker_that_cannot_be_asked_once_reports_again(job: Any) -> None:
+    def last() -> float:
+        return float({each.rank: each for each in job.fleet.status()}[2].taken_timestamp_seconds)
+
+    before = last()
+    job.ray.get(job.workers[2].snapshot_fails_once.remote())
+    until(lambda: last() > before, "it reports again", 30)
+
+
 @pytest.mark.parametrize("where", ["enter", "switch", "leave"])
 def test_a_driver_that_is_interrupted_leaves_no_worker_behind(job: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Ctrl-C in a notebook, while the driver waits for the workers."""

@@ -49,6 +49,17 @@ class Trainer(placement.ray.Worker):
         """As hooks of a framework do: without `with`."""
         self.manager.enter(name)
 
+    def snapshot_fails_once(self) -> None:
+        """As where the folder of leases cannot be read for a moment."""
+        snapshot = self.manager.snapshot
+
+        def fails() -> Any:
+            del self.manager.snapshot
+            raise OSError("the folder of leases is gone")
+
+        assert snapshot()
+        self.manager.snapshot = fails  # type: ignore[method-assign]
+
     def fail(self, operation: str, at: int) -> None:
         self.faults.fail(operation, at=at)
 
