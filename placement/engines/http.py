@@ -37,7 +37,7 @@ class Answer:
         """The body as JSON; None where it is none (vLLM 0.11 answers with nothing at all)."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     def field(self, name: str) -> Any:
@@ -98,7 +98,7 @@ class Server:
         try:
             try:
                 connection.connect()
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # of a name that cannot be one
                 raise EngineError(f"{request}: nobody answers there ({error}). Is the server running, and is this its address?") from error
             payload = None if body is None else json.dumps(body).encode()
             headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}

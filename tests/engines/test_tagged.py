@@ -389,6 +389,16 @@ def test_answers_that_are_none(answer: Any, message: str) -> None:
     thread.join(5)
 
 
+def test_what_is_no_json_and_no_host() -> None:
+    body = b"[" * 100_000
+
+    url, thread, _ = serve(lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)))
+    assert Server(url, deadline_seconds=5).ask("GET", "/server_info").json() is None
+    thread.join(5)
+    with pytest.raises(EngineError, match="is this its address"):
+        Server(f"http://{'a' * 70}.invalid", deadline_seconds=5).ask("GET", "/server_info")
+
+
 def test_addresses_and_keys() -> None:
     for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://host/?a=b"):
         with pytest.raises(ValueError, match="no address of a server"):
