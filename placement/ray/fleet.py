@@ -297,7 +297,8 @@ class Fleet:
 
     def _note_lost(self, answers: Mapping[int, Reply | NoReply]) -> None:
         for rank, answer in answers.items():
-            if isinstance(answer, NoReply) or answer.error == CoordinatorLost.__name__:
+            # One that was not where the fleet was may not be where its group is, either.
+            if isinstance(answer, NoReply) or answer.error in (CoordinatorLost.__name__, PhaseError.__name__):
                 self._has_to_begin = True
             if isinstance(answer, Reply):
                 last = self._last.get(rank)

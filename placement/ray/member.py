@@ -142,13 +142,7 @@ class Member:
         Raises:
             PhaseError: it was somewhere else, and its group knows.
         """
-        if self._left_open():
-            forgotten = PhaseError(f"a method of this worker entered phase {self.manager.phase_name!r} and did not leave it")
-            while self._left_open():
-                self.manager.leave(forgotten)
-            if order.change == "leave":  # as the others do, when they hear of it
-                self._leave(forgotten)
-            raise forgotten
+        self._see_own_phases(order)
         if self._phases == order.phases:
             return
         was = " > ".join(self._phases) or "no phase"
@@ -162,6 +156,29 @@ class Member:
             return  # it missed an exit, and nobody waits for it
         if self.group is not None and not had_more:
             self.group.abort(error)
+        raise error
+
+    def _see_own_phases(self, order: Order) -> None:
+        """That the worker's own code has neither entered a phase inside the fleet's without leaving it, nor left the fleet's.
+
+        Raises:
+            PhaseError: it has. It is where the fleet is, or further out, and its group knows.
+        """
+        entered = len(self.manager._entered)
+        if not self._phases or entered == self._below[-1] + 1:
+            return
+        if entered <= self._below[-1]:
+            error = PhaseError(f"a method of this worker left phase {self._phases[-1]!r}, which is the fleet's")
+            depth = sum(below < entered for below in self._below)
+            self._phases, self._below = self._phases[:depth], self._below[:depth]
+            if self.group is not None:
+                self.group.abort(error)
+            raise error
+        error = PhaseError(f"a method of this worker entered phase {self.manager.phase_name!r} and did not leave it")
+        while len(self.manager._entered) > self._below[-1] + 1:
+            self.manager.leave(error)
+        if order.change == "leave":  # as the others do, when they hear of it
+            self._leave(error)
         raise error
 
     def _change(self, order: Order) -> None:
@@ -181,10 +198,6 @@ class Member:
         """Leave what was opened beyond `down_to` as an exception would: without waiting for others."""
         while len(self._phases) > len(down_to):
             self._leave(PlacementError(reason or "the fleet gave this phase up"))
-
-    def _left_open(self) -> bool:
-        """Whether the worker's own code has entered a phase beyond the fleet's, which is not the fleet's to switch or leave."""
-        return bool(self._phases) and len(self.manager._entered) > self._below[-1] + 1
 
     def _leave(self, error: BaseException | None) -> None:
         below = self._below[-1]

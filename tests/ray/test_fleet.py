@@ -248,3 +248,19 @@ def test_a_phase_that_a_method_entered_and_never_left(job: Any, what: str) -> No
     with job.fleet.phase("train"):
         job.all("step")
     assert_outside(job)
+
+
+@pytest.mark.parametrize("what", ["leave", "switch"])
+def test_a_method_that_leaves_the_fleets_phase(job: Any, what: str) -> None:
+    def step() -> None:
+        with job.fleet.phase("train") as phase:
+            job.all("leave")
+            if what == "switch":
+                phase.switch("log_prob")
+
+    with pytest.raises(GroupError, match="rank 1: PhaseError: a method of this worker left phase 'train', which is the fleet's"):
+        step()
+    assert_outside(job)
+    with job.fleet.phase("train"):
+        job.all("step")
+    assert_outside(job)

@@ -49,6 +49,9 @@ class Trainer(placement.ray.Worker):
         """As hooks of a framework do: without `with`."""
         self.manager.enter(name)
 
+    def leave(self) -> None:
+        self.manager.leave()
+
     def snapshot_fails_once(self) -> None:
         """As where the folder of leases cannot be read for a moment."""
         snapshot = self.manager.snapshot
