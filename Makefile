@@ -17,7 +17,7 @@ demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
 
 test: $(FRAMEWORKS)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

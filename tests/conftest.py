@@ -5,6 +5,9 @@ A test against a framework that is not installed is skipped and says so, also wh
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import itertools
 import os
 import re
@@ -42,6 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     items[:] = _mixed(items)
+
+
+def pytest_collection_finish() -> None:
+    """Collections in the tests look at what tests make, and not at what torch is made of: ten times as fast."""
+    with contextlib.suppress(ImportError):  # it asks who refers to what it is given, which nobody can say of what is frozen
+        importlib.import_module("hypothesis")
+    gc.collect()
+    gc.freeze()
 
 
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:

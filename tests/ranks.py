@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,6 +37,7 @@ def _serve(rank: int, world_size: int, port: int, backend: str, connection: Conn
     store = dist.TCPStore("127.0.0.1", port, world_size, False, timeout=timedelta(seconds=START_SECONDS))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     connection.send((True, None))
+    num_modules = 0
     while True:
         try:
             function, arguments = connection.recv()
@@ -47,6 +49,9 @@ def _serve(rank: int, world_size: int, port: int, backend: str, connection: Conn
         except BaseException:
             answer = False, traceback.format_exc()
         gc.collect()  # managers and process groups of one test do not live into the next
+        if len(sys.modules) > num_modules:  # what torch and a framework are made of need not be looked at after each test
+            gc.freeze()
+            num_modules = len(sys.modules)
         connection.send(answer)
 
 

@@ -224,7 +224,6 @@ def many_cases() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()
         torch.set_num_threads(threads)
 
 
