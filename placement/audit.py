@@ -34,7 +34,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         resident_bytes=handle.resident_bytes,
         foreign_bytes=handle.foreign_bytes,
         host_bytes=handle.host_bytes,
-        host_pageable_bytes=holding.host_pageable_bytes if holding is not None else 0,
+        host_pageable_bytes=holding.adopted.host_pageable_bytes if holding is not None else 0,
         state_seconds=counters.seconds_by_state(time.monotonic()),
         transitions=dict(counters.transitions),
         failures=dict(counters.failures),

@@ -95,12 +95,12 @@ class Handle:
     @property
     def host_bytes(self) -> int:
         """Host memory reserved for its copy."""
-        return 0 if self.holding is None else self.holding.host_bytes
+        return 0 if self.holding is None else self.holding.adopted.host_bytes
 
     @property
     def foreign_bytes(self) -> int:
         """Device bytes that a framework keeps for it, offloaded or not (a reducer's buckets); `audit()` names them."""
-        return 0 if self.holding is None else sum(nbytes for _, nbytes in self.holding.foreign)
+        return 0 if self.holding is None else sum(nbytes for _, nbytes in self.holding.adopted.foreign)
 
     @property
     def external(self) -> bool:

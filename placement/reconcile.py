@@ -19,7 +19,8 @@ from placement.journal import Journal, Record
 from placement.machine import Node, path
 from placement.memory.base import Device
 from placement.memory.exchange import Exchange
-from placement.memory.holding import Holding, Moved
+from placement.memory.holding import Holding
+from placement.memory.moved import Moved
 from placement.memory.stock import Stock
 from placement.memory.verify import Verifier, Verify
 from placement.states import Plan, State, Trigger
@@ -111,7 +112,7 @@ class Reconciler:
         if holding is None or handle.external:
             return Moved()
         if trigger in (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC):
-            holding.look()  # state that its first step has born lies in torch's memory until the first offload, and has to count
+            holding.adopted.look()  # state that its first step has born lies in torch's memory until the first offload, and has to count
         if trigger not in _MOVES:
             return Moved()
         moved = self._moved.pop(handle, None)
@@ -286,7 +287,7 @@ class Reconciler:
         for handle in handles:
             if handle.holding in self._dropping and handle.state is not State.TRAINING and handle.holding.on_device:
                 handle.holding.gradients.drop(zero_buffers=True)
-                handle.holding.look()
+                handle.holding.adopted.look()
         self._verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:

@@ -164,7 +164,7 @@ class Registry:
         """State that is not born yet gets its host memory now: an offload in the middle of a run must not lack it."""
         sizes = adapter.expected_sizes()
         try:
-            holding.reserve(sizes or ())
+            holding.adopted.reserve(sizes or ())
         except HostMemoryError:
             holding.rehome()
             raise

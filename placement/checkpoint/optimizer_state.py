@@ -76,7 +76,7 @@ class StateChange(Change):
         if handle.holding is None:
             return
         if handle.holding.on_device:
-            handle.holding.look()
+            handle.holding.adopted.look()
         else:
             handle.holding.take_in_restored()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from placement.errors import BrokenHandleError
 from placement.journal import Journal
 from placement.machine import Node, path
-from placement.memory.holding import Moved
+from placement.memory.moved import Moved
 from placement.states import Plan, State, Trigger
 
 if TYPE_CHECKING:

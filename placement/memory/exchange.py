@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from placement.memory.base import Device, Mark
-from placement.memory.holding import Holding, Moved
+from placement.memory.holding import Holding
+from placement.memory.moved import Moved
 from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.verify import Span, Verifier
@@ -154,7 +155,7 @@ class Exchange:
         for each in leaving:
             each.take_in_newborn()
         for holding in coming:
-            self._expect(holding.take_in_from_elsewhere())
+            self._expect(holding.adopted.take_in_from_elsewhere())
         for each, rest in zip(leaving, parts, strict=True):
             for _ in rest:  # the device works at the next answer meanwhile
                 self._vacate(each, waits=False)
@@ -217,7 +218,7 @@ class Exchange:
             moved[each.holding] = Moved(0.0, each.copied_bytes, each.skipped_bytes, each.rewritten_chunks, references, strays)
             each.fresh = ()  # its claims hold the storages
         for each in leaving:
-            each.holding.count_uses()
+            each.holding.adopted.count_uses()
         if any(each.is_first for each in leaving):
             self._device.trim()  # what torch freed would stay in its cache, invisible to other processes
         return moved
@@ -235,7 +236,7 @@ class Exchange:
             leaving.on_host[r] = known if is_kept and known is not None else now
             if not is_kept:
                 leaving.prints.append((r, now))
-            last, asked = 0, holding.fingerprint(r, 0, _LEAD)
+            last, asked = 0, holding.adopted.fingerprint(r, 0, _LEAD)
             while last < count:
                 first, answer = last, asked.cpu()
                 last = first + len(answer)
@@ -243,7 +244,7 @@ class Exchange:
                 dirty = [True] * len(answer) if known is None else (answer != known[first:last]).tolist()
                 # An answer waits behind the copies that were enqueued before it: then the fewer the better. Where nothing is copied the
                 # device computes the next one while this one's chunks are vacated, which takes at least three times as long.
-                asked = holding.fingerprint(r, last, count if any(dirty) else last + 3 * len(answer))
+                asked = holding.adopted.fingerprint(r, last, count if any(dirty) else last + 3 * len(answer))
                 if is_kept:
                     leaving.rewritten_chunks += sum(dirty)
                     dirty = [False] * len(answer)

@@ -23,7 +23,7 @@ def mirror(holding: Holding) -> None:
         if r.loose or r.claims is not None:
             continue
         known = None if r.prints is None else r.prints.cpu()
-        now = holding.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+        now = holding.adopted.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index in range(len(now)) if known is None or int(now[index]) != int(known[index])]
         if changed:
             r.prints = None  # from here on the slab is neither the old content nor the new

@@ -97,7 +97,7 @@ class Verifier:
         """
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
-            bad = _different(holding.fingerprint(r, first, last).cpu(), wanted, first)
+            bad = _different(holding.adopted.fingerprint(r, first, last).cpu(), wanted, first)
             if not bad:
                 continue
             spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
@@ -116,7 +116,8 @@ class Verifier:
 
 def _mend(holding: Holding, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
     """Have chunks of the host copy written again: at once where no offload would (readonly), else by the next offload."""
-    if holding.readonly and not any(_different(holding.fingerprint(r, index, index + 1).cpu(), wanted[index], index) for index in bad):
+    found = [holding.adopted.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+    if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
         holding.device.copy(r.copies(bad), "to_host")
         holding.device.wait(holding.device.mark("to_host"))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -236,6 +237,7 @@ def test_an_interrupt_at_any_bytecode_loses_nothing(
 ) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 1 << 30)  # it only reads, at thousands of bytecodes
     shared = tmp_path / "capacity" if is_shared else None
+    gc.collect()  # devices of other tests
     files_before = bytes_in_memory_files()
     device = make(shared_with=shared)
     device.unmap(first := device.reserve(3 * SIZE), 3 * SIZE)

@@ -1,0 +1,255 @@
+"""What one object has adopted: its ranges, the way of its storages into them, and what of it lies outside of them.
+
+It decides nothing: which side has the authoritative bytes is the business of its `Holding`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from placement.adapters.base import Adapter
+from placement.adapters.tensors import align
+from placement.errors import IntegrityError
+from placement.memory import poisoned, strays
+from placement.memory.adopt import Claim
+from placement.memory.base import Device
+from placement.memory.claims import RANGES, Owner
+from placement.memory.fingerprint import fingerprints
+from placement.memory.gradients import Gradients
+from placement.memory.handed import Handed
+from placement.memory.intake import Intake
+from placement.memory.range import Range
+from placement.memory.stock import Stock
+from placement.memory.zeroed import Place, Zeroed
+
+
+class Adopted:
+    """The ranges of one object on one device.
+
+    Args:
+        owner: whose ranges these are, in the table of the process; it holds this object.
+    """
+
+    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
+        self.name = name
+        self.ranges: tuple[Range, ...] = ()
+        self.handed = Handed(device)
+        self.gradients = Gradients(adapter)
+        self.versions_offloaded: dict[int, int] = {}
+        """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
+        self.moving_in: frozenset[int] = frozenset()
+        """Storages that this offload takes in: what a state dict shows of them follows by itself."""
+        self.loose_bytes = 0
+        """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
+        self.foreign: tuple[tuple[str, int], ...] = ()
+        """Name and bytes of what a framework keeps on the device for the object, offloaded or not, as of the last look."""
+        self._device = device
+        self._adapter = adapter
+        self._owner = weakref.ref(owner)
+        self._intake = Intake(device, adapter, name, owner)
+        self._zeroed = Zeroed(device, adapter)
+
+    # --- measuring
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes that it takes to have memory behind every range."""
+        return sum(r.device_bytes for r in self.ranges)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of chunks behind the ranges."""
+        return sum(r.resident_bytes for r in self.ranges)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the slabs, and what is set aside for state that is not born yet."""
+        return sum(r.slab.nbytes for r in self.ranges) + (0 if (aside := self._intake.reserved) is None else aside.nbytes)
+
+    @property
+    def host_pageable_bytes(self) -> int:
+        return sum(r.slab.pageable_bytes for r in self.ranges)
+
+    def newborn(self) -> poisoned.Born:
+        """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
+        return self._intake.newborn(self.ranges, self.handed)
+
+    def look(self) -> None:
+        """Measure what the object owns in torch's memory."""
+        self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+        self.look_at_foreign()
+
+    def look_at_foreign(self) -> None:
+        self.foreign = tuple(self._adapter.foreign())
+
+    def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
+        """Of chunks `first` up to `last` (not included), where they lie on the device; int64, enqueued on the current stream."""
+        sizes = r.used_sizes[first:last]
+        if not sizes:
+            return torch.empty(0, dtype=torch.int64)
+        return fingerprints(self._device.view(r.adoption.addresses, r.starts[first], sum(sizes)), sizes)
+
+    # --- coming in
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Set host memory and addresses aside for storages of these sizes that are not born yet."""
+        self._intake.reserve(sizes)
+
+    def keep(self, ranges: tuple[Range, ...]) -> None:
+        """Store the ranges, and tell the process whose addresses they are."""
+        owner = self._owner()
+        assert owner is not None
+        for r in ranges:
+            RANGES.add(owner, r.adoption.addresses.base, r.nbytes)
+        self.ranges = ranges
+
+    def adopt(self) -> None:
+        """Register: every storage gets its place, its bytes are in the slab, and poison is behind it.
+
+        Raises:
+            Exception: what stopped it; the caller undoes what was done.
+        """
+        stay, loose = self.newborn()
+        fresh = self._take_in(stay, loose)
+        self._device.sync()
+        self.keep(fresh)
+        for new in self.ranges:
+            new.move_in()
+        was_on_device = any(claim.storage.device == self._device.torch_device for claim in (*stay, *loose))
+        del stay, loose, fresh
+        self.look_at_foreign()
+        self.align_wrappers()
+        self.count_uses()
+        self.newborn()
+        self.note_versions()
+        if was_on_device:
+            self._device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
+
+    def _take_in(self, stay: list[Claim], loose: list[Claim]) -> tuple[Range, ...]:
+        return tuple(r for r in (self._intake.take_in(stay, False), self._intake.take_in(loose, True)) if r is not None)
+
+    def take_in_from_elsewhere(self) -> tuple[Range, ...]:
+        """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
+        before, here = self.ranges, 0
+        born = self.newborn()
+        self.refuse_poisoned(born)
+        before_versions = self.versions_offloaded
+        self.note_versions()
+        poisoned.refuse_written(self.name, before_versions, self._intake.versions, self.ranges)
+        for loose, claims in enumerate(born):
+            here += sum(c.nbytes for c in claims if c.storage.device == self._device.torch_device)
+            fresh = self._intake.take_in([c for c in claims if c.storage.device != self._device.torch_device], bool(loose))
+            if fresh is not None:
+                self.keep((*self.ranges, fresh))
+                fresh.move_in()
+        if len(self.ranges) > len(before):
+            self.align_wrappers()
+        self.loose_bytes = here
+        return self.ranges[len(before) :]
+
+    def take_in_to_stay(self) -> Range | None:
+        """Save what was born and stays for good, all of it; it moves in when the caller has decided."""
+        stay, _ = self.newborn()
+        return self._intake.take_in(stay, False)
+
+    def take_in_newborn(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
+        """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
+
+        Args:
+            drops: leave the gradients out; they die with the decision.
+        """
+        stay, loose = self.newborn()
+        self.note_versions()
+        if drops:
+            dead = self.gradients.tensors()
+            loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
+        self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
+        return self._take_in(stay, loose), bool(stay)
+
+    def set_aside(self, r: Range) -> None:
+        """The slab of a range that nothing moved into is kept for what will."""
+        self._intake.reserved = r.slab
+
+    def note_versions(self) -> None:
+        """What is written from now on, as seen from the last look, is written while offloaded."""
+        self.versions_offloaded = self._intake.versions
+
+    def refuse_poisoned(self, born: poisoned.Born) -> None:
+        """Raise where what was born while offloaded was computed from poison.
+
+        Raises:
+            IntegrityError: see `poisoned.refuse`.
+        """
+        try:
+            poisoned.refuse(self._device, self.name, born, self.ranges)
+        except IntegrityError:
+            self.newborn()  # what was put back lies in other storages now, which were never counted
+            self.note_versions()
+            raise
+
+    def align_wrappers(self) -> None:
+        """A wrapper whose parts were rebound to another device says so itself."""
+        for owned in self._adapter.owned():
+            if owned.wrapper is not None and owned.wrapper.device != owned.tensor.device:
+                align(owned.wrapper)
+
+    # --- going
+
+    def dead(self) -> list[Range]:
+        """Ranges without a storage of theirs, and without one that came from a state dict of ours and lies in the same place."""
+        dead = [r for r in self.ranges if not r.is_alive]
+        if not dead:
+            return []
+        used = [owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned()]
+        return [r for r in dead if not any(r.has(address) for address in used)]
+
+    def drop(self, gone: Sequence[Range], stock: Stock) -> None:
+        """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
+        self.handed.leave(gone)
+        for r in gone:
+            self.vacate(r, stock)
+            RANGES.remove(r.adoption.addresses.base)
+        if gone:
+            self.ranges = tuple(r for r in self.ranges if r not in gone)
+
+    def vacate(self, r: Range, stock: Stock) -> None:
+        """Take all memory from behind a range. Its bytes are elsewhere, or nobody's."""
+        if r.chunks:
+            self._device.unmap(r.adoption.addresses, r.nbytes)
+            for index in list(r.chunks):
+                r.give(index, stock)
+
+    # --- who else uses it
+
+    def count_uses(self) -> None:
+        """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
+        self._zeroed.note(self.ranges)
+        if strays.uncounted(self.ranges):
+            self.newborn()  # rebinding gave tensors another storage since the last look
+        strays.count(self.ranges)
+
+    def strays(self, ranges: Iterable[Range]) -> dict[str, int]:
+        """By name, the references to storages adopted into these ranges that others hold now."""
+        return strays.find(ranges, self.gradients.lasting())
+
+    def zeroed(self) -> list[Place]:
+        """Gradients that were zeroed in place while offloaded; for `take_zeroed`, once all holdings were asked."""
+        return self._zeroed.find(self.ranges)
+
+    def take_zeroed(self, places: list[Place]) -> None:
+        self._zeroed.take(places, self.ranges)
+
+    def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
+        """See `Holding.drifted`."""
+        found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
+        found += self._adapter.torn()
+        stay, loose = self.newborn()
+        if on_device and self._adapter.kind == "optimizer":
+            return found
+        if on_device:
+            replaced = {entry.name for r in self.ranges if not r.loose for entry in r.placed}
+            return found + [(claim.name, claim.nbytes) for claim in stay if claim.name in replaced]
+        return found + [(claim.name, claim.nbytes) for claim in (*stay, *loose)]

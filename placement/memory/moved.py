@@ -1,0 +1,19 @@
+"""What a move did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a move did, in bytes, and how long it took."""
+
+    seconds: float = 0.0
+    copied_bytes: int = 0
+    skipped_bytes: int = 0
+    rewritten_chunks: int = 0
+    """Chunks of a readonly object whose bytes changed on the device."""
+    stray_references: int = 0
+    strays: str = ""
+    """The tensors that somebody else holds, by name."""
