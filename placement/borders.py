@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -217,8 +217,8 @@ class Borders:
             plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
         return plan
 
-    def join(self, handle: Handle) -> None:
-        """Bring a newly registered handle where the present phase wants it.
+    def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
+        """Bring a newly registered handle where the present phase wants it; with `agree`, if the ranks of the group agree.
 
         Raises:
             Exception: what stopped it; the open phases do not know the handle then.
@@ -227,7 +227,7 @@ class Borders:
         plans = [each.plan for each in stack]
         try:
             self._extend_plans(handle)
-            self.crossing.join(handle, self.base_plan(), self.phase_name, self.kept)
+            self.crossing.join(handle, self.base_plan(), self.phase_name, self.kept, agree)
         except BaseException:
             for each, plan in zip(stack, plans, strict=True):
                 each.plan = plan

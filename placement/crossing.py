@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import views
@@ -103,13 +103,15 @@ class Crossing:
         self.leased.settle(name)
         return plan
 
-    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str]) -> None:
-        """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing."""
+    def join(
+        self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Callable[[Plan], None] | None = None
+    ) -> None:
+        """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing; with `agree` on all ranks."""
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
         room_bytes = check_fits(self.planner.view(name, None, kept), plan)
         room_bytes = self.leased.take(name, plan, room_bytes)
-        self._reconciler.advance(self._handles, plan, room_bytes)
+        self._reconciler.advance(self._handles, plan, room_bytes, agree)
         self.measure()
         self.leased.settle(name)
 

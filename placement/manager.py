@@ -18,12 +18,15 @@ from placement.journal import Journal, logger
 from placement.memory.base import Device
 from placement.memory.select import select_device
 from placement.phases import Phase, here
+from placement.replication import Replication
 from placement.resolve import resolve_policy
 from placement.settings import Settings
 from placement.snapshot import Audit, Snapshot
 from placement.summary import summary
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from placement.group.agreement import Group
     from placement.observe.discovery import Identity
     from placement.observe.nvml import OtherProcesses
@@ -89,6 +92,7 @@ class Manager:
 
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
         self._borders = Borders(self.device, self.policy, self.settings, self.journal, group, lease)
+        self._replication = Replication(group)
         self._entered: list[Phase] = []
         self._others: OtherProcesses | None = None
         # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
@@ -121,6 +125,7 @@ class Manager:
         owner: Handle | str | None = None,
         readonly: bool = False,
         external: bool = False,
+        replicated: bool | ProcessGroup = False,
     ) -> Handle:
         """Register a module, an optimizer, an engine or a `Lazy`; last, after wrapping, loading and resizing, before capturing graphs.
 
@@ -133,17 +138,23 @@ class Manager:
             owner: for an optimizer whose parameters do not tell: the module handle that it steps.
             readonly: never copied back; a write is an `IntegrityError`.
             external: the framework places the bytes: tracked and guarded, never moved.
+            replicated: of a readonly module that every rank of the group has alike, all of them on one machine: one host copy for
+                all, of which each rank loads 1/N over its own link and gathers the rest. Every rank registers it at the same place
+                of its program. True: gathered by torch.distributed's default process group; or a process group of the same ranks.
 
         Raises:
-            RegistrationError: why it cannot be registered and what to do; the object is as before.
+            RegistrationError: why it cannot be registered and what to do; the object is as before. Of a replicated one on every
+                rank, and before a byte of it has moved when the ranks' values differ.
             HostMemoryError, DeviceMemoryError: no memory for it; the object is as before.
         """
         registry = self._borders.registry
         with self._borders.border():
             before = registry.handles.copy()
             try:
-                handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external)
-                self._borders.join(handle)
+                with self._replication.registering(name, target, readonly, replicated) as replicas:
+                    ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
+                    handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
+                    self._borders.join(handle, agree)
             except BaseException:
                 for added in [each for known, each in registry.handles.items() if known not in before]:
                     registry.remove(added)

@@ -52,6 +52,10 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handl
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
+def _nobody(_: Plan) -> None:
+    """In place of a group's agreement, where there is none to be had."""
+
+
 @dataclass(slots=True)
 class _Attempt:
     """One transition in progress: what `after` needs to know of what `before` did."""
@@ -121,7 +125,9 @@ class Reconciler:
         self._complain(handle, moved)
         return moved
 
-    def _exchange(self, leaving: Sequence[Handle], coming: Sequence[Handle], early_release: bool = False) -> dict[Handle, Moved]:
+    def _exchange(
+        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False, together: bool = False
+    ) -> dict[Handle, Moved]:
         """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
         room_bytes = min(self._device.memory().free_bytes, self._stock.room_bytes) if leaving and coming else 0
@@ -132,6 +138,7 @@ class Reconciler:
             room_bytes=room_bytes,
             early_release=early_release,
             dropping=self._dropping,
+            together=together,
         )
         texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]
         with self._mark(f"placement: {'; '.join(texts)}"):
@@ -222,7 +229,7 @@ class Reconciler:
         handles: Mapping[str, Handle],
         plan: Plan,
         room_bytes: int,
-        agree: Callable[[Plan], None] = lambda _: None,
+        agree: Callable[[Plan], None] | None = None,
         begin: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
@@ -233,7 +240,8 @@ class Reconciler:
         Args:
             room_bytes: what the budget leaves beside what the handles hold now: a swap may be ahead by that much.
             agree: called when everything has moved and could still go back without asking anybody for memory; what it raises
-                makes it go back, but for CoordinatorLost, which leaves everything as it is. Again for each step of engines.
+                makes it go back, but for CoordinatorLost, which leaves everything as it is. Again for each step of engines. None:
+                nobody is asked, and what ranks share is loaded by this one alone.
             begin: called before each further step, with what it is.
 
         Raises:
@@ -244,6 +252,7 @@ class Reconciler:
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
                 raise error
         handles, engines = _apart(handles)
+        together, agree = agree is not None, agree or _nobody
         self._stock.room_bytes = room_bytes
         sources = {handle.name: handle.node for handle in handles.values()}
         self._dropping = self._leaving_training(handles.values(), plan)
@@ -251,12 +260,17 @@ class Reconciler:
             if True in [self._engines.leave(engine, plan) for engine in engines]:
                 agree(plan)
                 begin("move what is left")
-            self._march(handles.values(), lambda handle: target_of(handle, plan))
+            self._march(handles.values(), lambda handle: target_of(handle, plan), together=together)
             for complaint in self._take_complaints():
                 raise complaint
             agree(plan)
+            self._complete(handles.values(), together=True)
             self._finish(handles.values())
-        except CoordinatorLost:  # what was given up stays ours, for whoever goes back later
+        except CoordinatorLost as lost:  # what was given up stays ours, for whoever goes back later
+            try:
+                self._complete(handles.values(), together=False)
+            except Exception as error:
+                lost.add_note(f"placement: {error}")
             self._moved, self._dropping = {}, ()
             raise
         except BaseException as error:
@@ -271,6 +285,19 @@ class Reconciler:
             agree(plan)
         for engine in engines:  # and what changes state alone
             self._engines.come(engine, plan)
+
+    def _complete(self, handles: Iterable[Handle], *, together: bool) -> None:
+        """Decide the loads that waited for the decision of the group.
+
+        Args:
+            together: every rank does this now; else this one gets what is missing by itself.
+        """
+        for handle in handles:
+            if handle.holding is not None and not handle.holding.is_complete:
+                handle.holding.complete(together=together)
+                self._verifier.check_device(handle.holding)
+                handle.holding.commit_load()
+                handle.holding.settle(self._stock)
 
     def _end(self) -> None:
         """The border is over: nothing is remembered of it, and no memory is kept back."""
@@ -321,7 +348,7 @@ class Reconciler:
             for step in _STEPS:
                 if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
-                        self._move_together(paths, early_release=True)
+                        self._move_at_once(paths, early_release=True)
                 for handle, triggers in paths:
                     try:
                         self._run(handle, triggers, step)
@@ -335,7 +362,7 @@ class Reconciler:
             self._stock.release()
         return errors + self._take_complaints()
 
-    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
+    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node], *, together: bool = False) -> None:
         """Fire every handle's path in an order that frees before it loads."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         for handle in handles:
@@ -345,18 +372,20 @@ class Reconciler:
                 paths.append((handle, wanted))
         for step in _STEPS:
             if step is _STEPS[1]:
-                self._move_together(paths)
+                self._move_at_once(paths, together=together)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
 
-    def _move_together(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False) -> None:
+    def _move_at_once(
+        self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False, together: bool = False
+    ) -> None:
         """The bytes of every load and offload that is due, in one exchange; the transitions that follow find them moved."""
         leaving = [handle for handle, triggers in paths if triggers[:1] == [Trigger.OFFLOAD] and handle.holding is not None]
         coming = [handle for handle, triggers in paths if triggers[:1] == [Trigger.LOAD] and handle.holding is not None]
         if not leaving and not coming:
             return
         try:
-            self._moved = self._exchange(leaving, coming, early_release)
+            self._moved = self._exchange(leaving, coming, early_release=early_release, together=together)
         except BaseException as error:
             for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
                 self._journal.failed(handle.counters, handle.name, trigger, error)

@@ -24,7 +24,10 @@ from placement.handle import Handle, Lazy
 from placement.memory.base import Device
 from placement.memory.claims import RANGES
 from placement.memory.holding import Holding
+from placement.memory.ranks import Ranks
+from placement.memory.replicated import ReplicatedHolding
 from placement.reconcile import Reconciler
+from placement.replication import check_can_be_replicated
 from placement.states import KINDS, ROLES
 
 _logger = logging.getLogger("placement")
@@ -44,8 +47,22 @@ class Registry:
         self._when_gone = when_gone
         self._has_warned = False
 
-    def add(self, name: str, target: Any, *, role: str | None, owner: Handle | str | None, readonly: bool, external: bool) -> Handle:
-        """Make a handle, CPU_OFFLOADED, its storages adopted. On any error the object and the registry are as before."""
+    def add(
+        self,
+        name: str,
+        target: Any,
+        *,
+        role: str | None,
+        owner: Handle | str | None,
+        readonly: bool,
+        external: bool,
+        ranks: Ranks | None = None,
+    ) -> Handle:
+        """Make a handle, CPU_OFFLOADED, its storages adopted. On any error the object and the registry are as before.
+
+        Args:
+            ranks: share the host copy; None: it is this process's own.
+        """
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
@@ -57,7 +74,7 @@ class Registry:
             if isinstance(target, Lazy):
                 handle.lazy = target
             else:
-                self._bind(handle, target, external)
+                self._bind(handle, target, external, ranks)
             self.handles[name] = handle
         except BaseException:
             self.remove(handle)
@@ -120,8 +137,10 @@ class Registry:
             raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager")
         return found
 
-    def _bind(self, handle: Handle, target: Any, external: bool) -> None:
+    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None) -> None:
         adapter = self._adapter(handle, target, external)
+        if ranks is not None:
+            check_can_be_replicated(handle.name, adapter)
         keys = [id(key) for key in adapter.key_objects()]
         for key in keys:
             if key in self._by_key:
@@ -132,7 +151,10 @@ class Registry:
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
-            handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
+            if ranks is None:
+                handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
+            else:
+                handle.holding = holding = ReplicatedHolding(self._device, adapter, handle.name, ranks)
             with torch.no_grad():
                 holding.adopt()
                 self._reserve_state(holding, adapter)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from placement.errors import DeviceMemoryError, HostMemoryError
-from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark
+from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 from placement.memory.simulated import SimulatedDevice
 from placement.states import State
 
@@ -104,6 +105,10 @@ class Faults(Device):
         self._count("host")
         return self.device.host(nbytes)
 
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        self._count("host")
+        return self.device.shared_host(file, nbytes, own, extra_bytes)
+
     def reserve(self, nbytes: int) -> Addresses:
         self._count("reserve")
         return self.device.reserve(nbytes)
@@ -127,6 +132,9 @@ class Faults(Device):
     def wait(self, mark: Mark) -> None:
         self._count("sync")
         self.device.wait(mark)
+
+    def after(self, mark: Mark) -> AbstractContextManager[None]:
+        return self.device.after(mark)
 
     def mark(self, direction: Direction) -> Mark:
         return self.device.mark(direction)

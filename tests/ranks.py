@@ -60,26 +60,32 @@ class Ranks:
 
     Args:
         backend: of the process group; one that names cuda gives each rank the GPU of its number.
+        context: how processes are started: "spawn", or a context of multiprocessing whose server has imported what they need.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", context: Any = "spawn") -> None:
         self.world_size = world_size
         self._backend = backend
+        self._context = torch.multiprocessing.get_context(context) if isinstance(context, str) else context
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._store: dist.TCPStore | None = None
 
-    def run(self, function: Callable[..., Any], *arguments: Any, deadline_seconds: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, deadline_seconds: float = 60.0, dies: int | None = None) -> list[Any]:
         """`function(*arguments)` on every rank, which finds its number in torch.distributed. Returns the results by rank.
 
         Args:
             function: of a module that can be imported; it, its arguments and what it returns are pickled.
+            dies: the rank that the call kills; it returns None, and the next call starts fresh processes.
         """
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((function, arguments))
-        return self._answers(deadline_seconds)
+        answers = self._answers(deadline_seconds, dies)
+        if dies is not None:
+            self.close()
+        return answers
 
     def close(self) -> None:
         """End the processes."""
@@ -93,19 +99,19 @@ class Ranks:
         self._connections, self._processes, self._store = [], [], None
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
         timeout = timedelta(seconds=START_SECONDS)
         self._store = dist.TCPStore("127.0.0.1", 0, self.world_size, True, timeout=timeout, wait_for_workers=False)
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, self._store.port, self._backend, theirs), daemon=True)
+            ours, theirs = self._context.Pipe()
+            arguments = (rank, self.world_size, self._store.port, self._backend, theirs)
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
         self._answers(START_SECONDS)
 
-    def _answers(self, deadline_seconds: float) -> list[Any]:
+    def _answers(self, deadline_seconds: float, dies: int | None = None) -> list[Any]:
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while len(answers) + len(failures) < self.world_size:
@@ -122,7 +128,7 @@ class Ranks:
                 try:
                     is_fine, value = connection.recv()
                 except (EOFError, ConnectionError):
-                    is_fine, value = False, "the process died"
+                    is_fine, value = rank == dies, None if rank == dies else "the process died"
                 (answers if is_fine else failures)[rank] = value
         if failures:
             self.close()

@@ -64,6 +64,8 @@ class Group:
         """The next change."""
         self._oldest = 0
         """The first epoch of which keys may be left."""
+        self._said: list[str] = []
+        """Keys of what this rank has said in earlier epochs beside."""
         self.is_in_doubt = False
         """Whether a decision could not be read: this rank may not take part any more."""
         with self._reaching_the_board("join"):
@@ -91,6 +93,29 @@ class Group:
             self._forget_before(self.epoch)
             failpoint("group.before_prepare")
             return basis
+
+    def confer(self, what: str, words: str) -> list[str]:
+        """Within a change, after `propose` and before `agree`: say something, and hear what each rank has said to the same, by rank.
+
+        Args:
+            words: at most 64 KiB.
+
+        Raises:
+            GroupError: a rank failed, or did not come in time.
+            CoordinatorLost: the board does not answer.
+        """
+        with self._reaching_the_board(what):
+            deadline = time.monotonic() + self.deadline_seconds
+            self._said.append(self._key(what, self.rank))
+            self._board.put(self._said[-1], words.encode())
+            keys = [self._key(what, rank) for rank in range(self.world_size)]
+            while (found := self._board.look(keys)) is None:
+                if (decided := self._board.look([self._key("decision")])) is not None:
+                    self._obey(decode(Decision, decided[0]))
+                elif time.monotonic() >= deadline:
+                    self._obey(self._claim(self._late(what)))
+                time.sleep(_POLL_SECONDS[0])
+            return [each.decode() for each in found]
 
     def agree(self, plan: Plan) -> None:
         """Everything is prepared: vote, and wait for the decision. Returns when it is COMMIT.
@@ -229,6 +254,9 @@ class Group:
         for epoch in range(self._oldest, end):
             own = [self._key(what, self.rank, epoch=epoch) for what in ("proposal", "vote")]
             self._board.remove(own + ([self._key(what, epoch=epoch) for what in ("basis", "decision")] if self.rank == 0 else []))
+        if self._said:
+            self._board.remove(self._said)
+            self._said = []
         self._oldest = end
 
     # --- membership

@@ -31,9 +31,10 @@ class Adopted:
 
     Args:
         owner: whose ranges these are, in the table of the process; it holds this object.
+        intake: takes in what the object owns; None: into ranges of this process alone.
     """
 
-    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
+    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, intake: Intake | None = None) -> None:
         self.name = name
         self.ranges: tuple[Range, ...] = ()
         self.handed = Handed(device)
@@ -49,7 +50,7 @@ class Adopted:
         self._device = device
         self._adapter = adapter
         self._owner = weakref.ref(owner)
-        self._intake = Intake(device, adapter, name, owner)
+        self._intake = intake or Intake(device, adapter, name, owner)
         self._zeroed = Zeroed(device, adapter)
 
     # --- measuring
@@ -67,7 +68,7 @@ class Adopted:
     @property
     def host_bytes(self) -> int:
         """Host memory of the slabs, and what is set aside for state that is not born yet."""
-        return sum(r.slab.nbytes for r in self.ranges) + (0 if (aside := self._intake.reserved) is None else aside.nbytes)
+        return sum(r.slab.held_bytes for r in self.ranges) + (0 if (aside := self._intake.reserved) is None else aside.nbytes)
 
     @property
     def host_pageable_bytes(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,6 +100,11 @@ class HostSlab(abc.ABC):
         """Why some of it is not pinned although the device wanted it; None otherwise."""
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the machine's memory that this process answers for: all of them, but for its share where processes share it."""
+        return self.nbytes
+
+    @property
     def pinned(self) -> bool:
         """Whether all of it is pinned."""
         return 0 < self.pinned_bytes == self.nbytes
@@ -106,6 +112,17 @@ class HostSlab(abc.ABC):
     @abc.abstractmethod
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size, that keeps the slab alive."""
+
+
+class SharedSlab(HostSlab):
+    """A host copy that several processes of one machine have mapped. It goes when the last of them has unmapped it."""
+
+    extra: torch.Tensor
+    """What lies behind the copy in the file, as bytes: for what the processes tell each other. Does not keep the slab alive."""
+
+    @abc.abstractmethod
+    def pin(self) -> None:
+        """Pin all of it in the background, in this process: `HostSlab.ready`. Once, when every process has taken its share."""
 
 
 class Mark:
@@ -143,6 +160,20 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def host(self, nbytes: int) -> HostSlab:
         """Reserve host memory for the copy of a range, zero-filled. It is prefaulted and pinned in the background: `HostSlab.ready`.
+
+        Raises:
+            HostMemoryError: there is not enough.
+        """
+
+    @abc.abstractmethod
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        """Map a memory file that other processes map too, as the host copy of a range.
+
+        Args:
+            file: its descriptor, which may be closed afterwards; of at least `round_up(nbytes, page) + extra_bytes`.
+            nbytes: what holds the copy, from its beginning.
+            own: (offset, bytes) of what this process takes from the machine now and answers for, in whole pages.
+            extra_bytes: what lies behind the last page of the copy: `SharedSlab.extra`.
 
         Raises:
             HostMemoryError: there is not enough.
@@ -209,6 +240,14 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def order(self) -> None:
         """Let the calling thread's current stream wait for every copy enqueued so far. The host does not wait."""
+
+    @abc.abstractmethod
+    def after(self, mark: Mark) -> AbstractContextManager[None]:
+        """What torch enqueues on this device inside comes after the copies that `mark` notes, beside later ones.
+
+        It also comes after all work that the calling thread's current stream holds now, and `order` waits for it. Where there are
+        no streams the caller waits for the copies instead.
+        """
 
     @abc.abstractmethod
     def mark(self, direction: Direction) -> Mark:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from placement.errors import DeviceMemoryError
 from placement.memory import cuda_pool
-from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark
+from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 from placement.memory.cuda_driver import Driver
 from placement.memory.cuda_lifetime import Life, Lives, uninterrupted
 from placement.memory.cuda_mapping import DriverChunk, Extent
 from placement.memory.cuda_pinning import Pinning
 from placement.memory.cuda_poison import Poison
 from placement.memory.host import Slab, check_span
+from placement.memory.host_reserve import Register
+from placement.memory.shared_slab import MappedSlab
 
 
 class _Addresses(Addresses):
@@ -68,6 +71,8 @@ class CudaDevice(Device):
             "to_device": torch.cuda.Stream(self.torch_device),
             "to_host": torch.cuda.Stream(self.torch_device),
         }
+        self._following = torch.cuda.Stream(self.torch_device)
+        """For what comes after copies, chunk by chunk, while later ones are under way."""
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
@@ -77,8 +82,14 @@ class CudaDevice(Device):
         return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
 
     def host(self, nbytes: int) -> HostSlab:
-        pin = functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)
-        return Slab(nbytes, register=pin, unregister=self._pinning.unpin)
+        return Slab(nbytes, register=self._pin, unregister=self._pinning.unpin)
+
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        return MappedSlab(file, nbytes, own, extra_bytes, register=self._pin, unregister=self._pinning.unpin)
+
+    @property
+    def _pin(self) -> Register:
+        return functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)
 
     def reserve(self, nbytes: int) -> Addresses:
         self._poisoned()
@@ -174,8 +185,16 @@ class CudaDevice(Device):
 
     def order(self) -> None:
         current = torch.cuda.current_stream(self.torch_device)
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), self._following):
             current.wait_stream(stream)
+
+    @contextlib.contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        # After what the caller's stream holds, too: collectives of two communicators must not run at once in different orders.
+        self._following.wait_stream(torch.cuda.current_stream(self.torch_device))
+        self._following.wait_event(_ours(mark, _Event).event)
+        with torch.cuda.stream(self._following):
+            yield
 
     def mark(self, direction: Direction) -> Mark:
         return _Event(self._streams[direction].record_event())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -91,6 +91,7 @@ class Exchange:
             after a failure may then have to ask the driver for memory.
         dropping: holdings whose gradients die when they leave, instead of being saved.
         verifier: what is asked about the bytes that arrive.
+        together: the ranks of the group will agree on what comes: a replicated holding may leave a part of its bytes to them.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Exchange:
         room_bytes: int,
         early_release: bool = False,
         dropping: Collection[Holding] = (),
+        together: bool = False,
     ) -> None:
         self._device = device
         self._stock = stock
@@ -109,9 +111,12 @@ class Exchange:
         self._dropping = dropping
         self._room_bytes = room_bytes
         self._early_release = early_release
-        self._coming: deque[tuple[Range, int]] = deque()
-        self._tails: deque[tuple[Range, int]] = deque()
+        self._together = together
+        self._coming: deque[tuple[Holding, Range, int]] = deque()
+        self._tails: deque[tuple[Holding, Range, int]] = deque()
         """What comes, in order. Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
+        self._brought_bytes: Counter[Holding] = Counter()
+        """Copied for what comes."""
 
     def run(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
         """Offload the ones and load the others. Holdings that are there already are left alone.
@@ -147,7 +152,8 @@ class Exchange:
             self._device.sync()
         for holding in (*holdings, *coming):
             holding.begin_move(self._stock)
-        self._expect(r for holding in coming for r in holding.ranges)
+        for holding in coming:
+            self._expect(holding, holding.ranges)
         self._limit_room(holdings, coming)
         leaving = [_Leaving(holding, dropped=self._dropped(holding)) for holding in holdings]
         parts = self._start(leaving)
@@ -155,7 +161,7 @@ class Exchange:
         for each in leaving:
             each.take_in_newborn()
         for holding in coming:
-            self._expect(holding.adopted.take_in_from_elsewhere())
+            self._expect(holding, holding.adopted.take_in_from_elsewhere())
         for each, rest in zip(leaving, parts, strict=True):
             for _ in rest:  # the device works at the next answer meanwhile
                 self._vacate(each, waits=False)
@@ -199,14 +205,14 @@ class Exchange:
             gain = sum(each.num_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
             self._stock.room_bytes = min(self._stock.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
-    def _expect(self, ranges: Iterable[Range]) -> None:
+    def _expect(self, holding: Holding, ranges: Iterable[Range]) -> None:
         for r in ranges:
             for index, size in enumerate(r.chunk_sizes):
-                (self._coming if size == self._device.chunk_bytes else self._tails).append((r, index))
+                (self._coming if size == self._device.chunk_bytes else self._tails).append((holding, r, index))
 
     def _window(self) -> int:
         """Chunks of what comes that find room beside everything that leaves."""
-        sizes = itertools.accumulate(r.chunk_sizes[index] for r, index in itertools.islice(self._coming, WINDOW))
+        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._coming, WINDOW))
         return sum(nbytes <= self._room_bytes for nbytes in sizes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:
@@ -230,7 +236,8 @@ class Exchange:
         leaving.chosen = self._verifier.choose(ranges)
         for r in ranges:
             known = None if r.prints is None else r.prints.cpu()
-            is_kept = holding.readonly and known is not None and not r.loose  # a readonly module's gradients may change
+            # A readonly module's gradients may change.
+            is_kept = r.is_shared or (holding.readonly and known is not None and not r.loose)
             count = len(r.chunk_sizes)
             now = torch.empty(count, dtype=torch.int64)
             leaving.on_host[r] = known if is_kept and known is not None else now
@@ -277,21 +284,20 @@ class Exchange:
             self._fill(fresh=longest, longest=longest, once=True)
         if holdings:
             self._device.order()
-        for holding in holdings:
+        complete = [holding for holding in holdings if holding.is_complete]
+        for holding in complete:
             self._verifier.check_device(holding)
-        moved = {}
-        for holding in holdings:
+        for holding in complete:
             holding.commit_load()
             holding.settle(self._stock)
-            moved[holding] = Moved(copied_bytes=sum(r.nbytes for r in holding.ranges))
-        return moved
+        return {holding: Moved(copied_bytes=self._brought_bytes[holding]) for holding in holdings}
 
     def _fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
         """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver."""
         while waiting := self._coming or self._tails:
-            r, first = waiting[0]
-            run = next(itertools.groupby(itertools.islice(waiting, longest), key=lambda each: id(each[0])))[1]
-            wanted = [index for _, index in run]
+            holding, r, first = waiting[0]
+            run = next(itertools.groupby(itertools.islice(waiting, longest), key=lambda each: id(each[1])))[1]
+            wanted = [index for _, _, index in run]
             sizes = [r.chunk_sizes[index] for index in wanted]
             served = self._stock.count(sizes, fresh)
             if not served:
@@ -300,7 +306,7 @@ class Exchange:
             chunks = self._stock.take(sizes[:served])
             r.chunks.update(zip(wanted, chunks, strict=False))
             self._device.map(r.adoption.addresses, chunks, r.starts[first])
-            self._device.copy(r.copies(wanted[:served]), "to_device")
+            self._brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
             for _ in range(served):
                 waiting.popleft()
             if once:

@@ -144,6 +144,24 @@ class Holding:
         self._may_have_strays = bool(self.adopted.handed) or bool(self.strays())
         return fresh, stays
 
+    def bring(self, r: Range, indices: Sequence[int], *, together: bool) -> int:
+        """Start the copies to the device for chunks (ascending) that were mapped just now. Returns the bytes to copy.
+
+        Args:
+            together: the ranks of the group will agree on this load before it counts.
+        """
+        copies = r.copies(indices)
+        self.device.copy(copies, "to_device")
+        return sum(copy.nbytes for copy in copies)
+
+    @property
+    def is_complete(self) -> bool:
+        """Of a load whose chunks have all been brought: whether every byte is on its way, so that it can be decided."""
+        return True
+
+    def complete(self, *, together: bool) -> None:
+        """Start what is missing of a load that is not complete; see `ReplicatedHolding`."""
+
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
     ) -> tuple[int, str]:
@@ -248,8 +266,9 @@ class Holding:
                 r.chunks[index] = chunk  # last: what is on record has its bytes
         except DeviceMemoryError:
             for r in self.ranges:
-                r.prints = None
-                self.device.copy(r.copies(sorted(r.chunks)), "to_host")
+                if not r.is_shared:
+                    r.prints = None
+                    self.device.copy(r.copies(sorted(r.chunks)), "to_host")
             self.device.sync()
             return False
         self.device.order()

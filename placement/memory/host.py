@@ -44,11 +44,14 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def map_for_life(owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None) -> int:
+def map_for_life(
+    owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
+) -> int:
     """Map `nbytes` of new addresses, and unmap them when `owner` dies: in this process only, and not at interpreter exit.
 
     Args:
         pinned: what to call before unmapping; read when the owner dies.
+        file: descriptor of what to map from its beginning; -1: nothing but memory. It may be closed afterwards.
 
     Raises:
         OSError: the kernel refused.
@@ -57,7 +60,7 @@ def map_for_life(owner: object, nbytes: int, protection: int, flags: int, pinned
     # First the duty to unmap, then the mapping. `extend` runs mmap and keeps its result within one call of C code: an interrupt
     # cannot fall between the two and lose the mapping.
     weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
-    held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, -1, 0)]))
+    held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, file, 0)]))
     if held[0] == MAP_FAILED:
         held.clear()
         number = ctypes.get_errno()
@@ -146,8 +149,7 @@ class Slab(HostSlab):
             # A kernel before 5.14 has no call that touches and leaves written bytes alone: before anybody can write, then.
             is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
             if is_touched:
-                for start, step in _steps(self.address, size):
-                    _populate(start, step)
+                populate(self.address, size)
             if register is not None and nbytes:
                 memory.begin(self.address, None if is_touched else _touch, register, unregister)
             else:
@@ -189,6 +191,16 @@ def _map(memory: Reservation, nbytes: int) -> int:
     if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory about to make some
         libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     return address
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Take the memory of a mapping from the machine, before anything is written there.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    for start, step in _steps(address, nbytes):
+        _populate(start, step)
 
 
 def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:

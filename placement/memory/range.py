@@ -57,6 +57,9 @@ class Range:
     on record has its bytes; going back unmaps what is missing before it maps anything. So an interrupt is made good either way.
     """
 
+    is_shared = False
+    """Whether other processes read the slab, too: then it is never written again."""
+
     def __init__(self, device: Device, adoption: Adoption, slab: HostSlab, claims: tuple[Claim, ...], loose: bool) -> None:
         self.adoption = adoption
         self.nbytes = used_bytes(adoption.nbytes)

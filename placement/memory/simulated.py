@@ -12,7 +12,8 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from placement.memory.base import (
     Direction,
     HostSlab,
     Mark,
+    SharedSlab,
     check_slots,
 )
 from placement.memory.host import (
@@ -43,6 +45,7 @@ from placement.memory.host import (
     tensor_at,
 )
 from placement.memory.shared_capacity import SharedCapacity
+from placement.memory.shared_slab import MappedSlab
 from placement.memory.simulated_range import SimulatedChunk, SimulatedRange, around, runs
 from placement.weak import WeakIdSet
 
@@ -121,6 +124,10 @@ class SimulatedDevice(Device):
     def host(self, nbytes: int) -> HostSlab:
         self._check_process()
         return Slab(nbytes)
+
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        self._check_process()
+        return MappedSlab(file, nbytes, own, extra_bytes)
 
     def reserve(self, nbytes: int) -> Addresses:
         self._check_process()
@@ -227,6 +234,11 @@ class SimulatedDevice(Device):
 
     def sync(self) -> None:
         time.sleep(max(0.0, max(self._link_free_at.values()) - time.monotonic()))
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        self.wait(mark)
+        yield
 
     def mark(self, direction: Direction) -> Mark:
         return _Time(self._link_free_at[direction])

@@ -1,0 +1,415 @@
+"""What each rank of the tests of replicated handles does, on the simulated device or on its GPU."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import Handle, Lazy, Manager, State
+from placement.errors import GroupError, PlacementError, RegistrationError
+from placement.group import StoreGroup, failpoints
+from placement.memory.base import Copy, Device, Direction
+from placement.memory.claims import RANGES
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+
+PAGE = 4096
+CHUNK = 12 * PAGE
+"""Divides among 2, 3 and 4 ranks."""
+CUDA_CHUNK = 4 << 20
+CUDA_DEADLINE_SECONDS = 60.0
+
+
+class Metered(Faults):
+    """Counts the bytes that cross the link."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.crossed: dict[Direction, int] = {"to_device": 0, "to_host": 0}
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        super().copy(copies, direction)
+        self.crossed[direction] += sum(each.nbytes for each in copies)
+
+
+class Reference(nn.Module):
+    """Tied weights, a half-precision layer, a buffer of an odd length, NaN and -0.0. `scale` makes it large enough for a GPU's chunks."""
+
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300 * scale, 128)
+        self.body = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128, dtype=torch.bfloat16))
+        self.head = nn.Linear(128, 300 * scale, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("odd", torch.tensor([float("nan"), -0.0, 1.0]))
+        self.register_buffer("bytes", torch.arange(4099 * scale, dtype=torch.int64).to(torch.uint8)[: 4099 * scale - 2].clone())
+
+
+def as_bytes(model: nn.Module) -> dict[str, bytes]:
+    return {name: _bytes(value) for name, value in model.state_dict().items()}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Rank:
+    """A reference, and an actor that differs by rank, on a device of its own."""
+
+    def __init__(self, generation: int, *, cuda: bool = False, deadline_seconds: float = 20.0, chunks: int = 40, **settings: Any) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        deadline = CUDA_DEADLINE_SECONDS if cuda else deadline_seconds
+        self.group = StoreGroup(store, self.rank, self.world_size, deadline, generation=generation)
+        self.device = Metered(_cuda_device() if cuda else SimulatedDevice(chunks * CHUNK, chunk_bytes=CHUNK))
+        self.manager = Manager(device=self.device, group=self.group, **settings)
+        torch.manual_seed(5)
+        self.ref = Reference(200 if cuda else 1)
+        self.wanted = as_bytes(self.ref)
+        torch.manual_seed(100 + self.rank)
+        self.actor = nn.Linear(64, 64)
+        if cuda:
+            self.ref.to(self.device.torch_device)
+            self.actor.to(self.device.torch_device)
+        self.manager.register("actor", self.actor, role="actor")
+
+    def register(self, **keywords: Any) -> Handle:
+        keywords = {"role": "ref", "readonly": True, "replicated": True, **keywords}
+        return self.manager.register("ref", self.ref, **keywords)
+
+    @property
+    def handle(self) -> Handle:
+        return self.manager.handles["ref"]
+
+    @property
+    def alone(self) -> str | None:
+        """Why it loads without the others; None while it does not."""
+        return self.handle.holding.alone  # type: ignore[union-attr]
+
+    def check_values(self) -> None:
+        assert as_bytes(self.ref) == self.wanted
+
+    def load(self) -> int:
+        """One phase with the reference on the device. Returns the bytes that crossed the link to get there."""
+        before = self.device.crossed["to_device"]
+        with self.manager.phase("log_prob", only=["ref"]):
+            crossed = self.device.crossed["to_device"] - before
+            assert self.handle.state is State.GPU_RESIDENT
+            self.check_values()
+            self.manager.check_integrity()
+        assert_nothing_resident(self.manager)
+        return crossed
+
+    def fails(self, do: Callable[[], Any], *kinds: type[Exception]) -> str:
+        """What it raised, which is one of these."""
+        try:
+            do()
+        except kinds as error:
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("nothing failed")
+
+    def check_unregistered(self, addresses: Sequence[int] = ()) -> None:
+        """After a registration that failed: the object is as it was, and nothing of it is left.
+
+        Args:
+            addresses: where its parameters still are; empty where some rank failed so late that they had moved.
+        """
+        assert "ref" not in self.manager.handles
+        assert self.addresses() == (addresses or self.addresses())
+        assert all(RANGES.owner_of(address) is None for address in self.addresses())
+        assert len(_shared_mappings()) == 0
+        self.check_values()
+        assert_nothing_resident(self.manager)
+
+    def addresses(self) -> list[int]:
+        return [each.data_ptr() for each in self.ref.parameters()]
+
+
+def _cuda_device() -> Device:
+    from placement.memory.cuda import CudaDevice
+
+    return CudaDevice(torch.cuda.current_device(), chunk_bytes=CUDA_CHUNK)
+
+
+def _shared_mappings() -> list[str]:
+    """The memory files of shared copies that this process has mapped or open."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        found = [line for line in maps if "memfd:placement-" in line and "placement-device" not in line]
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if "memfd:placement-" in target and "placement-device" not in target:
+            found.append(target)
+    return found
+
+
+# --- what the ranks do together
+
+
+def loads(generation: int, cuda: bool) -> dict[str, Any]:
+    """Everything a handle goes through, with the values compared at each step."""
+    rank = Rank(generation, cuda=cuda)
+    rank.register()
+    holding = rank.handle.holding
+    assert holding is not None
+    assert len(_shared_mappings()) == 1  # mapped, and not open any more
+    assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+    crossed = [rank.load() for _ in range(3)]
+    with rank.manager.phase("log_prob") as step:
+        step.switch("train")
+        step.keep("actor")
+        step.switch("log_prob")
+        rank.check_values()
+        with rank.manager.phase("train"):
+            assert rank.handle.state is State.CPU_OFFLOADED
+            assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+        assert rank.handle.state is State.GPU_RESIDENT
+        step.keep("ref")
+        rank.check_values()
+    with rank.manager.phase("log_prob"):
+        rank.check_values()
+    assert_nothing_resident(rank.manager)
+    assert rank.alone is None
+    seen = {"crossed": crossed, "host": rank.handle.host_bytes, "bytes": sum(r.nbytes for r in holding.ranges), "epoch": rank.group.epoch}
+    seen["to_host"] = rank.device.crossed["to_host"]
+    rank.manager.unregister("ref")
+    rank.check_values()
+    rank.manager.close()
+    del holding
+    assert not _shared_mappings()
+    return seen
+
+
+def joins(generation: int, cuda: bool) -> None:
+    """Registered inside a phase that wants it; the policy keeps it on the device when idle; then it is not kept any more."""
+    rank = Rank(generation, cuda=cuda, policy="resident")
+    before = rank.device.crossed["to_device"]
+    with rank.manager.phase("log_prob"):
+        rank.register()
+        assert rank.handle.state is State.GPU_RESIDENT
+        assert rank.device.crossed["to_device"] - before < rank.handle.num_bytes
+        rank.check_values()
+    assert rank.handle.state is State.GPU_RESIDENT
+    rank.check_values()
+    rank.manager.unregister("ref")  # from the device
+    rank.check_values()
+    rank.manager.close()
+
+
+def different(generation: int, cuda: bool, other: int, name: str) -> tuple[str, int]:
+    """One rank has another value; then the same ones."""
+    rank = Rank(generation, cuda=cuda)
+    tensor = rank.ref.state_dict()[name]
+    flat = tensor.view(-1).view(torch.uint8)
+    if rank.rank == other:
+        flat[-1] ^= 1
+    wanted, rank.wanted = rank.wanted, as_bytes(rank.ref)
+    addresses = rank.addresses()
+    told = rank.fails(rank.register, RegistrationError)
+    rank.check_unregistered(addresses)
+    if rank.rank == other:
+        flat[-1] ^= 1
+    rank.wanted = wanted
+    rank.register()
+    return told, rank.load()
+
+
+def other_model(generation: int) -> str:
+    rank = Rank(generation)
+    if rank.rank == 1:
+        rank.ref.register_buffer("one_more", torch.ones(3))
+    return rank.fails(rank.register, RegistrationError)
+
+
+MISTAKES: dict[str, Callable[[Rank], Any]] = {
+    "not readonly": lambda rank: rank.register(readonly=False),
+    "a Lazy": lambda rank: rank.manager.register("ref", Lazy(lambda: rank.ref), role="ref", readonly=True, replicated=True),
+    "an optimizer": lambda rank: rank.manager.register(
+        "ref", torch.optim.SGD(rank.actor.parameters(), momentum=0.9), readonly=True, replicated=True
+    ),
+    "external": lambda rank: rank.register(external=True),
+    "no process group": lambda rank: rank.register(replicated="nccl"),
+    "something else": lambda rank: rank.load(),
+}
+
+
+def mistaken(generation: int) -> dict[str, str]:
+    """Rank 1 makes a mistake where the others register: all are told, and nothing is left."""
+    rank = Rank(generation)
+    told = {}
+    for mistake, make in MISTAKES.items():
+        addresses = rank.addresses()
+        if rank.rank == 1:
+            told[mistake] = rank.fails(lambda make=make: make(rank), RegistrationError, GroupError, KeyError, PlacementError)
+        else:
+            told[mistake] = rank.fails(rank.register, RegistrationError)
+        rank.check_unregistered(addresses)
+    rank.register()
+    rank.load()
+    return told
+
+
+def out_of_memory(generation: int, cuda: bool, failing: int) -> list[str]:
+    """One rank's driver refuses memory while all load: at the first chunk, in the middle, at the last."""
+    rank = Rank(generation, cuda=cuda)
+    handle = rank.register()
+    told = []
+    chunks = len(handle.holding.ranges[0].chunk_sizes)  # type: ignore[union-attr]
+    for at in (1, chunks // 2, chunks):
+        if rank.rank == failing:
+            rank.device.fail("create", at=at)
+        told.append(rank.fails(rank.load, GroupError))
+        assert handle.state is State.CPU_OFFLOADED
+        assert_nothing_resident(rank.manager)
+        rank.manager.check_integrity()
+        rank.load()
+    assert rank.alone is None
+    return told
+
+
+def faults(generation: int, failing: int) -> int:
+    """Each device call of a registration, and of a load, fails once on one rank. Returns the cases."""
+    rank = Rank(generation)
+    calls = rank.device.calls.copy()
+    rank.register()
+    in_registration = {name: count - calls[name] for name, count in rank.device.calls.items()}
+    calls = rank.device.calls.copy()
+    rank.load()
+    in_load = {name: count - calls[name] for name, count in rank.device.calls.items()}
+    rank.manager.unregister("ref")
+    cases = 0
+    for operation, count in in_registration.items():
+        for at in range(1, _told(count) + 1):
+            _arm(rank, failing, operation, at)
+            rank.fails(rank.register, RegistrationError, PlacementError, RuntimeError)
+            rank.device.clear()
+            rank.check_unregistered()
+            cases += 1
+    rank.register()
+    for operation, count in in_load.items():
+        for at in range(1, _told(count) + 1):
+            _arm(rank, failing, operation, at)
+            try:
+                rank.load()
+            except (PlacementError, RuntimeError):
+                cases += 1
+            rank.device.clear()
+            _meet_again(rank)
+            assert rank.handle.broken is None
+    return cases
+
+
+def _told(count: int) -> int:
+    """What rank 0 has counted: a last call more or less must not make the ranks part."""
+    said = torch.tensor([count])
+    dist.broadcast(said, 0)
+    return int(said)
+
+
+def _arm(rank: Rank, failing: int, operation: str, at: int) -> None:
+    if rank.rank == failing:
+        rank.device.fail(operation, at=at)
+
+
+def _meet_again(rank: Rank) -> None:
+    """A fault on the way out of a phase is told to the others at their next border: until all succeed."""
+    for _ in range(4):
+        try:
+            rank.load()
+            is_fine = True
+        except (PlacementError, RuntimeError):
+            is_fine = False
+        said = torch.tensor([is_fine])
+        dist.all_reduce(said, dist.ReduceOp.MIN)
+        if bool(said):
+            return
+    raise AssertionError("the ranks did not come together again")
+
+
+def killed_in_load(generation: int, victim: int) -> tuple[str | None, int]:
+    """One rank dies after its vote: the others have entered, and load the rest by themselves."""
+    rank = Rank(generation, deadline_seconds=5.0)
+    rank.register()
+    rank.load()
+    dist.barrier()
+    if rank.rank == victim:
+        failpoints.arm("group.after_vote=1:kill")
+    before = rank.device.crossed["to_device"]
+    phase = rank.manager.phase("log_prob", only=["ref"])
+    phase.__enter__()
+    crossed = rank.device.crossed["to_device"] - before
+    rank.check_values()
+    rank.manager.check_integrity()
+    rank.group.deadline_seconds = 0.5
+    rank.fails(lambda: phase.__exit__(None, None, None), GroupError)
+    assert_nothing_resident(rank.manager)
+    rank.fails(rank.load, GroupError)  # no phase without the rank that died
+    assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+    alone = rank.alone
+    rank.manager.unregister("ref")
+    rank.check_values()
+    return alone, crossed
+
+
+def killed_in_registration(generation: int, victim: int, step: str) -> str:
+    rank = Rank(generation, deadline_seconds=2.0)
+    if rank.rank == victim:
+        failpoints.arm(f"{step}=1:kill")
+    told = rank.fails(rank.register, RegistrationError)
+    rank.check_unregistered()
+    return told
+
+
+def destroyed(generation: int) -> list[Any]:
+    """The process group goes while the ranks go on."""
+    rank = Rank(generation)
+    own = dist.new_group(backend="gloo")
+    rank.register(replicated=own)
+    together = rank.load()
+    dist.destroy_process_group(own)
+    alone = rank.load()
+    return [together, alone, rank.alone, rank.load()]
+
+
+def leaves(generation: int) -> list[Any]:
+    """Rank 0 makes the handle an ordinary one: nothing changes for the values of anybody."""
+    rank = Rank(generation)
+    rank.register()
+    rank.load()
+    if rank.rank == 0:
+        rank.manager.unregister("ref")
+        rank.check_values()
+        rank.register(replicated=False)
+    crossed = rank.load()
+    reason = None if rank.rank == 0 else rank.alone
+    if rank.rank == 1:  # where everything of it is gone, the others still have the copy
+        rank.manager.close()
+        rank.check_values()
+        rank.fails(rank.load, PlacementError)
+    elif rank.rank > 1:
+        assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+    return [crossed, reason]
+
+
+def forked(generation: int) -> int:
+    """A forked child has no host copy: touching it kills the child, and nobody else."""
+    rank = Rank(generation)
+    handle = rank.register()
+    tensor = next(iter(handle.state_dict().values()))
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        torch.sum(tensor)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    rank.load()
+    return os.WTERMSIG(status)

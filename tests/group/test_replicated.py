@@ -1,0 +1,149 @@
+"""Replicated handles: one host copy for the ranks of a machine, loaded by all of them together. Real processes over gloo."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from placement import Manager, RegistrationError
+from placement.group import StoreGroup
+from placement.testing import SimulatedDevice
+from tests.group import replicated_worker as worker
+from tests.group.services import processes
+from tests.ranks import Ranks
+
+_generations = itertools.count(1000)
+
+
+@pytest.fixture
+def generation() -> int:
+    return next(_generations)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    started = Ranks(request.param, context=processes)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    started = Ranks(3, context=processes)
+    yield started
+    started.close()
+
+
+def check_shares(seen: list[dict[str, Any]]) -> None:
+    """One host copy in all, and no rank brought more than its share of it."""
+    nbytes = seen[0]["bytes"]
+    world_size = len(seen)
+    slack = world_size * worker.PAGE * 2  # whole pages, and what does not divide in the last chunk
+    assert nbytes <= sum(each["host"] for each in seen) < nbytes + worker.PAGE
+    for each in seen:
+        assert abs(each["host"] - nbytes / world_size) < slack
+        assert all(abs(crossed - nbytes / world_size) < slack for crossed in each["crossed"])
+    assert len({each["epoch"] for each in seen}) == 1
+
+
+def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks, generation: int) -> None:
+    check_shares(ranks.run(worker.loads, generation, False))
+
+
+def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(ranks: Ranks, generation: int) -> None:
+    ranks.run(worker.joins, generation, False)
+
+
+@pytest.mark.parametrize(("other", "name"), [(0, "body.0.bias"), (1, "bytes")])
+def test_unequal_weights_are_refused_on_every_rank_by_name(ranks: Ranks, generation: int, other: int, name: str) -> None:
+    for told, crossed in ranks.run(worker.different, generation, False, other, name):
+        # Of two ranks nobody can say which is the odd one.
+        odd = max(other, 1) if ranks.world_size == 2 else other
+        assert f"'ref' cannot be replicated: {name!r} has other bytes on rank {odd}" in told
+        assert crossed
+
+
+def test_another_model_is_refused(three: Ranks, generation: int) -> None:
+    for told in three.run(worker.other_model, generation):
+        assert "rank 1 has other tensors" in told
+
+
+def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> None:
+    first, second, third = three.run(worker.mistaken, generation)
+    assert first == third
+    for mistake, words in (("not readonly", "readonly=True"), ("a Lazy", "Lazy"), ("an optimizer", "optimizer"), ("external", "placement")):
+        assert words in second[mistake]
+        assert f"rank 1: {second[mistake]}" in first[mistake]
+    assert "rank 1: is about to enter log_prob" in first["something else"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_load_succeeds(ranks: Ranks, generation: int, failing: int) -> None:
+    for told in ranks.run(worker.out_of_memory, generation, False, failing):
+        assert all(f"rank {failing}: DeviceMemoryError" in each for each in told)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_each_device_call_may_fail_in_a_registration_and_in_a_load(
+    ranks: Ranks, generation: int, failing: int, counted: Callable[[str], None]
+) -> None:
+    cases = ranks.run(worker.faults, generation, failing)
+    assert min(cases) > 20
+    counted(f"replicated handles, {ranks.world_size} ranks: every device call of rank {failing} fails once: {max(cases)} cases")
+
+
+def test_the_process_group_goes(three: Ranks, generation: int) -> None:
+    for together, alone, reason, again in three.run(worker.destroyed, generation):
+        assert together < alone == again
+        assert reason == "the process group was destroyed"
+
+
+def test_one_rank_leaves(three: Ranks, generation: int) -> None:
+    (_, nothing), *others = three.run(worker.leaves, generation)
+    assert nothing is None
+    assert all(reason == "rank 0 has unregistered it" for _, reason in others)
+
+
+def test_a_forked_child_does_not_have_the_copy(three: Ranks, generation: int) -> None:
+    assert three.run(worker.forked, generation) == [signal.SIGSEGV] * 3
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int) -> None:
+    results = three.run(worker.killed_in_load, generation, victim, dies=victim)
+    for rank, result in enumerate(results):
+        if rank != victim:
+            alone, crossed = result
+            assert alone.startswith("a collective failed")
+            assert crossed
+
+
+@pytest.mark.parametrize(("victim", "step"), [(0, "group.before_prepare"), (2, "group.after_prepare")])
+def test_a_rank_dies_while_all_register(three: Ranks, generation: int, victim: int, step: str) -> None:
+    results = three.run(worker.killed_in_registration, generation, victim, step, dies=victim)
+    told = [each for rank, each in enumerate(results) if rank != victim]
+    assert all("cannot be replicated" in each for each in told)
+
+
+def test_one_rank_alone_has_an_ordinary_handle() -> None:
+    manager = Manager(device=SimulatedDevice(1 << 20), group=StoreGroup(dist.HashStore(), 0, 1, 5.0))
+    model = torch.nn.Linear(8, 8)
+    handle = manager.register("ref", model, role="ref", readonly=True, replicated=True)
+    before = model.weight.data_ptr()
+    with manager.phase("log_prob"):
+        assert handle.resident_bytes
+    assert model.weight.data_ptr() == before
+    manager.close()
+
+
+def test_it_needs_a_group() -> None:
+    manager = Manager(device=SimulatedDevice(1 << 20))
+    with pytest.raises(RegistrationError, match="group="):
+        manager.register("ref", torch.nn.Linear(8, 8), role="ref", readonly=True, replicated=True)
+    assert not manager.handles
