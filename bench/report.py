@@ -44,6 +44,7 @@ TABLE: tuple[_Line, ...] = (
     _Line("blocking", "host blocked, nothing queued", "host blocked", False),
     _Line("blocking", "host blocked, 320 ms queued", "host blocked behind 320 ms of queued work", False),
     _Line("blocking", "products slowed by", "matrix products beside it slowed by", False),
+    _Line("replicated", "load, rate of each rank", "load, rate of each rank", True),
     _Line("host_reserve", "rate", "rate", True),
     _Line("grpo_step", "bytes both ways", "bytes over the link", False),
     _Line("grpo_step", "stalled", "work stands still", False),

@@ -413,3 +413,20 @@ def forked(generation: int) -> int:
     status = os.waitpid(child, 0)[1]
     rank.load()
     return os.WTERMSIG(status)
+
+
+def loads_behind_work(generation: int) -> bool:
+    """Whether a load returned while kernels that were queued before it were still running (on a GPU)."""
+    rank = Rank(generation, cuda=True)
+    rank.register()
+    rank.load()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # clock ticks: two seconds and more
+    queued = torch.cuda.Event()
+    queued.record()
+    with rank.manager.phase("log_prob", only=["ref"]):
+        was_running = not queued.query()
+        rank.check_values()
+    assert rank.alone is None
+    rank.manager.close()
+    return was_running

@@ -1,0 +1,59 @@
+"""Replicated handles over NCCL, a rank a GPU: the bodies of tests/group/replicated_worker.py. Skipped where there is one GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.group import replicated_worker as worker
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+DEADLINE_SECONDS = 120.0
+_generations = itertools.count(1)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    if not dist.is_nccl_available():
+        pytest.skip("this build of torch has no NCCL")
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, and there is {torch.cuda.device_count()}")
+    started = Ranks(request.param, "cpu:gloo,cuda:nccl")
+    yield started
+    started.close()
+
+
+def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks) -> None:
+    seen = ranks.run(worker.loads, next(_generations), True, deadline_seconds=DEADLINE_SECONDS)
+    nbytes, world_size = seen[0]["bytes"], ranks.world_size
+    assert nbytes <= sum(each["host"] for each in seen) < nbytes + worker.PAGE
+    slack = 2 * world_size * worker.PAGE * (nbytes // worker.CUDA_CHUNK + 1)  # what does not divide, in each chunk
+    for each in seen:
+        assert abs(each["host"] - nbytes / world_size) < slack
+        assert all(abs(crossed - nbytes / world_size) < slack for crossed in each["crossed"])
+
+
+def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(ranks: Ranks) -> None:
+    ranks.run(worker.joins, next(_generations), True, deadline_seconds=DEADLINE_SECONDS)
+
+
+def test_unequal_weights_are_refused_on_every_rank_by_name(ranks: Ranks) -> None:
+    for told, crossed in ranks.run(worker.different, next(_generations), True, 1, "body.0.bias", deadline_seconds=DEADLINE_SECONDS):
+        assert "'ref' cannot be replicated: 'body.0.bias' has other bytes on rank 1" in told
+        assert crossed
+
+
+def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_load_succeeds(ranks: Ranks) -> None:
+    for told in ranks.run(worker.out_of_memory, next(_generations), True, 1, deadline_seconds=DEADLINE_SECONDS):
+        assert all("rank 1: DeviceMemoryError" in each for each in told)
+
+
+def test_the_host_does_not_wait_for_the_gpu(ranks: Ranks) -> None:
+    """With much work queued, entering a phase returns while it is still running."""
+    assert all(ranks.run(worker.loads_behind_work, next(_generations), deadline_seconds=DEADLINE_SECONDS))
