@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -47,6 +48,8 @@ class ReplicatedHolding(Holding):
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, and when it has arrived."""
+        self._prepared = 0
+        """The change in which they were brought."""
         self.alone: str | None = None
         """Why every load brings everything over the own link from now on; None while the ranks load together."""
 
@@ -59,7 +62,8 @@ class ReplicatedHolding(Holding):
     def bring(self, r: Range, indices: Sequence[int], *, together: bool) -> int:
         if not together or not isinstance(r, SharedRange) or not self._may_gather():
             return super().bring(r, indices, together=together)
-        self._say(self._ranks.change)
+        self._prepared = self._ranks.change
+        self._say(self._prepared)
         brought = 0
         for index in indices:
             copies = r.own_copies(index)
@@ -79,19 +83,21 @@ class ReplicatedHolding(Holding):
         Raises:
             RuntimeError: the device failed. The host copy is complete.
         """
-        if not together:
-            self._load_alone("the group's decision is not known")
-        elif (reason := self._absent()) is not None:
-            self._load_alone(reason)
-        else:
-            try:
-                self._gather()
-            except Exception as error:
-                self._load_alone(f"a collective failed: {error}")
-        self.device.order()
+        works: list[object] = []
+        try:
+            self._get_rest(together, works)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt: the others are in their collectives, and wait for this rank's
+            with suppress(Exception):
+                self._ranks.finish(works)
+            self._get_rest(together, works)
+            raise
         self._waiting.clear()
 
     def settle(self, stock: Stock) -> None:
+        if self._waiting and not self.on_device and self.alone is None:
+            self._say(0)  # who has not looked yet does not wait for this rank
         super().settle(stock)
         self._waiting.clear()
 
@@ -100,28 +106,29 @@ class ReplicatedHolding(Holding):
             self._say(_LEFT)
         super().rehome()
 
-    def _gather(self) -> None:
+    def _get_rest(self, together: bool, works: list[object]) -> None:
+        """Idempotent with the same `works`, which are the collectives that have been issued."""
+        if not together:
+            self._give_up("the group's decision is not known")
+        if together and self._all_are_ready():
+            try:
+                self._gather(works)
+            except Exception as error:
+                self._give_up(f"a collective failed: {error}")
+                self._load_alone()
+        else:
+            self._load_alone()
+        self.device.order()
+
+    def _gather(self, works: list[object]) -> None:
         # In an order that is the same on every rank, whatever chunks a rank's stock had for it.
         order = {r: position for position, r in enumerate(self.ranges)}
         waiting = sorted(self._waiting, key=lambda each: (order[each[0]], each[1]))
-        works: list[object] = []
-        try:
-            self._gather_rest(waiting, works)
-        except Exception:
-            raise
-        except BaseException:  # an interrupt: the others are in it already, and wait for this rank
-            self._ranks.finish(works)
-            self._gather_rest(waiting, works)
-            raise
-
-    def _gather_rest(self, waiting: Sequence[tuple[SharedRange, int, Mark]], works: list[object]) -> None:
-        """Issue the collectives that have not been issued."""
         for r, index, mark in waiting[len(works) :]:
             with self.device.after(mark):
                 self._ranks.gather(self.device.view(r.adoption.addresses, *r.gathered(index)), works)
 
-    def _load_alone(self, reason: str) -> None:
-        self._give_up(reason)
+    def _load_alone(self) -> None:
         copies: list[Copy] = []
         for r, index, _ in self._waiting:
             copies += r.others_copies(index)
@@ -134,14 +141,13 @@ class ReplicatedHolding(Holding):
             self._give_up(reason)
         return self.alone is None
 
-    def _absent(self) -> str | None:
-        """Why a rank is not about to gather, now that all of them have voted; None when all are."""
+    def _all_are_ready(self) -> bool:
+        """Whether every rank is about to gather the same load, now that all of them have voted."""
         said = self._words().tolist()
-        for rank, each in enumerate(said):
-            if each in _REASONS:
-                return _REASONS[each].format(rank)
-        missing = [rank for rank, each in enumerate(said) if each != said[self._ranks.shares.rank]]
-        return f"rank {missing[0]} has not prepared the same load" if missing else None
+        for rank, word in enumerate(said):
+            if word in _REASONS:
+                self._give_up(_REASONS[word].format(rank))
+        return self.alone is None and set(said) == {self._prepared}
 
     def _give_up(self, reason: str) -> None:
         """From now on every load is this rank's own business, and the others know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ from placement.group import StoreGroup, failpoints
 from placement.memory.base import Copy, Device, Direction
 from placement.memory.claims import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.faults.tracing import Interrupter, Recorder, describe
 
 PAGE = 4096
 CHUNK = 12 * PAGE
@@ -335,14 +337,51 @@ def _meet_again(rank: Rank) -> None:
     raise AssertionError("the ranks did not come together again")
 
 
-def killed_in_load(generation: int, victim: int) -> tuple[str | None, int]:
+FILES = ("replicated.py", "ranks.py", "shared_range.py")
+"""Whose bytecodes are interrupted: what a load of ranks together runs through beside every other load."""
+
+
+def interrupted(generation: int, every: int) -> int:
+    """Rank 0 is interrupted at bytecodes of a load. Returns the cases."""
+    rank = Rank(generation, deadline_seconds=10.0)
+    rank.register()
+    rank.load()
+    recorder = Recorder()
+    _traced(rank, recorder if rank.rank == 0 else None)
+    points = [point for point in recorder.visits if os.path.basename(point[0].co_filename) in FILES]
+    cases = 0
+    for index in range(0, _told(len(points)), every):
+        tracing = Interrupter(points[index], 1, KeyboardInterrupt) if rank.rank == 0 else None
+        with contextlib.suppress(KeyboardInterrupt, PlacementError):
+            _traced(rank, tracing)
+        assert tracing is None or tracing.fired, describe(points[index], 1)
+        _meet_again(rank)
+        assert rank.alone is None, describe(points[index], 1) if points else rank.alone
+        cases += 1
+    rank.manager.close()
+    rank.check_values()
+    return cases
+
+
+def _traced(rank: Rank, tracing: Recorder | Interrupter | None) -> None:
+    if tracing is None:
+        rank.load()
+        return
+    tracing.on()
+    try:
+        rank.load()
+    finally:
+        tracing.off()
+
+
+def killed_in_load(generation: int, victim: int, step: str) -> tuple[str | None, int]:
     """One rank dies after its vote: the others have entered, and load the rest by themselves."""
     rank = Rank(generation, deadline_seconds=5.0)
     rank.register()
     rank.load()
     dist.barrier()
     if rank.rank == victim:
-        failpoints.arm("group.after_vote=1:kill")
+        failpoints.arm(f"{step}=1:kill")
     before = rank.device.crossed["to_device"]
     phase = rank.manager.phase("log_prob", only=["ref"])
     phase.__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -114,9 +115,15 @@ def test_a_forked_child_does_not_have_the_copy(three: Ranks, generation: int) ->
     assert three.run(worker.forked, generation) == [signal.SIGSEGV] * 3
 
 
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int) -> None:
-    results = three.run(worker.killed_in_load, generation, victim, dies=victim)
+def test_a_rank_is_interrupted_while_all_load(two_ranks: Ranks, generation: int, counted: Callable[[str], None]) -> None:
+    """With SWEEP=all at every bytecode."""
+    cases = two_ranks.run(worker.interrupted, generation, 1 if os.environ.get("SWEEP") == "all" else 8)
+    counted(f"replicated handles: one rank interrupted while all load: {cases[0]} cases")
+
+
+@pytest.mark.parametrize(("victim", "step"), [(1, "group.after_vote"), (2, "group.after_obey"), (0, "group.after_obey")])
+def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int, step: str) -> None:
+    results = three.run(worker.killed_in_load, generation, victim, step, dies=victim)
     for rank, result in enumerate(results):
         if rank != victim:
             alone, crossed = result
