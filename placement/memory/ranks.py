@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions
 
 from placement.memory.shared_range import Shares
 
@@ -67,6 +66,8 @@ class TorchRanks(Ranks):
 
     def __init__(self, process_group: torch.distributed.ProcessGroup, shares: Shares, deadline_seconds: float) -> None:
         self.shares = shares
+        from torch._C._distributed_c10d import AllgatherOptions  # not in every build of torch
+
         self._process_group = process_group
         self._options = AllgatherOptions()
         self._options.asyncOp = False

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Handle, Lazy, Manager, State
-from placement.errors import GroupError, PlacementError, RegistrationError
-from placement.group import StoreGroup, failpoints
+from placement.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
+from placement.group import Board, BoardLost, StoreGroup, failpoints
 from placement.memory.base import Copy, Device, Direction
 from placement.memory.claims import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
@@ -141,10 +141,10 @@ def _cuda_device() -> Device:
 
 
 def _shared_mappings() -> list[str]:
-    """The memory files of shared copies that this process has mapped or open."""
+    """The memory files of shared copies that this process has mapped or open; one that is both is there twice."""
     gc.collect()
     with open("/proc/self/maps") as maps:
-        found = [line for line in maps if "memfd:placement-" in line and "placement-device" not in line]
+        found = [*{line.split()[5] for line in maps if "memfd:placement-" in line and "placement-device" not in line}]
     for number in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
@@ -479,3 +479,51 @@ def loads_behind_work(generation: int) -> bool:
     assert rank.alone is None
     rank.manager.close()
     return was_running
+
+
+class _Deaf(Board):
+    """A board that does not answer when its rank asks what was decided."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def put(self, key: str, value: bytes) -> None:
+        self._board.put(key, value)
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._board.claim(key, value)
+
+    def look(self, keys: Sequence[str]) -> list[bytes] | None:
+        return self._board.look(keys)
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        if key.endswith("/decision"):
+            raise BoardLost("no answer")
+        return self._board.wait(key, seconds)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        self._board.remove(keys)
+
+
+def in_doubt(generation: int, deaf: int) -> list[Any]:
+    """One rank cannot read the decision: it keeps what it prepared, complete, and the others go on without it."""
+    rank = Rank(generation, deadline_seconds=3.0)
+    rank.register()
+    rank.load()
+    if rank.rank == deaf:
+        rank.group._board = _Deaf(rank.group._board)
+    phase = rank.manager.phase("log_prob", only=["ref"])
+    told = ""
+    try:
+        phase.__enter__()
+    except CoordinatorLost as error:
+        told = str(error)
+    assert bool(told) == (rank.rank == deaf)
+    assert rank.handle.state is State.GPU_RESIDENT
+    rank.check_values()
+    rank.manager.check_integrity()
+    if not told:
+        rank.fails(lambda: phase.__exit__(None, None, None), GroupError)
+    rank.manager.unregister("ref")  # from the device, where it is in doubt
+    rank.check_values()
+    return [told, rank.device.crossed["to_host"]]
