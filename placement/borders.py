@@ -126,8 +126,10 @@ class Borders:
                 plan, failures = self._plan_after(below)
                 self.kept = self._worth_keeping(opened)
                 plan = self._with_kept(plan)
-                failures += self.crossing.retreat(plan, _named(below), patiently=error is None or isinstance(error, Exception))
+                is_patient = error is None or isinstance(error, Exception)
+                failures += self.crossing.retreat(plan, _named(below), patiently=is_patient, together=error is None)
                 failures = self._together.left(describe("leave", opened.name, None), plan, failures, error)
+                failures += self.crossing.complete(together=not failures)
             except BaseException as stopped:  # an interrupt in the middle of leaving: leave first, then let it out
                 try:
                     self.crossing.retreat(self._plan_after(below)[0], _named(below))

@@ -115,17 +115,18 @@ class Crossing:
         self.measure()
         self.leased.settle(name)
 
-    def retreat(self, plan: Plan, name: str, *, patiently: bool = False) -> list[Exception]:
+    def retreat(self, plan: Plan, name: str, *, patiently: bool = False, together: bool = False) -> list[Exception]:
         """Bring every handle as far towards a plan as it goes, and count what stays behind.
 
         Args:
             name: of the phase that is open afterwards.
             patiently: other processes are waited for, where they have the memory that the plan needs.
+            together: `complete` is called once the other ranks of the group have said how far they came.
         """
         within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
         before = self._resident_bytes()
         leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
-        failures += self._reconciler.retreat(self._handles, within)
+        failures += self._reconciler.retreat(self._handles, within, together=together)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
@@ -136,6 +137,10 @@ class Crossing:
         if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
             failures.append(IntegrityError(_WRONG_WRITE))
         return failures
+
+    def complete(self, *, together: bool) -> list[Exception]:
+        """See `Reconciler.complete`."""
+        return self._reconciler.complete(self._handles, together=together)
 
     @property
     def memory(self) -> DeviceMemory:

@@ -317,20 +317,35 @@ class Reconciler:
                 handle.holding.adopted.look()
         self._verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
-    def retreat(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
+    def retreat(self, handles: Mapping[str, Handle], plan: Plan, *, together: bool = False) -> list[Exception]:
         """Bring every handle as far towards its target as it goes.
+
+        Args:
+            together: the ranks of the group will be asked whether all of them came so far, and `complete` called with the answer.
 
         Returns:
             What went wrong; empty when every handle is at its target.
         """
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
-        errors += self._retreat_others(others, plan)
+        errors += self._retreat_others(others, plan, together)
         # One that could not leave is not asked again, and waited for again, at the same border.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
 
-    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan) -> list[Exception]:
+    def complete(self, handles: Mapping[str, Handle], *, together: bool) -> list[Exception]:
+        """After a retreat of ranks together: decide the loads that waited for the others. Returns what went wrong.
+
+        Args:
+            together: all of them came so far; else this rank gets what is missing by itself.
+        """
+        try:
+            self._complete(handles.values(), together=together)
+        except Exception as error:
+            return [error, *self._settle_all(handles)]
+        return []
+
+    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan, together: bool) -> list[Exception]:
         errors: list[Exception] = []
         self._stock.room_bytes = 0
         self._dropping = self._leaving_training(handles.values(), plan)
@@ -348,14 +363,14 @@ class Reconciler:
             for step in _STEPS:
                 if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
-                        self._move_at_once(paths, early_release=True)
+                        self._move_at_once(paths, early_release=True, together=together)
                 for handle, triggers in paths:
                     try:
                         self._run(handle, triggers, step)
                     except Exception as error:
                         errors.append(error)
                         triggers.clear()
-            errors += self._settle_all(handles)
+            errors += self._settle_all({name: h for name, h in handles.items() if h.holding is None or h.holding.is_complete})
             self._finish(handles.values())
         finally:
             self._moved, self._dropping = {}, ()

@@ -7,7 +7,7 @@ While a rank may still fail for lack of memory nobody may wait for it in a colle
   fails takes the memory away again, and the host copy was authoritative all the time.
 * once the group has decided: all-gather chunk by chunk, each behind its event, and decide.
 
-A load that the group does not vote on (leaving a phase, going back) and one that cannot count on the others copies everything
+A load that the group does not vote on (going back after a failure) and one that cannot count on the others copies everything
 over the own link. Every rank says in the shared memory which change it has prepared, before it votes; afterwards all of them
 see the same: all or none gather. A rank that has left, or whose collective failed, says so there for good.
 """
@@ -108,8 +108,8 @@ class ReplicatedHolding(Holding):
 
     def _get_rest(self, together: bool, works: list[object]) -> None:
         """Idempotent with the same `works`, which are the collectives that have been issued."""
-        if not together:
-            self._give_up("the group's decision is not known")
+        if not together and self.alone is None:
+            self._say(0)
         if together and self._all_are_ready():
             try:
                 self._gather(works)

@@ -172,10 +172,12 @@ def loads(generation: int, cuda: bool) -> dict[str, Any]:
         step.keep("actor")
         step.switch("log_prob")
         rank.check_values()
-        with rank.manager.phase("train"):
+        with rank.manager.phase("train", only=["ref"]):
             assert rank.handle.state is State.CPU_OFFLOADED
             assert {name: _bytes(value) for name, value in rank.handle.state_dict().items()} == rank.wanted
+            before = rank.device.crossed["to_device"]
         assert rank.handle.state is State.GPU_RESIDENT
+        crossed.append(rank.device.crossed["to_device"] - before)
         step.keep("ref")
         rank.check_values()
     with rank.manager.phase("log_prob"):
