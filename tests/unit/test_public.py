@@ -24,6 +24,7 @@ LAYERS = (
         "planner",
         "reconcile",
         "registry",
+        "replication",
         "guards",
         "views",
         "budget",
@@ -48,6 +49,7 @@ UPWARD = {
     ("leased", "group"),  # annotations
     ("manager", "group"),  # annotations, and where leases are wanted
     ("manager", "observe"),  # inside `serve`
+    ("replication", "group"),
     ("resolve", "policies"),
     ("together", "group"),
 }
