@@ -123,9 +123,10 @@ def test_a_forked_child_does_not_have_the_copy(three: Ranks, generation: int) ->
     assert three.run(worker.forked, generation) == [signal.SIGSEGV] * 3
 
 
-def test_a_rank_is_interrupted_while_all_load(two_ranks: Ranks, generation: int, counted: Callable[[str], None]) -> None:
+@pytest.mark.timeout(600)
+def test_a_rank_is_interrupted_while_all_load(three: Ranks, generation: int, counted: Callable[[str], None]) -> None:
     """With SWEEP=all at every bytecode."""
-    cases = two_ranks.run(worker.interrupted, generation, 1 if os.environ.get("SWEEP") == "all" else 24, deadline_seconds=110.0)
+    cases = three.run(worker.interrupted, generation, 1 if os.environ.get("SWEEP") == "all" else 24, deadline_seconds=500.0)
     counted(f"replicated handles: one rank interrupted while all load: {cases[0]} cases")
 
 
