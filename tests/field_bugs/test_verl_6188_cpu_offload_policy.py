@@ -90,8 +90,8 @@ def test_nothing_of_it_is_ever_moved(two_ranks: Ranks) -> None:
 def _one_optimizer_for_both() -> None:
     """Half of its state is torch's to place and half is ours: neither moving it nor leaving it would be right."""
     kept, moved = sharded(Model(blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False)), sharded(Model(blocks=1))
-    optimizer = torch.optim.AdamW([*kept.parameters(), *moved.parameters()])
-    manager, _, _ = worker(kept, torch.optim.SGD(kept.parameters()))
+    optimizer, own = torch.optim.AdamW([*kept.parameters(), *moved.parameters()]), torch.optim.SGD(kept.parameters())
+    manager, _, _ = worker(kept, own)
     manager.register("critic", moved, role="critic")
     with pytest.raises(RegistrationError, match="parameters whose state a framework places"):
         manager.register("both", optimizer)

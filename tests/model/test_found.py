@@ -150,7 +150,8 @@ def test_a_state_dict_of_ours_may_be_assigned_to_the_module() -> None:
     manager, _ = manager_on()
     net = Plain()
     actor = manager.register("actor", net, role="actor")
-    manager.register("optimizer", torch.optim.SGD(net.head.parameters()))
+    sgd = torch.optim.SGD(net.head.parameters())
+    manager.register("optimizer", sgd)
     saved, before = actor.state_dict(), {name: tensor.clone() for name, tensor in actor.state_dict().items()}
     with manager.phase("restore"):
         net.load_state_dict(saved, assign=True)

@@ -220,7 +220,8 @@ def _loaded_with_assign() -> None:
         assert training.as_bytes(model.embed.weight.to_local()) == wanted
         assert training.as_bytes(loss_of(model, 0)) == loss
     manager.unregister("actor.optimizer")
-    manager.register("actor.optimizer", torch.optim.AdamW(model.parameters()))
+    adam = torch.optim.AdamW(model.parameters())
+    manager.register("actor.optimizer", adam)
     assert_nothing_resident(manager)
     manager.close()
 

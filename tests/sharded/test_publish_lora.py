@@ -245,7 +245,8 @@ def test_the_announcement_is_the_same_in_every_state(adapters: Any) -> None:
     model = make("saved")
     manager = manager_of()
     actor = manager.register("actor", model, role="actor")
-    manager.register("adam", torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    manager.register("adam", adam)
     infos = [actor.weights_info(adapters=adapters)]
     with manager.phase("weight_sync") as phase:
         assert list(read(actor, adapters=adapters)) == [info.name for info in infos[0]]

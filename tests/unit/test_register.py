@@ -49,7 +49,8 @@ def test_an_optimizer_gets_owner_role_and_host_memory_before_its_state_is_born()
 def test_an_optimizer_over_two_modules_has_two_owners() -> None:
     manager, one, other = make_manager(), net(), net()
     handles = manager.register("one", one, role="actor"), manager.register("other", other, role="critic")
-    adam = manager.register("adam", torch.optim.AdamW([*one.parameters(), *other.parameters()]))
+    optimizer = torch.optim.AdamW([*one.parameters(), *other.parameters()])
+    adam = manager.register("adam", optimizer)
     assert adam.owners == handles
     with manager.phase("train", only=["other"]):
         assert adam.state is TRAIN
