@@ -155,6 +155,7 @@ def rehome(
     aliases: Sequence[torch.Tensor],
     target_device: torch.device,
     fill: Callable[[torch.Tensor], None],
+    homes: dict[int, torch.UntypedStorage] | None = None,
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
 
@@ -164,6 +165,8 @@ def rehome(
     Args:
         aliases: every tensor known to use the storage.
         fill: writes the bytes into a uint8 tensor of the storage's size on `target_device`.
+        homes: remembers, by address, what memory the aliases are given. With the same dictionary an interrupted call can be
+            repeated: the aliases that had not got it yet follow those that had.
 
     Raises:
         torch.OutOfMemoryError: no memory on the target; everything is as before.
@@ -181,11 +184,15 @@ def rehome(
         cuda_pool.leave(storage)
         fill(_bytes_of(storage))
         return
-    home = torch.UntypedStorage(nbytes, device=target_device)
-    fill(_bytes_of(home))
+    homes = {} if homes is None else homes
+    home = homes.get(storage.data_ptr())
+    if home is None:
+        home = torch.UntypedStorage(nbytes, device=target_device)
+        fill(_bytes_of(home))
     if follows and _can_swap():
         storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
     else:
+        homes[storage.data_ptr()] = home
         _rebind(aliases, home)
 
 

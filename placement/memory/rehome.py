@@ -23,6 +23,8 @@ def rehome(device: Device, adapter: Adapter, adopted: Adopted, *, on_device: boo
         torch.OutOfMemoryError: no memory for a storage; what left before it stays outside.
     """
     adopted.handed.leave()
+    for r in adopted.ranges:  # first: what a registration did not come to is rebound now, and lies in another storage then
+        r.move_in()
     target = device.torch_device if on_device else torch.device("cpu")
     aliases: dict[int, list[torch.Tensor]] = {}
     for owned in adapter.owned():
@@ -31,13 +33,12 @@ def rehome(device: Device, adapter: Adapter, adopted: Adopted, *, on_device: boo
         if guest.untyped_storage()._cdata in aliases:
             aliases[guest.untyped_storage()._cdata].append(guest)
     for r in adopted.ranges:
-        r.move_in()
         for entry in r.placed:
             storage = entry.storage()
             if storage is None or storage.data_ptr() != r.adoption.addresses.base + entry.offset:
                 continue
             known = aliases.get(storage._cdata, [])
-            adopt.rehome(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device))
+            adopt.rehome(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
     adopted.align_wrappers()
 
 

@@ -15,13 +15,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import placement
-from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases
+from placement.memory import adopt
+from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 
 CAPACITY_BYTES = 256 * 1024
@@ -129,12 +131,15 @@ class EnterLeave(Case):
 
 
 class Extra(Case):
-    """A module with a tied weight that comes and goes."""
+    """A module with a tied weight and a view of a buffer that comes and goes."""
 
     def prepare(self) -> None:
         torch.manual_seed(3)
         self.extra = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
         self.extra[1].weight = self.extra[0].weight
+        self.extra.register_buffer("table", torch.randn(6, 12))
+        self.extra.register_buffer("window", self.extra.table[1:3])
+        self.parts = partition(self.extra)
         self.before = [as_bytes(p) for p in self.extra.parameters()]
         self.state = {k: as_bytes(v) for k, v in self.extra.state_dict().items()}
 
@@ -147,6 +152,7 @@ class Extra(Case):
             self.manager.unregister("extra")
         assert [as_bytes(p) for p in self.extra.parameters()] == self.before
         assert self.extra[1].weight is self.extra[0].weight
+        assert partition(self.extra) == self.parts
         self.extra(torch.zeros(1, 12))
         check_sound(self.worker)
 
@@ -156,6 +162,14 @@ class Register(Extra):
         tracing.on()
         self.manager.register("extra", self.extra, role="reward")
         tracing.off()
+
+
+class RegisterFromElsewhere(Register):
+    """As what lies on another device than it is registered for: tensors are rebound one by one, and none follows its storage."""
+
+    def run(self, tracing: Tracing) -> None:
+        with mock.patch.object(adopt, "_can_swap", return_value=False):
+            super().run(tracing)
 
 
 class RegisterInPhase(Extra):
@@ -172,6 +186,18 @@ class Unregister(Extra):
         tracing.on()
         self.manager.unregister("extra")
         tracing.off()
+
+
+class UnregisterToElsewhere(Unregister):
+    """As what leaves the device for another: see `RegisterFromElsewhere`."""
+
+    def run(self, tracing: Tracing) -> None:
+        with mock.patch.object(adopt, "_can_swap", return_value=False):
+            super().run(tracing)
+
+    def check(self) -> None:
+        with mock.patch.object(adopt, "_can_swap", return_value=False):
+            super().check()
 
 
 class BuildLazy(Extra):
@@ -269,7 +295,9 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
     return len(points), cases - unreached
 
 
-OPERATIONS: list[type[Case]] = [Entry, EnterLeave, Switch, Nested, Exit, Register, Unregister, RegisterInPhase, BuildLazy]
+OPERATIONS: list[type[Case]] = [
+    Entry, EnterLeave, Switch, Nested, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase, BuildLazy,
+]  # fmt: skip
 
 
 @pytest.fixture
