@@ -88,7 +88,7 @@ class HandleCounters:
     """The counters of one handle. Each is replaced, never rewound."""
 
     state: State = State.CPU_OFFLOADED
-    """As last recorded; an interrupt can leave the machine one step ahead, which `Reconciler.settle` makes good."""
+    """As last recorded; an interrupt can leave the machine one step ahead, which `Moves.settle` makes good."""
     since_seconds: float = field(default_factory=time.monotonic)
     state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
     transitions: Counter[Trigger] = field(default_factory=Counter)

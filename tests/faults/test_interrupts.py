@@ -44,6 +44,9 @@ def _many_cases() -> Iterator[None]:
 class Case:
     """A worker and one operation on it, which can be repeated."""
 
+    every_point = EVERY_POINT
+    """Whether each of its points is interrupted, and not a share of them."""
+
     def __init__(self) -> None:
         self.worker = Worker(CAPACITY_BYTES).register_few()
         self.manager = self.worker.manager
@@ -167,6 +170,8 @@ class Register(Extra):
 class RegisterFromElsewhere(Register):
     """As what lies on another device than it is registered for: tensors are rebound one by one, and none follows its storage."""
 
+    every_point = True
+
     def run(self, tracing: Tracing) -> None:
         with mock.patch.object(adopt, "_can_swap", return_value=False):
             super().run(tracing)
@@ -190,6 +195,8 @@ class Unregister(Extra):
 
 class UnregisterToElsewhere(Unregister):
     """As what leaves the device for another: see `RegisterFromElsewhere`."""
+
+    every_point = True
 
     def run(self, tracing: Tracing) -> None:
         with mock.patch.object(adopt, "_can_swap", return_value=False):
@@ -237,13 +244,8 @@ def record(make: Callable[[], Case]) -> tuple[Case, dict[Point, int]]:
     return case, dict(recorder.visits)
 
 
-def visits_of(index: int, point: Point, visits: int) -> list[int]:
-    """Which visits of a point are interrupted: the first and the last with SWEEP=all in the environment, else a share of them.
-
-    What only looks (the adapters) needs fewer than what changes something.
-    """
-    if EVERY_POINT:
-        return sorted({1, visits})
+def share_of(index: int, point: Point, visits: int) -> list[int]:
+    """Which visits of a point are interrupted where not all are: what only looks (the adapters) needs fewer than what changes something."""
     if f"{os.sep}adapters{os.sep}" in point[0].co_filename:
         return [1] if index % 16 == 0 else []
     return sorted({1, visits} if index % 8 == 0 else {1}) if index % 4 == 0 else []
@@ -261,7 +263,11 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
     case, points = record(make)
     points = {point: visits for point, visits in points.items() if point not in known}
     known.update(points)
-    chosen = [(point, visit) for index, (point, visits) in enumerate(points.items()) for visit in visits_of(index, point, visits)]
+    chosen = [
+        (point, visit)
+        for index, (point, visits) in enumerate(points.items())
+        for visit in (sorted({1, visits}) if case.every_point else share_of(index, point, visits))
+    ]
     problems: list[str] = []
     cases = unreached = 0
     for point, visit in chosen:

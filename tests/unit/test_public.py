@@ -22,6 +22,7 @@ LAYERS = (
         "borders",
         "crossing",
         "planner",
+        "moves",
         "reconcile",
         "registry",
         "replication",
