@@ -124,7 +124,7 @@ class Journal:
         self.expired_keeps = 0
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(tuple(self._records))
+        return iter([*self._records])  # not tuple(): it may collect in the middle, and so drop a phase, which writes here
 
     def __len__(self) -> int:
         return len(self._records)
@@ -143,9 +143,7 @@ class Journal:
             counters.offloaded_bytes += record.nbytes
         self._observe(record.trigger.value if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD) else "sync", record.seconds)
         self._records.append(record)
-        logger.info(
-            "%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record}
-        )
+        logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
 
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
         """Count an attempt that left the source state."""
@@ -172,7 +170,7 @@ class Journal:
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:
         """The recent spans, oldest first; the open one ends now."""
-        spans, phase, since = tuple(self._phase_spans), self._phase, self._phase_since
+        spans, phase, since = [*self._phase_spans], self._phase, self._phase_since
         return (*spans, PhaseSpan(phase, since, time.monotonic()))
 
     def phase_seconds(self) -> dict[str, float]:

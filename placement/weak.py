@@ -27,6 +27,9 @@ class WeakIdSet(Generic[T]):
     def discard(self, value: T) -> None:
         self._references.pop(id(value), None)
 
+    def clear(self) -> None:
+        self._references.clear()
+
     def __contains__(self, value: T) -> bool:
         return id(value) in self._references
 

@@ -17,6 +17,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+from placement.weak import WeakIdSet
+
 PIECE_BYTES = 128 << 20
 """What a thread takes on at a time. Pieces and spans end at multiples of their size, as absolute addresses."""
 SPAN_BYTES = 1 << 30
@@ -30,7 +32,7 @@ Register = Callable[[int, int], str | None]
 Touch = Callable[[int, int, Callable[[int], bool]], str | None]
 """(address, bytes, progress) -> None, or the reason why not. Calls progress(bytes) after each step, and stops when that is False."""
 
-_alive: set[weakref.ref[Reservation]] = set()
+_alive: WeakIdSet[Reservation] = WeakIdSet()
 
 
 def cut_at(multiple: int, address: int, nbytes: int) -> list[tuple[int, int]]:
@@ -81,7 +83,7 @@ class Reservation:
         self.spans: Sequence[_Span] = ()
         self._pieces: list[tuple[_Span, int, int]] = []
         self._let_go = itertools.count(1)
-        _alive.add(weakref.ref(self, _alive.discard))
+        _alive.add(self)
 
     def begin(self, address: int, touch: Touch | None, register: Register, unregister: Callable[[int], None] | None) -> None:
         """Hand the memory over to the threads.
@@ -177,7 +179,7 @@ class _Pool:
     def hurry(self, reservation: Reservation) -> None:
         """Somebody waits for it: before everything else."""
         with self._lock:
-            for entry in tuple(self._queue):
+            for entry in [*self._queue]:
                 if entry[0]() is reservation:
                     self._queue.remove(entry)
                     self._queue.appendleft(entry)
@@ -204,7 +206,7 @@ class _Pool:
     def stop(self) -> None:
         """At interpreter exit: a thread that comes back from the kernel later than that would take the process down."""
         self.stopping.set()
-        for thread in tuple(self._threads):
+        for thread in [*self._threads]:
             if thread.is_alive():
                 thread.join(_EXIT_SECONDS)
 
@@ -221,18 +223,14 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _reservations() -> list[Reservation]:
-    return [found for ref in tuple(_alive) if (found := ref()) is not None]
-
-
 def promised_bytes() -> int:
     """Bytes that living slabs of this process will take from the machine and have not taken yet."""
-    return sum(sum(reservation.untouched) for reservation in _reservations())
+    return sum(sum(reservation.untouched) for reservation in _alive)
 
 
 def wait_until_ready(address: int, nbytes: int) -> None:
     """Wait until nothing in `[address, address + nbytes)` is still to be registered; its slab comes first from now on."""
-    for reservation in [] if _pool.stopping.is_set() else _reservations():  # at interpreter exit nobody would come
+    for reservation in [] if _pool.stopping.is_set() else _alive:  # at interpreter exit nobody would come
         if not reservation.ready.is_set() and any(span.meets(address, nbytes) for span in reservation.spans):
             _pool.hurry(reservation)
             reservation.ready.wait()

@@ -221,7 +221,7 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(host, "_touch", late)
     monkeypatch.setattr(host, "available_bytes", lambda: 20 * PAGE)
-    before = set(host_reserve._reservations())  # of slabs that earlier tests have not let go of
+    before = set(host_reserve._alive)  # of slabs that earlier tests have not let go of
     slab = Driver().slab(15 * PAGE)
     assert promised_bytes() == 15 * PAGE
     assert reached.wait(LONG)
@@ -233,7 +233,7 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(monkeypatch: pytest.Mo
     assert slab.ready.wait(LONG)
     assert promised_bytes() == 0
     del other, slab
-    assert set(host_reserve._reservations()) <= before
+    assert set(host_reserve._alive) <= before
 
 
 @pytest.mark.parametrize("where", ["submit", "map_for_life"])
@@ -252,12 +252,12 @@ def test_an_interrupted_constructor_leaves_nothing(where: str, monkeypatch: pyte
     if where == "submit":
         monkeypatch.setattr(threading.Thread, "start", interrupted)
     driver = Driver()
-    before = set(host_reserve._reservations())  # of slabs that earlier tests have not let go of
+    before = set(host_reserve._alive)  # of slabs that earlier tests have not let go of
     with pytest.raises(KeyboardInterrupt):
         driver.slab(1000 * PAGE)
     gc.collect()
     assert promised_bytes() == 0
-    assert set(host_reserve._reservations()) <= before
+    assert set(host_reserve._alive) <= before
     assert not mapped(seen[0])
     monkeypatch.undo()
     slab = driver.slab(PAGE)

@@ -1,7 +1,16 @@
-"""The weak set that may change while it is walked."""
+"""The weak set, and other collections that may change while they are walked: a collection of garbage can come anywhere."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from placement.journal import Journal
+from placement.memory.host_reserve import Reservation, promised_bytes
 from placement.weak import WeakIdSet
 
 
@@ -37,3 +46,53 @@ def test_it_holds_nothing_and_knows_its_things_by_identity() -> None:
     del thing
     assert not list(found)
     assert not found._references
+
+
+class Loop:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def of_a_weak_set(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    found: WeakIdSet[Thing] = WeakIdSet()
+
+    def add() -> None:
+        kept.append(Thing())
+        found.add(kept[-1])
+
+    return add, lambda: found
+
+
+def of_a_journal(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    journal = Journal(1000)
+    return lambda: journal._records.append(Thing()), lambda: journal  # type: ignore[arg-type]
+
+
+def of_phase_spans(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    journal = Journal(1000)
+    return lambda: journal._phase_spans.append(Thing()), journal.phase_spans  # type: ignore[arg-type]
+
+
+def of_reservations(kept: list[Any]) -> tuple[Callable[[], object], Callable[[], Iterable[object]]]:
+    return lambda: kept.append(Reservation(Loop(), 0)), lambda: [promised_bytes()]
+
+
+@pytest.mark.parametrize("make", [of_a_weak_set, of_a_journal, of_phase_spans, of_reservations], ids=lambda make: make.__name__)
+def test_a_collection_anywhere_in_a_walk_may_add_to_it(make: Callable[[list[Any]], Any]) -> None:
+    add, walk = make([])
+    thresholds = gc.get_threshold()
+    added = []
+    try:
+        for number in range(1, 60):  # of containers made before the collection comes
+            add()
+            gc.set_threshold(0)
+            weakref.finalize(Loop(), lambda: added.append(add()))
+            gc.set_threshold(number)
+            list(walk())
+            gc.set_threshold(0)
+            gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(added) == 59
