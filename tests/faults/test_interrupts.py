@@ -247,8 +247,8 @@ def record(make: Callable[[], Case]) -> tuple[Case, dict[Point, int]]:
 def share_of(index: int, point: Point, visits: int) -> list[int]:
     """Which visits of a point are interrupted where not all are: what only looks (the adapters) needs fewer than what changes something."""
     if f"{os.sep}adapters{os.sep}" in point[0].co_filename:
-        return [1] if index % 16 == 0 else []
-    return sorted({1, visits} if index % 8 == 0 else {1}) if index % 4 == 0 else []
+        return [1] if index % 32 == 0 else []
+    return sorted({1, visits} if index % 16 == 0 else {1}) if index % 8 == 0 else []
 
 
 def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point], swallowed: list[Any]) -> tuple[int, int]:
