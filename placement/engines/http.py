@@ -106,6 +106,7 @@ class Server:
             try:
                 _limit(connection.sock, until)
                 connection.request(method, self._prefix + target, body=payload, headers=headers)
+                # The stub wants the class itself; the library only calls it.
                 connection.response_class = functools.partial(_response, until)  # type: ignore[assignment]
                 return _answer(request, connection)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
@@ -155,6 +156,7 @@ class _Reader(io.RawIOBase):
 
 
 def _response(until: float, sock: socket.socket, *args: Any, **keywords: Any) -> http.client.HTTPResponse:
+    # Of a socket it asks for `makefile` and nothing else, which the stub does not say.
     return http.client.HTTPResponse(_Reader(sock, until), *args, **keywords)  # type: ignore[arg-type]
 
 

@@ -91,4 +91,4 @@ class TorchRanks(Ranks):
     def finish(self, works: Sequence[object]) -> None:
         for work in works[-1:]:
             if work is not None:  # on a stream that has to wait anyway, torch 2.13 gives none
-                work.wait()  # type: ignore[attr-defined]
+                work.wait()  # type: ignore[attr-defined]  # a Work, which not every build of torch has a name for

@@ -360,13 +360,13 @@ def drip_headers(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\n")
     for number in range(90):
         connection.sendall(b"X-%d: 1\r\n" % number)
-        time.sleep(0.2)
+        time.sleep(0.2)  # no single header is late, all of them are
 
 
 def go_on(connection: socket.socket) -> None:
     while True:
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        time.sleep(0.02)
+        time.sleep(0.02)  # no single one is late, and none is the last
 
 
 @pytest.mark.parametrize(
