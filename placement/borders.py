@@ -72,6 +72,7 @@ class Borders:
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
+                self.crossing.measure()  # what others freed or took since the last border
                 plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, _innermost(stack), kept))
                 self._expire_keeps(plan)
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)

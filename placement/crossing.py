@@ -72,13 +72,12 @@ class Crossing:
         self.peak_bytes = 0
 
     def advance(self, action: str, wanted: Wanted) -> Plan:
-        """Make the plan for a phase and carry it out, all or nothing.
+        """Make the plan for a phase and carry it out, all or nothing. The memory was measured just now.
 
         Args:
             action: what every rank of the group has to be about.
         """
         name, handles = wanted.name, self._handles
-        self.measure()  # what others freed or took since the last border
         self.planner.least_bytes = self._together.propose(action, self.planner.budget_bytes(name))
         try:
             view, plan = self._ask(wanted)
@@ -97,7 +96,7 @@ class Crossing:
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._resident_bytes()
-        self._reconciler.advance(handles, plan, room_bytes, self._together.agree, self._together.go_on)
+        self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
         if self._resident_bytes() != before:  # asking torch and the driver is most of what a border costs that moves nothing
             self.measure()
         self.leased.settle(name)

@@ -104,8 +104,7 @@ class Leased:
         """Outside every phase, what torch's allocator has cached is the others' too."""
         if self._lease is None:
             return
-        memory = self._device.memory()
-        if memory.torch_reserved_bytes > memory.torch_allocated_bytes:
+        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
             self._device.trim()
 
     def close(self) -> None:

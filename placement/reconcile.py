@@ -198,7 +198,9 @@ class Reconciler:
                 paths.append((handle, wanted))
         for step in _STEPS:
             if step is _STEPS[1]:
-                self._moves.move_at_once(paths, together=together)
+                # Where something comes, or others may still refuse, what is given up is kept for going back.
+                early_release = not together and not any(triggers[:1] == [Trigger.LOAD] for _, triggers in paths)
+                self._moves.move_at_once(paths, early_release=early_release, together=together)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from placement.errors import CoordinatorLost, GroupError, PhaseError
@@ -57,6 +57,11 @@ class Together:
             GroupError, CoordinatorLost: see `Group.propose`.
         """
         self.propose(what, 0)
+
+    @property
+    def agreement(self) -> Callable[[Plan], None] | None:
+        """What asks the other ranks; None without a group."""
+        return None if self._group is None else self.agree
 
     def agree(self, plan: Plan) -> None:
         """Everything is moved, and could still go back.

@@ -21,6 +21,7 @@ from placement.adapters.megatron import (
     storages_of,
 )
 from placement.adapters.quantized import copied_parameters
+from placement.adapters.steady import SteadyState
 from placement.adapters.tensors import is_plain, parts_of, plain_parts, problem_of, reference, with_index
 from placement.adapters.twin import twin_sizes
 from placement.errors import RegistrationError
@@ -52,6 +53,7 @@ class OptimizerAdapter(Adapter):
     def __init__(self, optimizer: Any, *, name: str, compute_device: torch.device, external: bool = False) -> None:
         self._name = name
         self._device = with_index(compute_device)
+        self._steady: SteadyState | None = None
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
         # Megatron's wrappers hold no optimizer where this rank has nothing to step.
@@ -86,6 +88,28 @@ class OptimizerAdapter(Adapter):
         Raises:
             RegistrationError: state that cannot be moved as bytes was born after registration.
         """
+        found = list(self._walk())
+        self._steady = self._as_steady(found)
+        return iter(found)
+
+    def unchanged(self) -> Sequence[torch.Tensor] | None:
+        return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self._leaves()])
+
+    def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
+        """What is remembered of a walk; None where the next one must be a whole one again."""
+        objects, leaves = self._look()
+        optimizers = [leaf.optimizer for leaf in leaves]
+        if self._external is not None or any(map(is_megatron_optimizer, objects)) or not SteadyState.fits(optimizers):
+            return None
+        staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
+        if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
+            return None
+        # What is not ours for another reason than that it is a counter may become so.
+        if not all(value.is_cpu and value.dim() == 0 for value in staying.values() if isinstance(value, torch.Tensor)):
+            return None
+        return SteadyState(optimizers, [each.tensor for each in owned])
+
+    def _walk(self) -> Iterator[Owned]:
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
         models = model_parameters(objects)

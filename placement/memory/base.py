@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -43,8 +43,6 @@ class DeviceMemory:
     free_bytes: int
     torch_reserved_bytes: int
     """Held by torch's caching allocator in this process, used or cached (0 where it has none). Ranges do not count."""
-    torch_allocated_bytes: int
-    """Of those, in use by tensors."""
     chunk_bytes: int
     """Held by this device's chunks in this process, poison not counted."""
     poison_bytes: int
@@ -276,9 +274,21 @@ class Device(abc.ABC):
         It keeps `addresses` alive. Making it touches no memory.
         """
 
+    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Have a small int64 tensor of this device brought to the host, beside whatever is being copied.
+
+        Returns:
+            What waits for it. To be called once.
+        """
+        return values.cpu
+
     @abc.abstractmethod
     def memory(self) -> DeviceMemory:
         """Measure. Cheap enough for every phase border; waits for nothing."""
+
+    def torch_allocated_bytes(self) -> int:
+        """Of `DeviceMemory.torch_reserved_bytes`, what tensors use now. Looks at every adopted storage: not at every border."""
+        return 0
 
     @abc.abstractmethod
     def heal_poison(self, wait: bool = True) -> bool:

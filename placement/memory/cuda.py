@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from placement.errors import DeviceMemoryError
 from placement.memory import cuda_pool
 from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.memory.cuda_answers import NUM_BYTES, Answers, HostWords
 from placement.memory.cuda_driver import Driver
 from placement.memory.cuda_lifetime import Life, Lives, uninterrupted
 from placement.memory.cuda_mapping import DriverChunk, Extent
@@ -66,6 +67,7 @@ class CudaDevice(Device):
         self._chunks = Lives()
         self._ranges = Lives()
         self._poison: Poison | None = None
+        self._answers: Answers | None = None
         self._pinning = Pinning(self._driver)
         self._streams: dict[Direction, Any] = {
             "to_device": torch.cuda.Stream(self.torch_device),
@@ -87,6 +89,10 @@ class CudaDevice(Device):
     def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
         return MappedSlab(file, nbytes, own, extra_bytes, register=self._pin, unregister=self._pinning.unpin)
 
+    def _words(self, nbytes: int) -> HostWords:
+        """A few bytes for answers of kernels; no limit counts them."""
+        return HostWords(Slab(nbytes, register=self._pinning.pin, unregister=self._pinning.unpin), self.torch_device)
+
     @property
     def _pin(self) -> Register:
         return functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)
@@ -98,9 +104,10 @@ class CudaDevice(Device):
     def _reserve(self, nbytes: int) -> _Addresses:
         self._collect()
         nbytes = self._rounded(max(nbytes, 1))
-        base = int(self._driver.call("cuMemAddressReserve", nbytes, 0, 0, 0))
+        reserved = -(-nbytes // self.chunk_bytes) * self.chunk_bytes  # whole slots: see `cuda_mapping`
+        base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
         addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
-        self._ranges.add(addresses, nbytes, functools.partial(self._free, base, nbytes, addresses.extent))
+        self._ranges.add(addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent))
         return addresses
 
     def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
@@ -212,24 +219,32 @@ class CudaDevice(Device):
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
         return torch.as_tensor(_Exporter(addresses, offset, nbytes), device=self.torch_device)
 
+    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._answers = self._answers or Answers(self._words(NUM_BYTES))
+        return self._answers.ask(values)
+
     def memory(self) -> DeviceMemory:
         cuda_pool.reap()
         self._collect()
-        index = self.torch_device.index
         poison = self._poison.nbytes if self._poison else 0
-        free, total = torch.cuda.cudart().cudaMemGetInfo(index)
-        # Torch's own functions for one number of these make all of them first, and flatten and sort them.
-        stats: dict[str, Any] = torch._C._cuda_memoryStats(index)
-        # Torch counts what lies in our ranges by way of its pools as its own.
-        pools = cuda_pool.counted(self.torch_device, stats["allocation"]["all"]["freed"])
+        free, total = torch.cuda.cudart().cudaMemGetInfo(self.torch_device.index)
         return DeviceMemory(
             total_bytes=total,
             free_bytes=free,
-            torch_reserved_bytes=stats["reserved_bytes"]["all"]["current"] - pools.reserved_bytes,
-            torch_allocated_bytes=stats["allocated_bytes"]["all"]["current"] - pools.allocated_bytes,
+            torch_reserved_bytes=self._torch_bytes("reserved_bytes") - cuda_pool.reserved_bytes(self.torch_device),
             chunk_bytes=sum(list(self._chunks.owned.values())) - poison,
             poison_bytes=poison,
         )
+
+    def torch_allocated_bytes(self) -> int:
+        cuda_pool.reap()
+        return self._torch_bytes("allocated_bytes") - cuda_pool.allocated_bytes(self.torch_device)
+
+    def _torch_bytes(self, what: str) -> int:
+        """One of torch's statistics, with what lies in our ranges by way of its pools."""
+        # Torch's own functions for one number of these make all of them first, and flatten and sort them.
+        stats: dict[str, Any] = torch._C._cuda_memoryStats(self.torch_device.index)
+        return int(stats[what]["all"]["current"])
 
     def _poisoned(self) -> Poison:
         self._poison = self._poison or self._make_poison()
@@ -243,7 +258,7 @@ class CudaDevice(Device):
             self._driver.call("cuMemsetD8", addresses.base, POISON_BYTE, addresses.nbytes)
             self._driver.call("cuCtxSynchronize")  # the fill is on a stream that torch's do not wait for
         try:
-            return Poison(full, tail, self.view(addresses, 0, addresses.nbytes), self.host(16))
+            return Poison(full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
         except torch.OutOfMemoryError as exc:
             raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
 

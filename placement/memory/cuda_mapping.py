@@ -2,7 +2,8 @@
 
 A slot is `chunk_bytes` of addresses, and holds a full chunk; or poison in one piece; or a shorter chunk with poison after it in
 pieces of the granularity, because a mapping shorter than its chunk is refused (error 801). So the driver may be asked to unmap
-any run of whole slots: it unmaps many mappings in one call, but none in part.
+any run of whole slots: it unmaps many mappings in one call, but none in part. The last slot of a range has all of its addresses,
+used or not, so that its poison is one piece as well: each piece costs the driver as much as a full one (25 us on an H200).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Extent:
         self._driver = driver
         self._base = base
         self._nbytes = nbytes
+        """Used; the addresses go on to the end of the last slot."""
         self._chunk_bytes = chunk_bytes
         self._slots: dict[int, Slot] = {}
         """By index; a slot without an entry has nothing behind it."""
@@ -75,18 +77,22 @@ class Extent:
         planned: dict[int, Slot] = {}
         indices = range(start // size, -(-(start + nbytes) // size))
         for index, chunk in zip(indices, itertools.chain(chunks, repeat(None)), strict=False):
-            end = min(size, start + nbytes - index * size)
+            room = min(size, self._nbytes - index * size)
+            end = min(room, start + nbytes - index * size)
             old = self._slots.get(index, _EMPTY)
             if old.chunk is not None and end < old.chunk.nbytes:
                 raise ValueError(f"[{start}, {start + nbytes}) cuts the chunk at {index * size} in two")
             if chunk is not None or old.chunk is not None or old.nbytes < end or not old.is_settled:
-                end = max(end, old.nbytes)
-                planned[index] = Slot(chunk, self._mappings(index, chunk, end, poison), end, False)
+                end = max(end, min(room, old.nbytes))
+                mappings = self._mappings(index, chunk, end, end == room, poison)
+                planned[index] = Slot(chunk, mappings, sum(mapping[1] for mapping in mappings), False)
         return planned
 
-    def _mappings(self, index: int, chunk: DriverChunk | None, end: int, poison: PoisonChunks | None) -> tuple[Mapping, ...]:
+    def _mappings(
+        self, index: int, chunk: DriverChunk | None, end: int, is_whole: bool, poison: PoisonChunks | None
+    ) -> tuple[Mapping, ...]:
         base = self._base + index * self._chunk_bytes
-        if chunk is None and poison is not None and end == self._chunk_bytes:
+        if chunk is None and poison is not None and is_whole:
             chunk = poison.full
         found = [] if chunk is None else [(base, chunk.nbytes, 0, chunk.handle, 0)]
         rest = 0 if chunk is None else chunk.nbytes

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from placement.memory.base import HostSlab
+from placement.memory.cuda_answers import HostWords
 from placement.memory.cuda_mapping import DriverChunk, PoisonChunks
 
 
@@ -15,11 +15,11 @@ class Poison:
 
     Args:
         view: all bytes of both, on the device.
-        answer: 16 bytes for the comparison's answer. No pinned tensor of torch's: one that dies in a forked child asks for the
+        answer: two words for the comparison's answer. No pinned tensor of torch's: one that dies in a forked child asks for the
             device there, and ends the child.
     """
 
-    def __init__(self, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostSlab) -> None:
+    def __init__(self, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostWords) -> None:
         self.chunks = PoisonChunks(full, tail)
         self.nbytes = full.nbytes + tail.nbytes
         self._words = view.view(torch.int64)
@@ -27,9 +27,9 @@ class Poison:
         self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
             # Kept for good: the comparison's own scratch memory lies in the same segment of torch's, and never has to be asked for.
-            self._extremes = torch.empty(2, dtype=torch.int64, device=self._device)
-        answer.ready.wait()
-        self._answer = answer.view(0, 16).view(torch.int64)
+            self._segment = torch.empty(2, dtype=torch.int64, device=self._device)
+        self._answer = answer
+        self._extremes = (answer.device[0], answer.device[1])
         self._answered = torch.cuda.Event()
         # It outlives the process: torch's destructor asks the device, which ends a forked child (torch 2.11).
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._answered))
@@ -44,7 +44,7 @@ class Poison:
         if wait:
             self._compare()  # finds also what an answer that nobody has read yet has found
             self._answered.synchronize()
-        is_damaged = self._is_comparing and self._answer.tolist() != [-1, -1]
+        is_damaged = self._is_comparing and self._answer.host.tolist() != [-1, -1]
         self._is_comparing = False
         if is_damaged:
             with torch.cuda.stream(self._stream):
@@ -58,7 +58,7 @@ class Poison:
     def _compare(self) -> None:
         self._is_comparing = False
         with torch.cuda.stream(self._stream):
-            torch.aminmax(self._words, out=(self._extremes[0], self._extremes[1]))
-            self._answer.copy_(self._extremes, non_blocking=True)
+            torch.aminmax(self._words, out=self._extremes)
+            self._answer.bring()
             self._answered.record(self._stream)
         self._is_comparing = True

@@ -27,7 +27,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,14 +47,6 @@ _ranges: list[PoolRange] = []
 
 def _function_address(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What torch's statistics of one device contain on account of ranges."""
-
-    reserved_bytes: int
-    allocated_bytes: int
 
 
 class PoolRange:
@@ -173,11 +164,11 @@ class PoolRange:
         self._plugs.clear()
         self.__dict__.pop("_pool", None)
 
-    def counted(self) -> Counted:
-        held = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
+    def allocated_bytes(self) -> int:
+        held: int = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
         lives = map(operator.not_, map(torch.UntypedStorage._expired, self._storages))
-        living = sum(itertools.compress(map(operator.itemgetter(1), self._storages.values()), lives))
-        return Counted(self.nbytes, held + living)
+        living: int = sum(itertools.compress(map(operator.itemgetter(1), self._storages.values()), lives))
+        return held + living
 
 
 def reap() -> None:
@@ -193,18 +184,14 @@ def leave(storage: torch.UntypedStorage) -> None:
         pool_range.leave(storage)
 
 
-_last_count: dict[tuple[torch.device, int, int], Counted] = {}
+def reserved_bytes(device: torch.device) -> int:
+    """What torch counts as reserved on a device on account of ranges."""
+    return sum(r.nbytes for r in _ranges if r._device == device)
 
 
-def counted(device: torch.device, freed: int) -> Counted:
-    """What torch's statistics of a device contain on account of all ranges. `freed`: how many blocks torch has freed there so far;
-    while it stands still no storage has died, and the last answer holds."""
-    key = (device, freed, len(_ranges))
-    if key not in _last_count:
-        parts = [r.counted() for r in _ranges if r._device == device]
-        _last_count.clear()
-        _last_count[key] = Counted(sum(p.reserved_bytes for p in parts), sum(p.allocated_bytes for p in parts))
-    return _last_count[key]
+def allocated_bytes(device: torch.device) -> int:
+    """What torch counts as allocated there on account of ranges."""
+    return sum(r.allocated_bytes() for r in _ranges if r._device == device)
 
 
 def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:

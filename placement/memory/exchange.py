@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,8 +27,8 @@ from placement.memory.verify import Span, Verifier
 WINDOW = 2
 """Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 98 % of both directions."""
 _BATCH = 4
-"""Copied chunks that are vacated together when nobody waits for them. Fewer cost more driver calls, more leave a longer rest
-after the last copy."""
+"""Copied chunks that are vacated together when nobody waits for them. The last two batches are one: beside a busy link the driver
+takes 0.9 ms to put poison behind a chunk, on an idle one 0.03 (H200), so what is begun just before the last copy ends long after it."""
 _CLEAN_BATCH = 16
 """Chunks that are vacated together when nothing had to be copied."""
 _FIRST = 4
@@ -115,6 +115,8 @@ class Exchange:
         self._coming: deque[tuple[Holding, Range, int]] = deque()
         self._tails: deque[tuple[Holding, Range, int]] = deque()
         """What comes, in order. Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
+        self._at_once = _FIRST
+        """Chunks that are mapped together next."""
         self._brought_bytes: Counter[Holding] = Counter()
         """Copied for what comes."""
 
@@ -178,7 +180,11 @@ class Exchange:
         parts = [self._enqueue(each) for each in leaving]
         for part in parts:
             next(part, None)
-        self._fill(fresh=self._window() if leaving else _FIRST, longest=1 if leaving else _FIRST, once=not leaving)
+        if leaving:
+            self._fill(fresh=self._window(), longest=1)
+        else:  # enough for the link to be busy while every tensor is looked at
+            self._bring_more()
+            self._bring_more()
         if any(each.copied_bytes for each in leaving):
             for part in parts:
                 deque(part, maxlen=0)
@@ -243,34 +249,40 @@ class Exchange:
             leaving.on_host[r] = known if is_kept and known is not None else now
             if not is_kept:
                 leaving.prints.append((r, now))
-            last, asked = 0, holding.adopted.fingerprint(r, 0, _LEAD)
+            last, asked = 0, self._ask(holding, r, 0, _LEAD)
             while last < count:
-                first, answer = last, asked.cpu()
+                first, answer = last, asked()
                 last = first + len(answer)
                 now[first:last] = answer
                 dirty = [True] * len(answer) if known is None else (answer != known[first:last]).tolist()
-                # An answer waits behind the copies that were enqueued before it: then the fewer the better. Where nothing is copied the
-                # device computes the next one while this one's chunks are vacated, which takes at least three times as long.
-                asked = holding.adopted.fingerprint(r, last, count if any(dirty) else last + 3 * len(answer))
                 if is_kept:
                     leaving.rewritten_chunks += sum(dirty)
                     dirty = [False] * len(answer)
                 elif any(dirty):
                     r.prints = None  # from here on the slab is neither the old content nor the new
                 leaving.batches.extend(self._copy_out(r, first, dirty))
+                # After the copies, which would wait for it. Where nothing is copied the device computes the next answer while this
+                # one's chunks are vacated, which takes at least three times as long.
+                asked = self._ask(holding, r, last, count if any(dirty) else last + 3 * len(answer))
                 copied = sum(size for size, is_dirty in zip(r.used_sizes[first:last], dirty, strict=True) if is_dirty)
                 leaving.copied_bytes += copied
                 leaving.skipped_bytes += sum(r.used_sizes[first:last]) - copied
                 yield
 
+    def _ask(self, holding: Holding, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
+        return self._device.ask(holding.adopted.fingerprint(r, first, last))
+
     def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
         """Enqueue the copies of what is dirty. Batches are as long as whoever waits for them allows."""
-        longest = 1 if self._coming or self._tails else _BATCH
+        is_awaited = bool(self._coming or self._tails)
         for is_dirty, run in itertools.groupby(range(first, first + len(dirty)), key=lambda index: dirty[index - first]):
             indices = list(run)
-            step = longest if is_dirty else _CLEAN_BATCH
-            for start in range(0, len(indices), step):
-                wanted = indices[start : start + step]
+            step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else _BATCH
+            starts = list(range(0, len(indices), step))
+            if is_dirty and not is_awaited and len(starts) > 1:
+                starts.pop()
+            for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
+                wanted = indices[start:end]
                 if is_dirty:
                     self._device.copy(r.copies(wanted), "to_host")
                 yield _Batch(r, wanted[0], wanted[-1] + 1, self._device.mark("to_host") if is_dirty else None)
@@ -278,10 +290,8 @@ class Exchange:
     # --- what comes
 
     def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
-        longest = _FIRST
-        while self._coming or self._tails:  # the first few chunks start the link; the longer it has work, the more may be mapped at once
-            longest *= _GROWTH
-            self._fill(fresh=longest, longest=longest, once=True)
+        while self._coming or self._tails:
+            self._bring_more()
         if holdings:
             self._device.order()
         complete = [holding for holding in holdings if holding.is_complete]
@@ -291,6 +301,11 @@ class Exchange:
             holding.commit_load()
             holding.settle(self._stock)
         return {holding: Moved(copied_bytes=self._brought_bytes[holding]) for holding in holdings}
+
+    def _bring_more(self) -> None:
+        """The first few chunks start the link; the longer it has work, the more may be mapped at once."""
+        self._fill(fresh=self._at_once, longest=self._at_once, once=True)
+        self._at_once *= _GROWTH
 
     def _fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
         """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver."""

@@ -260,7 +260,6 @@ class SimulatedDevice(Device):
             total_bytes=self.capacity_bytes + self.chunk_bytes,
             free_bytes=max(0, self.capacity_bytes - held - others),
             torch_reserved_bytes=0,
-            torch_allocated_bytes=0,
             chunk_bytes=held,
             poison_bytes=self.chunk_bytes,
         )

@@ -102,11 +102,11 @@ def test_offloads_give_the_driver_its_bytes_back_exactly(manager: placement.Mana
 
 def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(manager: placement.Manager) -> None:
     manager.register("first", build("cpu"), role="ref")  # the device takes its context and poison
-    before = manager.device.memory()
+    device = manager.device
+    before = (device.memory().used_bytes, device.torch_allocated_bytes())
     net = build("cpu")
     handle = manager.register("second", net, role="critic")
-    after = manager.device.memory()
-    assert (after.used_bytes, after.torch_allocated_bytes) == (before.used_bytes, before.torch_allocated_bytes)
+    assert (device.memory().used_bytes, device.torch_allocated_bytes()) == before
     assert handle.state is placement.State.CPU_OFFLOADED
     assert handle.host_bytes >= sum(p.nbytes for p in net.parameters())
 

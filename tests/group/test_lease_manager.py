@@ -290,7 +290,6 @@ class Caching(SimulatedDevice):
             total_bytes=real.total_bytes,
             free_bytes=real.free_bytes - self.cached_bytes,
             torch_reserved_bytes=self.cached_bytes,
-            torch_allocated_bytes=0,
             chunk_bytes=real.chunk_bytes,
             poison_bytes=real.poison_bytes,
         )
