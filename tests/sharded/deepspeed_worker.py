@@ -1,4 +1,4 @@
-"""What the DeepSpeed tests run on ranks: engines of every ZeRO stage, on the CPU accelerator of DeepSpeed's own."""
+"""What the DeepSpeed tests run on ranks: engines of every ZeRO stage, on its accelerator of CUDA or on that of the CPU."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.unit.worker import make_manager
 
-WIDTH = 32
+WIDTH = {"cpu": 32, "cuda": 512}
+"""Even: what DeepSpeed pads a rank's part with is never written, and reads as it comes."""
 
 
-def engine(stage: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+def engine(stage: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Any:
     """A DeepSpeed engine of a small model; bfloat16 under ZeRO, as it is used."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = device
     import deepspeed
 
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # an extension that is compiled where it is first used, for reductions that gloo does as well
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        deepspeed.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl", auto_mpi_discovery=False)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    width = WIDTH[device]
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage},
@@ -41,9 +43,9 @@ def engine(stage: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     return deepspeed.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)[0]
 
 
-def batch(number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def batch(number: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
     seed = 100 * dist.get_rank() + number
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(4, WIDTH[device], generator=torch.Generator().manual_seed(seed)).to(training.here(device), dtype)
 
 
 class Program(training.Program):
@@ -65,9 +67,14 @@ class Program(training.Program):
             yield name, getattr(parameter, "ds_tensor", parameter)
 
 
-def build(stage: int, dtype: torch.dtype) -> Program:
-    made = engine(stage, dtype)
-    loss = lambda number: (made(batch(number, dtype)) - batch(number, dtype)).float().square().mean()  # noqa: E731
+def build(stage: int, dtype: torch.dtype, device: str = "cpu") -> Program:
+    made = engine(stage, dtype, device)
+
+    def loss(number: int) -> torch.Tensor:
+        rows = batch(number, dtype, device)
+        found: torch.Tensor = (made(rows) - rows).float().square().mean()
+        return found
+
     return Program(made, made.optimizer, loss, phases=Program.phases)
 
 

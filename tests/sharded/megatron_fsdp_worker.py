@@ -1,4 +1,4 @@
-"""Megatron-FSDP, built small: the package of that name, and what megatron-core brings along. Run inside `pretend_cuda()`, on a rank."""
+"""Megatron-FSDP, built small: the package of that name, and what megatron-core brings along. Without a GPU inside `pretend_cuda()`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.sharded import training
 from tests.sharded.pretend_cuda import pretend_cuda
 
 PACKAGES = {"0.6.1": "megatron_fsdp", "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp"}
+WIDTHS = {"cpu": (65, 33), "cuda": (1031, 519)}
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
 
 
@@ -74,27 +75,28 @@ class Program(training.Program):
         return super().learn(step)
 
 
-def loss_of(model: Any, number: int) -> torch.Tensor:
+def loss_of(model: Any, device: str, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator)).square().mean()
+    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator).to(training.here(device))).square().mean()
     return loss
 
 
-def build(version: str, strategy: str) -> Program:
+def build(version: str, strategy: str, device: str = "cpu") -> Program:
     fsdp = package(version)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    wide, narrow = WIDTHS[device]
+    mesh = torch.distributed.device_mesh.init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     model = fsdp.fully_shard_model(
-        torch.nn.Sequential(Block(16, 65), Block(65, 33), torch.nn.Linear(33, 8)),
+        torch.nn.Sequential(Block(16, wide), Block(wide, narrow), torch.nn.Linear(narrow, 8)),
         device_mesh=mesh,
         dp_shard_dim="dp",
         tp_dim="tp",
-        device=torch.device("cpu"),
+        device=training.here(device),
         fsdp_unit_modules=[Block],
         zero_dp_strategy=strategy,
         calculate_per_token_loss=True,  # gloo cannot scale in a reduction
     )
     optimizer = fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return Program(model, optimizer, functools.partial(loss_of, model))
+    return Program(model, optimizer, functools.partial(loss_of, model, device))
 
 
 def compare(version: str, strategy: str, **options: Any) -> training.Outcome:

@@ -1,4 +1,4 @@
-"""Megatron-Core's DistributedDataParallel and optimizers, built small. Run inside `pretend_cuda()`, on a rank."""
+"""Megatron-Core's DistributedDataParallel and optimizers, built small. Run on a rank, without a GPU inside `pretend_cuda()`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from placement import Manager
 from placement.testing import SimulatedDevice
 from tests.sharded import training
 from tests.sharded.pretend_cuda import pretend_cuda
+
+WIDTHS = {"cpu": (97, 33), "cuda": (1031, 519)}
+"""Odd, so that shards end inside of parameters; on a GPU each handle fills more than a chunk."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,12 @@ class DecoupledAdam(torch.optim.AdamW):
 class Net(torch.nn.Module):
     """Several storages, an expert whose gradients go to the expert-parallel buffers, a frozen layer outside of every buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: int = 97, narrow: int = 33) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(16, 97)
-        self.expert = torch.nn.Linear(97, 33)
-        self.frozen = torch.nn.Linear(33, 33).requires_grad_(False)
-        self.last = torch.nn.Linear(33, 8, bias=False)
+        self.first = torch.nn.Linear(16, wide)
+        self.expert = torch.nn.Linear(wide, narrow)
+        self.frozen = torch.nn.Linear(narrow, narrow).requires_grad_(False)
+        self.last = torch.nn.Linear(narrow, 8, bias=False)
         self.register_buffer("scale", torch.ones(8))
         for parameter in self.expert.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -205,16 +208,16 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def loss_of(model: Any, dtype: torch.dtype, number: int) -> torch.Tensor:
+def loss_of(model: Any, dtype: torch.dtype, number: int, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * number + (dist.get_rank() if dist.is_initialized() else 0))
-    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator).to(dtype)).float().square().mean()
+    loss: torch.Tensor = model(torch.randn(4, 16, generator=generator).to(training.here(device), dtype)).float().square().mean()
     return loss
 
 
-def build(kind: Kind, net: type[torch.nn.Module] = Net) -> Program:
+def build(kind: Kind, device: str = "cpu") -> Program:
     start()
-    model = wrap(kind, net())
-    return Program(model, optimize(kind, model), functools.partial(loss_of, model, kind.dtype))
+    model = wrap(kind, Net(*WIDTHS[device]).to(training.here(device)))
+    return Program(model, optimize(kind, model), functools.partial(loss_of, model, kind.dtype, device=device))
 
 
 def compare(kind: Kind, **options: Any) -> training.Outcome:

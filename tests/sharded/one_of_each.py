@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.sharded.training import Program
+from tests.sharded.training import Program, here
 
 WIDTH = {"cpu": 17, "cuda": 515}
 """Odd, so that no shard has the size of another; several chunks, whatever a chunk is."""
@@ -52,11 +52,6 @@ class Net(nn.Module):
             hidden = block(hidden)
         out: torch.Tensor = self.last(hidden)
         return out
-
-
-def here(device: str) -> torch.device:
-    """This rank's device."""
-    return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
 def mesh(device: str) -> DeviceMesh:

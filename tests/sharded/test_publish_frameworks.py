@@ -89,7 +89,7 @@ def _zero(stage: int) -> None:
 
     engine = deepspeed_worker.engine(stage)
     torch.manual_seed(0)
-    width = deepspeed_worker.WIDTH
+    width = deepspeed_worker.WIDTH["cpu"]
     plain = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)).bfloat16()
     manager = manager_of()
     actor = manager.register("actor", engine, role="actor")

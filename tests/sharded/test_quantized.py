@@ -1,4 +1,7 @@
-"""Quantised weights and quantised optimizer state: torchao's wrappers, bitsandbytes' parameters. The real packages."""
+"""Quantised weights and quantised optimizer state: torchao's wrappers, bitsandbytes' parameters. The real packages.
+
+The 20 steps run on a GPU too, in tests/gpu/test_frameworks.py.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +45,21 @@ class Adapted(nn.Module):
         return result
 
 
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+def batch(number: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(training.here(device))
 
 
-def program(model: nn.Module, optimizer: Any = None) -> training.Program:
+def program(model: nn.Module, optimizer: Any = None, device: str = "cpu") -> training.Program:
     adam = optimizer or torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-    return training.Program(model, adam, lambda number: (model(batch(number)) - batch(number)).square().mean())
+    return training.Program(model, adam, lambda number: (model(batch(number, device)) - batch(number, device)).square().mean())
 
 
-def torchao_model(kind: str) -> nn.Module:
+def torchao_model(kind: str, device: str = "cpu") -> nn.Module:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(training.here(device))
     quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
-    return nn.Sequential(Adapted(model[0]), nn.ReLU(), Adapted(model[2]))
+    return nn.Sequential(Adapted(model[0]), nn.ReLU(), Adapted(model[2])).to(training.here(device))
 
 
 def bitsandbytes_layer(kind: str) -> nn.Module:
@@ -69,17 +72,17 @@ def bitsandbytes_layer(kind: str) -> nn.Module:
     return layer
 
 
-def bitsandbytes_model(kind: str) -> nn.Module:
-    # What quantises is the move to a device, the CPU here.
-    return nn.Sequential(Adapted(bitsandbytes_layer(kind)), nn.ReLU(), Adapted(bitsandbytes_layer(kind))).to("cpu")
+def bitsandbytes_model(kind: str, device: str = "cpu") -> nn.Module:
+    # What quantises is the move to a device, also to the CPU.
+    return nn.Sequential(Adapted(bitsandbytes_layer(kind)), nn.ReLU(), Adapted(bitsandbytes_layer(kind))).to(training.here(device))
 
 
 BUILD = {"torchao": torchao_model, "bitsandbytes": bitsandbytes_model}
 CASES = [("torchao", "int8"), ("torchao", "float8"), ("bitsandbytes", "nf4"), ("bitsandbytes", "nested"), ("bitsandbytes", "int8")]
 
 
-def build(package: str, kind: str) -> training.Program:
-    return program(BUILD[package](kind))
+def build(package: str, kind: str, device: str = "cpu") -> training.Program:
+    return program(BUILD[package](kind, device), device=device)
 
 
 @pytest.mark.parametrize(("package", "kind"), CASES)
@@ -147,9 +150,9 @@ def test_weights_that_bitsandbytes_has_yet_to_quantise_are_refused(kind: str) ->
 # --- optimizers
 
 
-def learner(make: Any) -> training.Program:
-    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-    return program(model, make(model.parameters()))
+def learner(make: Any, device: str = "cpu") -> training.Program:
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)).to(training.here(device))
+    return program(model, make(model.parameters()), device)
 
 
 def bnb_adam(parameters: Any) -> Any:

@@ -123,6 +123,11 @@ class Outcome:
     """What was proved clean and not copied, by handle."""
 
 
+def here(device: str) -> torch.device:
+    """Where this rank computes: "cpu", or "cuda" for its GPU."""
+    return torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
 def device_of(name: str) -> Device:
     """This rank's, with chunks of which every shard fills several: "cpu" for a simulated one, "cuda" for its GPU."""
     if name == "cpu":

@@ -74,10 +74,10 @@ class Model(nn.Module):
 
 
 @functools.cache
-def _meshes(expert_parallel: int) -> tuple[DeviceMesh, DeviceMesh]:
+def _meshes(expert_parallel: int, device: str) -> tuple[DeviceMesh, DeviceMesh]:
     world = dist.get_world_size()
-    experts = init_device_mesh("cpu", (expert_parallel, world // expert_parallel), mesh_dim_names=("ep", "ep_fsdp"))
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",)), experts["ep_fsdp"]
+    experts = init_device_mesh(device, (expert_parallel, world // expert_parallel), mesh_dim_names=("ep", "ep_fsdp"))
+    return init_device_mesh(device, (world,), mesh_dim_names=("fsdp",)), experts["ep_fsdp"]
 
 
 class Program(training.Program):
@@ -85,20 +85,20 @@ class Program(training.Program):
         return list(self.optimizer.optimizers_dict.values())
 
 
-def build(expert_parallel: int) -> Program:
+def build(expert_parallel: int, device: str = "cpu") -> Program:
     """Experts cut by expert parallelism on dimension 0 and then sharded on dimension 1, the rest on dimension 0 of another mesh."""
-    everyone, among_experts = _meshes(expert_parallel)
-    model = Model(EXPERTS // expert_parallel)
+    everyone, among_experts = _meshes(expert_parallel, device)
+    model = Model(EXPERTS // expert_parallel).to(training.here(device))
     fully_shard(model.experts, mesh=among_experts, shard_placement_fn=lambda _: Shard(1))
     fully_shard(model, mesh=everyone)
     experts = list(model.experts.parameters())
     rest = [each for name, each in model.named_parameters() if not name.startswith("experts.")]
     inner = {"ep": torch.optim.AdamW(experts, lr=1e-2), "non_extra_parallel": torch.optim.AdamW(rest, lr=1e-3)}
-    return Program(model, multi_optimizer()(model, inner, list(inner)), lambda number: (model(batch(number)) - 1).square().mean())
+    return Program(model, multi_optimizer()(model, inner, list(inner)), lambda number: (model(batch(number, device)) - 1).square().mean())
 
 
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * dist.get_rank() + number))
+def batch(number: int, device: str) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * dist.get_rank() + number)).to(training.here(device))
 
 
 def compare(expert_parallel: int) -> training.Outcome:
