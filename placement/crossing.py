@@ -78,7 +78,7 @@ class Crossing:
             action: what every rank of the group has to be about.
         """
         name, handles = wanted.name, self._handles
-        self.planner.least_bytes = self._together.propose(action, self.planner.budget_bytes(name))
+        self.planner.least_bytes = self._together.propose(action, lambda: self.planner.budget_bytes(name))
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
@@ -95,9 +95,9 @@ class Crossing:
         self._count_decisions(plan)
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
-        before = self._resident_bytes()
+        before = self._journal.num_changes
         self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
-        if self._resident_bytes() != before:  # asking torch and the driver is most of what a border costs that moves nothing
+        if self._journal.num_changes != before:  # asking torch and the driver is much of what a border costs that moves nothing
             self.measure()
         self.leased.settle(name)
         return plan
@@ -123,14 +123,14 @@ class Crossing:
             together: `complete` is called once the other ranks of the group have said how far they came.
         """
         within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
-        before = self._resident_bytes()
+        before = self._journal.num_changes
         leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
         failures += self._reconciler.retreat(self._handles, within, together=together)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
             self.leased.trim()
-        if self.leased.is_shared or self._resident_bytes() != before:
+        if self.leased.is_shared or self._journal.num_changes != before:
             self.measure()
         self.leased.settle(name)
         if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
@@ -201,6 +201,3 @@ class Crossing:
         for handle in self._handles.values():
             on, wanted = handle.node[1], plan.on_device(handle.name)
             self._journal.decisions["keep" if on is wanted else "load" if wanted else "offload"] += 1
-
-    def _resident_bytes(self) -> list[int]:
-        return [handle.resident_bytes for handle in self._handles.values()]

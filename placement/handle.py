@@ -129,7 +129,7 @@ class Handle:
     @property
     def node(self) -> Node:
         """State and whether the bytes are on the device, as the machine's paths want it."""
-        state = self.state
+        state = self.machine.state
         if state is State.SYNCING:
             return state, self.external or self._on_device
         return state, state is not State.CPU_OFFLOADED

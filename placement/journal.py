@@ -119,6 +119,8 @@ class Journal:
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
+        self.num_changes = 0
+        """State changes since the start."""
         self.pairing_violations = 0
         self.wrong_writes = 0
         self.expired_keeps = 0
@@ -143,6 +145,7 @@ class Journal:
             counters.offloaded_bytes += record.nbytes
         self._observe(record.trigger.value if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD) else "sync", record.seconds)
         self._records.append(record)
+        self.num_changes += 1
         logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
 
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:

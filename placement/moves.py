@@ -237,8 +237,5 @@ class Moves:
         if state is not recorded:
             trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
             self.record(handle, trigger, recorded, state, time.monotonic(), Moved())
-        if holding is not None and not handle.external and not handle.is_streaming:
-            if holding.on_device and handle.state is State.CPU_OFFLOADED:
-                handle.machine.fire(Trigger.LOAD)
-            elif not holding.on_device and handle.state is not State.CPU_OFFLOADED:
-                handle.machine.fire(Trigger.OFFLOAD)
+        if holding is not None and holding.on_device is (state is State.CPU_OFFLOADED) and not handle.external and not handle.is_streaming:
+            handle.machine.fire(Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)

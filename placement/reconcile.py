@@ -172,6 +172,7 @@ class Reconciler:
                     paths.append((handle, wanted))
                 except Exception as error:
                     errors.append(error)
+            moved = any(wanted for _, wanted in paths)
             for step in _STEPS:
                 if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
@@ -182,7 +183,8 @@ class Reconciler:
                     except Exception as error:
                         errors.append(error)
                         triggers.clear()
-            errors += self._settle_all({name: h for name, h in handles.items() if h.holding is None or h.holding.is_complete})
+            if moved or errors:
+                errors += self._settle_all({name: h for name, h in handles.items() if h.holding is None or h.holding.is_complete})
             self._finish(handles.values())
         finally:
             self._moves.end()

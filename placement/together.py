@@ -38,8 +38,12 @@ class Together:
         self._words = 0
         """That this rank has said to its group: each is one epoch's."""
 
-    def propose(self, action: str, budget_bytes: int) -> int | None:
+    def propose(self, action: str, budget_bytes: Callable[[], int] = lambda: 0) -> int | None:
         """Before the plan of an entry or a switch is made. Returns the least budget of all ranks; None without a group.
+
+        Args:
+            action: what every rank has to be about.
+            budget_bytes: this rank's.
 
         Raises:
             GroupError, CoordinatorLost: see `Group.propose`.
@@ -48,7 +52,7 @@ class Together:
             return None
         with self._hearing():
             self._words += 1
-            return self._group.propose(action, budget_bytes)
+            return self._group.propose(action, budget_bytes())
 
     def go_on(self, what: str) -> None:
         """Before a further step of the same border, once the one before is agreed.
@@ -56,7 +60,7 @@ class Together:
         Raises:
             GroupError, CoordinatorLost: see `Group.propose`.
         """
-        self.propose(what, 0)
+        self.propose(what)
 
     @property
     def agreement(self) -> Callable[[Plan], None] | None:
@@ -104,7 +108,7 @@ class Together:
             if error is not None or failures:
                 self.failed(error if error is not None else failures[0])
             else:
-                self.propose(action, 0)
+                self.propose(action)
                 self.agree(plan)
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]

@@ -58,12 +58,12 @@ class Adopted:
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to have memory behind every range."""
-        return sum(r.device_bytes for r in self.ranges)
+        return sum([r.device_bytes for r in self.ranges])
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of chunks behind the ranges."""
-        return sum(r.resident_bytes for r in self.ranges)
+        return sum([r.resident_bytes for r in self.ranges])
 
     @property
     def host_bytes(self) -> int:

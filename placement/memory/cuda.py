@@ -270,6 +270,8 @@ class CudaDevice(Device):
             torch.cuda.empty_cache()
 
     def is_capturing(self) -> bool:
+        if torch.cuda.current_device() == self.torch_device.index:  # the context manager costs three times as much
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self.torch_device):
             return torch.cuda.is_current_stream_capturing()
 

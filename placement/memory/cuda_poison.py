@@ -30,9 +30,10 @@ class Poison:
             self._segment = torch.empty(2, dtype=torch.int64, device=self._device)
         self._answer = answer
         self._extremes = (answer.device[0], answer.device[1])
-        self._answered = torch.cuda.Event()
-        # It outlives the process: torch's destructor asks the device, which ends a forked child (torch 2.11).
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._answered))
+        self._asked, self._answered = torch.cuda.Event(), torch.cuda.Event()
+        # They outlive the process: torch's destructor asks the device, which ends a forked child (torch 2.11).
+        for event in (self._asked, self._answered):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))
         self._is_comparing = False
         self.heal(wait=True)  # loads the kernels: at their first use that may wait for the whole device
 
@@ -40,7 +41,8 @@ class Poison:
         """See `Device.heal_poison`."""
         if not wait and self._is_comparing and not self._answered.query():
             return False  # what this comparison misses, the next one finds: a damage stays until it is refilled
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._asked.record(torch.cuda.current_stream(self._device.index))
+        self._stream.wait_event(self._asked)
         if wait:
             self._compare()  # finds also what an answer that nobody has read yet has found
             self._answered.synchronize()

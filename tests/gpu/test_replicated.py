@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
 
+from tests.gpu.on_gpus import gpus
+from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
 from tests.ranks import Ranks
 
@@ -20,13 +20,7 @@ _generations = itertools.count(1)
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    if not dist.is_nccl_available():
-        pytest.skip("this build of torch has no NCCL")
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs, and there is {torch.cuda.device_count()}")
-    started = Ranks(request.param, "cpu:gloo,cuda:nccl")
-    yield started
-    started.close()
+    yield from gpus(request.param)
 
 
 def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks) -> None:
@@ -51,6 +45,12 @@ def test_unequal_weights_are_refused_on_every_rank_by_name(ranks: Ranks) -> None
 
 def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_load_succeeds(ranks: Ranks) -> None:
     for told in ranks.run(worker.out_of_memory, next(_generations), True, 1, deadline_seconds=DEADLINE_SECONDS):
+        assert all("rank 1: DeviceMemoryError" in each for each in told)
+
+
+def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks) -> None:
+    for told in ranks.run(full_rank_worker.trains_on, next(_generations), "cuda", 1, deadline_seconds=DEADLINE_SECONDS):
+        assert len(told) == 2
         assert all("rank 1: DeviceMemoryError" in each for each in told)
 
 

@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(missing: int) ->
 def test_a_failure_that_the_group_raised_is_not_told_again() -> None:
     def body(group: StoreGroup) -> Any:
         borders = Together(group)
-        borders.propose("enter train", 100)
+        borders.propose("enter train", lambda: 100)
         if group.rank == 0:
             told: Exception | None = borders.failed(ValueError("x"))
         else:

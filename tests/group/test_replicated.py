@@ -15,6 +15,7 @@ import torch.distributed as dist
 from placement import Manager, RegistrationError
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
+from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
 from tests.group.services import processes
 from tests.ranks import Ranks
@@ -82,6 +83,12 @@ def test_a_mistake_on_one_rank_is_told_to_all(three: Ranks, generation: int) -> 
         assert words in second[mistake]
         assert f"rank 1: {second[mistake]}" in first[mistake]
     assert "rank 1: is about to enter log_prob" in first["something else"]
+
+
+def test_an_fsdp2_actor_and_its_reference_train_on_after_one_rank_was_full(ranks: Ranks, generation: int) -> None:
+    for told in ranks.run(full_rank_worker.trains_on, generation, "cpu", 1):
+        assert len(told) == 2
+        assert all("rank 1: DeviceMemoryError" in each for each in told)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
