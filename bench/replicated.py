@@ -45,6 +45,7 @@ def _loads(rig: Rig, manager: placement.Manager, model: torch.nn.Module, *, only
     Args:
         only: the one rank that loads while the others wait; None: all of them.
     """
+    model.to(rig.torch_device)  # where the way before has left it off
     before = digest(module_tensors(model))
     handle = manager.register("ref", model, role="ref", readonly=True, **keywords)
     rig.empty_cache()

@@ -7,10 +7,11 @@ share. The proofs are fingerprints of the object's own storages, which each rank
 from __future__ import annotations
 
 import bisect
+import ctypes
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
@@ -157,20 +158,31 @@ def _layout(device: Device, claims: Sequence[adopt.Claim], adoption: adopt.Adopt
 
 
 def _fingerprints(claims: Sequence[adopt.Claim]) -> list[tuple[str, int]]:
-    """(name, fingerprint) of every piece of every storage, computed where it lies."""
-    names: list[str] = []
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for claim in sorted(claims, key=lambda each: str(each.storage.device)):  # one answer from each device
-        data = byte_view(claim.storage)
-        whole = len(data) // 8 * 8
-        sizes = [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)]
-        prints = [fingerprints(data, sizes)]
-        if whole < len(data):
-            prints.append(fingerprints(torch.cat([data[whole:], data.new_zeros(whole + 8 - len(data))]), [8]))
-        found.setdefault(claim.storage.device, []).extend(prints)
-        names += [claim.name] * sum(map(len, prints))
-    values = itertools.chain.from_iterable(torch.cat(each).tolist() for each in found.values())
-    return list(zip(names, values, strict=True))
+    """(name, 64 bits) of every piece of every storage, computed where it lies. On the host by threads, as hashes: ranks that have the
+    same layout have the same tensors there, so nobody compares one with a fingerprint of a device."""
+    on_host = [claim for claim in claims if claim.storage.device.type == "cpu"]
+    pieces = [(claim, start) for claim in on_host for start in range(0, claim.nbytes, _PIECE_BYTES)]
+    with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:
+        hashes = list(threads.map(_hash, pieces))
+    names = [claim.name for claim, _ in pieces]
+    found: list[torch.Tensor] = []
+    for claim in claims:
+        if claim.storage.device.type != "cpu":
+            data = byte_view(claim.storage)
+            whole = len(data) // 8 * 8
+            prints = [fingerprints(data, [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)])]
+            if whole < len(data):
+                prints.append(fingerprints(torch.cat([data[whole:], data.new_zeros(whole + 8 - len(data))]), [8]))
+            names += [claim.name] * sum(map(len, prints))
+            found += prints
+    return list(zip(names, hashes + (torch.cat(found).tolist() if found else []), strict=True))
+
+
+def _hash(piece: tuple[adopt.Claim, int]) -> int:
+    claim, start = piece
+    nbytes = min(_PIECE_BYTES, claim.nbytes - start)
+    data = (ctypes.c_char * nbytes).from_address(claim.storage.data_ptr() + start)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def _overlaps(
