@@ -128,6 +128,7 @@ class Reconciler:
             if handle.holding in self._moves.dropping and handle.state is not State.TRAINING and handle.holding.on_device:
                 handle.holding.gradients.drop(zero_buffers=True)
                 handle.holding.adopted.look()
+        self._moves.look_at_trained()
         self._moves.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(self, handles: Mapping[str, Handle], plan: Plan, *, together: bool = False) -> list[Exception]:

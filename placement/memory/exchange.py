@@ -27,11 +27,13 @@ from placement.memory.verify import Span, Verifier
 WINDOW = 2
 """Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 98 % of both directions."""
 _BATCH = 4
-"""Copied chunks that are vacated together when nobody waits for them. The last two batches are one: beside a busy link the driver
-takes 0.9 ms to put poison behind a chunk, on an idle one 0.03 (H200), so what is begun just before the last copy ends long after it."""
+"""Copied chunks that are vacated together when nobody waits for them. Beside a busy link the driver takes 0.9 ms to put poison behind
+a chunk, on an idle one 0.03 (H200)."""
+_LAST = 3
+"""So these are vacated together once the link is idle: copying them takes as long as vacating what came before."""
 _CLEAN_BATCH = 16
 """Chunks that are vacated together when nothing had to be copied."""
-_FIRST = 4
+_FIRST = 1
 """Chunks that are mapped before the first copy of a load."""
 _GROWTH = 16
 """And how many times as many each time after, under the copies. On an H200 a chunk of 128 MiB takes 2.4 ms to copy, 0.05 ms to map."""
@@ -278,9 +280,10 @@ class Exchange:
         for is_dirty, run in itertools.groupby(range(first, first + len(dirty)), key=lambda index: dirty[index - first]):
             indices = list(run)
             step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else _BATCH
-            starts = list(range(0, len(indices), step))
-            if is_dirty and not is_awaited and len(starts) > 1:
-                starts.pop()
+            rest = _LAST if is_dirty and not is_awaited and indices[-1] + 1 == len(r.chunk_sizes) else 0
+            starts = [*range(0, max(1, len(indices) - rest), step)]
+            if 0 < rest < len(indices):
+                starts.append(len(indices) - rest)
             for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
                 wanted = indices[start:end]
                 if is_dirty:

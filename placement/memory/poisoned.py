@@ -91,7 +91,7 @@ def _put_back(device: Device, claim: Claim, r: Range, entry: Placed) -> None:
         for alias in claim.aliases:
             alias.data = torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride)
     entry.ref, entry.use_count = StorageWeakRef(claim.aliases[0].untyped_storage()), 0
-    r.is_counted = False
+    r.counted = None
 
 
 def _is_poison(claim: Claim) -> bool:

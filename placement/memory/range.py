@@ -76,8 +76,8 @@ class Range:
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
         self.placed: tuple[Placed, ...] = ()
-        self.is_counted = False
-        """Whether the references of all of `placed` have been counted once."""
+        self.counted: tuple[list[int], list[int]] | None = None
+        """Of `placed`, the storages (`_cdata`) and their `use_count`, once all have been counted."""
         self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
         """Of each chunk, bytes from the first address."""
         self.chunks: dict[int, Chunk] = {}

@@ -17,7 +17,7 @@ _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
 
 def uncounted(ranges: Iterable[Range]) -> list[Placed]:
     """The storages of which it is not known yet how many references they have by right."""
-    return [entry for r in ranges if not r.is_counted for entry in r.placed if entry.use_count == 0]
+    return [entry for r in ranges if r.counted is None for entry in r.placed if entry.use_count == 0]
 
 
 def count(ranges: Iterable[Range]) -> None:
@@ -26,7 +26,8 @@ def count(ranges: Iterable[Range]) -> None:
     for entry, known in zip(entries, known_aliases([entry.ref.cdata for entry in entries]), strict=True):
         entry.use_count = entry.uses() - known
     for r in ranges:
-        r.is_counted = True
+        if r.counted is None:
+            r.counted = [entry.ref.cdata for entry in r.placed], [entry.use_count for entry in r.placed]
 
 
 def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
@@ -37,11 +38,18 @@ def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     Args:
         lasting: storages (`_cdata`) that a framework holds, as often as it likes.
     """
-    placed = [entry for r in ranges if r.is_counted for entry in r.placed if entry.ref.cdata not in lasting]
-    storages = [entry.ref.cdata for entry in placed]
-    expected = map(operator.add, known_aliases(storages), [entry.use_count for entry in placed])
-    surplus = map(operator.sub, map(storage_use_count, storages), expected)
-    return {entry.name: count for entry, count in zip(placed, surplus, strict=True) if count > 0}
+    storages: list[int] = []
+    uses: list[int] = []
+    placed: list[Placed] = []
+    for r in ranges:
+        if r.counted is not None:
+            storages += r.counted[0]
+            uses += r.counted[1]
+            placed += r.placed
+    surplus = list(map(operator.sub, map(storage_use_count, storages), map(operator.add, known_aliases(storages), uses)))
+    if max(surplus, default=0) <= 0:
+        return {}
+    return {each.name: count for each, count in zip(placed, surplus, strict=True) if count > 0 and each.ref.cdata not in lasting}
 
 
 def that_last(look: Callable[[], dict[str, int]]) -> dict[str, int]:
