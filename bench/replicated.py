@@ -101,12 +101,18 @@ def _rows(results: Results, scenario: str, nbytes: int, system: str, seen: Seque
 
 
 def measure(rig: Rig, results: Results) -> None:
-    world_size = torch.cuda.device_count() if rig.is_cuda else 2
     nbytes = rig.pick(1 << 20, 4 << 30, 8 << 30)
+    num_gpus = torch.cuda.device_count() if rig.is_cuda else 2
+    if num_gpus < 2:
+        results.failed("replicated", _SYSTEM, "there is one GPU, and it takes two")
+    for world_size in (2, 4, 8):
+        if world_size <= num_gpus:
+            _ranks(rig, results, world_size, nbytes)
+
+
+def _ranks(rig: Rig, results: Results, world_size: int, nbytes: int) -> None:
+    """The ways to load, on so many ranks."""
     scenario = f"replicated, {world_size} ranks, {nbytes / 1e9:.2f} GB"
-    if world_size < 2:
-        results.failed(scenario, _SYSTEM, "there is one GPU, and it takes two")
-        return
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     answers, ranks = [], []

@@ -32,7 +32,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "phase_overhead": (30, 60),
     "rollout_only": (30, 60),
     "observe": (30, 60),
-    "replicated": (40, 90),
+    "replicated": (60, 180),
     "weights": (90, 240),
 }
 TOTAL_SECONDS = (145, 470)

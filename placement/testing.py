@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,8 +142,8 @@ class Faults(Device):
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
         self.device.unmap(addresses, nbytes, start)
 
-    def release(self, chunk: Chunk) -> None:
-        self.device.release(chunk)
+    def release(self, *chunks: Chunk) -> None:
+        self.device.release(*chunks)
 
     def order(self) -> None:
         self.device.order()
@@ -153,6 +153,12 @@ class Faults(Device):
 
     def memory(self) -> DeviceMemory:
         return self.device.memory()
+
+    def torch_allocated_bytes(self) -> int:
+        return self.device.torch_allocated_bytes()
+
+    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self.device.ask(values)
 
     def heal_poison(self, wait: bool = True) -> bool:
         return self.device.heal_poison(wait)

@@ -224,8 +224,8 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
-    def release(self, chunk: Chunk) -> None:
-        """Return a chunk that is behind no address to the driver. Idempotent."""
+    def release(self, *chunks: Chunk) -> None:
+        """Return chunks that are behind no address to the driver. Idempotent."""
 
     @abc.abstractmethod
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:

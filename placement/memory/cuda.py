@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -140,7 +142,7 @@ class CudaDevice(Device):
         try:
             self._driver.collect("cuMemCreate", [(nbytes, self._driver.property, 0)], outcomes)
             chunk.handle = int(self._driver.value("cuMemCreate", outcomes[0]))
-            self._chunks.add(chunk, nbytes, functools.partial(self._release, chunk.handle))
+            self._chunks.add(chunk, nbytes, functools.partial(self._release_dead, chunk.handle))
         except BaseException:
             if weakref.ref(chunk) in self._chunks.owned:
                 self.release(chunk)
@@ -149,15 +151,22 @@ class CudaDevice(Device):
             raise
         return chunk
 
-    def release(self, chunk: Chunk) -> None:
-        ours = _ours(chunk, DriverChunk)
-        self._release(ours.handle, weakref.ref(ours))
+    def release(self, *chunks: Chunk) -> None:
+        ours = {weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)}
+        held = [life for life in ours if life in self._chunks.owned]
+        self._release([ours[life] for life in held], held)
 
-    def _release(self, handle: int, life: weakref.ref[DriverChunk]) -> bool:
+    def _release(self, handles: Sequence[int], lives: Sequence[weakref.ref[DriverChunk]]) -> None:
         # In one step: the driver gives the number of a released chunk to the next, so it must never be released twice.
-        if life in self._chunks.owned and self._driver.usable:
-            release = functools.partial(self._driver.api.cuMemRelease, handle)
-            uninterrupted(release, functools.partial(self._chunks.owned.pop, life, None))
+        if handles and self._driver.usable:
+            forget = map(self._chunks.owned.pop, lives, itertools.repeat(None))
+            uninterrupted(
+                functools.partial(collections.deque, map(self._driver.api.cuMemRelease, handles), 0),
+                functools.partial(collections.deque, forget, 0),
+            )
+
+    def _release_dead(self, handle: int, life: Life) -> bool:
+        self._release([handle], [life])
         return True
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:

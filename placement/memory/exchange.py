@@ -31,7 +31,7 @@ _BATCH = 4
 a chunk, on an idle one 0.03 (H200)."""
 _LAST = 3
 """So these are vacated together once the link is idle: copying them takes as long as vacating what came before."""
-_CLEAN_BATCH = 16
+_CLEAN_BATCH = 64
 """Chunks that are vacated together when nothing had to be copied."""
 _FIRST = 1
 """Chunks that are mapped before the first copy of a load."""
@@ -264,8 +264,8 @@ class Exchange:
                     r.prints = None  # from here on the slab is neither the old content nor the new
                 leaving.batches.extend(self._copy_out(r, first, dirty))
                 # After the copies, which would wait for it. Where nothing is copied the device computes the next answer while this
-                # one's chunks are vacated, which takes at least three times as long.
-                asked = self._ask(holding, r, last, count if any(dirty) else last + 3 * len(answer))
+                # one's chunks are vacated, which takes three times as long for each.
+                asked = self._ask(holding, r, last, count if any(dirty) else last + 2 * len(answer))
                 copied = sum(size for size, is_dirty in zip(r.used_sizes[first:last], dirty, strict=True) if is_dirty)
                 leaving.copied_bytes += copied
                 leaving.skipped_bytes += sum(r.used_sizes[first:last]) - copied

@@ -208,14 +208,14 @@ class SimulatedDevice(Device):
         if libc.mmap(address, nbytes, READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
             raise DeviceMemoryError(f"simulated: mapping {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, *chunks: Chunk) -> None:
         self._check_process()
-        if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
-            return
-        if chunk.is_mapped():
+        held = [chunk for chunk in chunks if isinstance(chunk, SimulatedChunk) and self._is_held(chunk)]
+        if any(chunk.is_mapped() for chunk in held):
             raise ValueError("a chunk that is still behind addresses: unmap these first")
-        self._free(chunk.file_offset)
-        if self._shared:
+        for chunk in held:
+            self._free(chunk.file_offset)
+        if held and self._shared:
             self._shared.claim(self._held_bytes(), 0)
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:

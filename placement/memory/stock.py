@@ -83,15 +83,13 @@ class Stock:
 
     def release(self) -> None:
         """Return everything to the driver: the border is decided."""
-        while self._chunks:
-            self._release_one(len(self._chunks) - 1)
+        chunks, self._chunks = self._chunks, []  # out of the stock first: a released chunk must never be handed out again
+        self.room_bytes += sum([chunk.nbytes for chunk in chunks])
+        self._device.release(*chunks)
 
     def _make_way(self) -> None:
         """Return one chunk of the size that there is most of: tails are single, and needed for going back."""
         count = Counter(chunk.nbytes for chunk in self._chunks)
-        self._release_one(max(range(len(self._chunks)), key=lambda index: count[self._chunks[index].nbytes]))
-
-    def _release_one(self, index: int) -> None:
-        chunk = self._chunks.pop(index)  # out of the stock first: a released chunk must never be handed out again
+        chunk = self._chunks.pop(max(range(len(self._chunks)), key=lambda index: count[self._chunks[index].nbytes]))
         self.room_bytes += chunk.nbytes
         self._device.release(chunk)
