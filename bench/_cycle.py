@@ -15,7 +15,7 @@ from bench._results import Results
 from bench._rig import Rig, available_host_bytes
 from bench.link import Link
 
-_REST_MILLISECONDS = 300
+REST_MILLISECONDS = 300
 """Between an offload and the load after it, for every system: a phase of others. Without it the driver is still clearing the memory that
 was just freed (about 50 ms for 15 GB on an H200), and the load of whoever takes fresh memory then is up to a tenth slower."""
 _GIVE_UP_SECONDS = 5.0
@@ -131,7 +131,7 @@ class RoundTrips:
         if self.changing:
             change(self.mover.tensors)
         offload = self._offload()
-        time.sleep(self.rig.pick(0, _REST_MILLISECONDS, _REST_MILLISECONDS) / 1e3)
+        time.sleep(self.rig.pick(0, REST_MILLISECONDS, REST_MILLISECONDS) / 1e3)
         return offload, self._load()
 
     def _is_exact(self) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import placement
 from bench import _rig
+from bench._cycle import REST_MILLISECONDS
 from bench._models import blob, digest, module_tensors
 from bench._results import Results
 from bench._rig import Rig
@@ -51,6 +52,7 @@ def _loads(rig: Rig, manager: placement.Manager, model: torch.nn.Module, *, only
     rig.empty_cache()
     seconds, is_exact, loads = [], True, rig.pick(2, 4, 6)
     for _ in range(loads):
+        time.sleep(REST_MILLISECONDS / 1e3 if rig.is_cuda else 0.0)
         dist.barrier()
         if only is None or only == dist.get_rank():
             began = time.perf_counter()
