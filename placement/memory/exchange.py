@@ -119,11 +119,6 @@ class Exchange:
         """What comes, in order. Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
         self._at_once = _FIRST
         """Chunks that are mapped together next."""
-        self._maps_first = False
-        """Whether no copy begins before everything is mapped. On hosts with several H200s the driver takes 0.5 ms to map a chunk beside
-        a busy link, on an idle one 0.1; and what ranks gather waits for all of them to have mapped."""
-        self._mapped: list[tuple[Holding, Range, list[int]]] = []
-        """What is still to be brought then."""
         self._brought_bytes: Counter[Holding] = Counter()
         """Copied for what comes."""
 
@@ -140,7 +135,6 @@ class Exchange:
         began = time.monotonic()
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
-        self._maps_first = self._together and not out and any(r.is_shared for holding in into for r in holding.ranges)
         try:
             moved = self._offload(out, into)
             moved |= self._load(into)
@@ -301,8 +295,6 @@ class Exchange:
     def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
         while self._coming or self._tails:
             self._bring_more()
-        for each in self._mapped:
-            self._bring(*each)
         if holdings:
             self._device.order()
         complete = [holding for holding in holdings if holding.is_complete]
@@ -312,9 +304,6 @@ class Exchange:
             holding.commit_load()
             holding.settle(self._stock)
         return {holding: Moved(copied_bytes=self._brought_bytes[holding]) for holding in holdings}
-
-    def _bring(self, holding: Holding, r: Range, indices: list[int]) -> None:
-        self._brought_bytes[holding] += holding.bring(r, indices, together=self._together)
 
     def _bring_more(self) -> None:
         """The first few chunks start the link; the longer it has work, the more may be mapped at once."""
@@ -335,10 +324,7 @@ class Exchange:
             chunks = self._stock.take(sizes[:served])
             r.chunks.update(zip(wanted, chunks, strict=False))
             self._device.map(r.adoption.addresses, chunks, r.starts[first])
-            if self._maps_first:
-                self._mapped.append((holding, r, wanted[:served]))
-            else:
-                self._bring(holding, r, wanted[:served])
+            self._brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
             for _ in range(served):
                 waiting.popleft()
             if once:
