@@ -50,7 +50,7 @@ def _loads(rig: Rig, manager: placement.Manager, model: torch.nn.Module, *, only
     before = digest(module_tensors(model))
     handle = manager.register("ref", model, role="ref", readonly=True, **keywords)
     rig.empty_cache()
-    seconds, is_exact, loads = [], True, rig.pick(2, 4, 6)
+    seconds, is_exact, loads = [], True, rig.pick(2, 4, 5)
     for _ in range(loads):
         time.sleep(REST_MILLISECONDS / 1e3 if rig.is_cuda else 0.0)
         dist.barrier()

@@ -243,8 +243,9 @@ class Device(abc.ABC):
     def after(self, mark: Mark) -> AbstractContextManager[None]:
         """What torch enqueues on this device inside comes after the copies that `mark` notes, beside later ones.
 
-        It also comes after all work that the calling thread's current stream holds now, and `order` waits for it. Where there are
-        no streams the caller waits for the copies instead.
+        It also comes after all work that the calling thread's current stream held at the last `order`: collectives of two communicators
+        must not run at once in different orders. The next `order` waits for it. Where there are no streams the caller waits for the
+        copies instead.
         """
 
     @abc.abstractmethod

@@ -201,13 +201,12 @@ class CudaDevice(Device):
 
     def order(self) -> None:
         current = torch.cuda.current_stream(self.torch_device)
+        self._following.wait_stream(current)  # before `current` waits for every copy: what follows one of them waits for no other
         for stream in (*self._streams.values(), self._following):
             current.wait_stream(stream)
 
     @contextlib.contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        # After what the caller's stream holds, too: collectives of two communicators must not run at once in different orders.
-        self._following.wait_stream(torch.cuda.current_stream(self.torch_device))
         self._following.wait_event(_ours(mark, _Event).event)
         with torch.cuda.stream(self._following):
             yield
