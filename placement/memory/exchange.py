@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from placement.memory.arrivals import WINDOW, Arrivals
 from placement.memory.base import Device, Mark
 from placement.memory.holding import Holding
 from placement.memory.moved import Moved
@@ -24,8 +25,6 @@ from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.verify import Span, Verifier
 
-WINDOW = 2
-"""Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 98 % of both directions."""
 _BATCH = 4
 """Copied chunks that are vacated together when nobody waits for them. Beside a busy link the driver takes 0.9 ms to put poison behind
 a chunk, on an idle one 0.03 (H200)."""
@@ -33,13 +32,6 @@ _LAST = 3
 """So these are vacated together once the link is idle: copying them takes as long as vacating what came before."""
 _CLEAN_BATCH = 64
 """Chunks that are vacated together when nothing had to be copied."""
-_FIRST = 1
-"""Chunks that are mapped before the first copy of a load."""
-_GROWTH = 16
-"""And how many times as many each time after, under the copies. On an H200 a chunk of 128 MiB takes 2.4 ms to copy, 0.05 ms to map."""
-_GATHERED = 16
-"""Chunks that are mapped together where ranks gather what comes: each brings only a part of every chunk, and on hosts with several
-H200s the driver takes 0.5 ms to map one beside a busy link (0.1 beside an idle one)."""
 _LEAD = 4
 """Chunks whose fingerprints are asked first, so that the link has work while the others are computed."""
 
@@ -116,14 +108,7 @@ class Exchange:
         self._dropping = dropping
         self._room_bytes = room_bytes
         self._early_release = early_release
-        self._together = together
-        self._coming: deque[tuple[Holding, Range, int]] = deque()
-        self._tails: deque[tuple[Holding, Range, int]] = deque()
-        """What comes, in order. Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
-        self._at_once, self._growth = _FIRST, _GROWTH
-        """Chunks that are mapped together next, and how many times as many after that."""
-        self._brought_bytes: Counter[Holding] = Counter()
-        """Copied for what comes."""
+        self._arrivals = Arrivals(device, stock, together=together)
 
     def run(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
         """Offload the ones and load the others. Holdings that are there already are left alone.
@@ -138,8 +123,6 @@ class Exchange:
         began = time.monotonic()
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
-        if self._together and any(r.is_shared for holding in into for r in holding.ranges):
-            self._at_once, self._growth = _GATHERED, 1
         try:
             moved = self._offload(out, into)
             moved |= self._load(into)
@@ -162,7 +145,7 @@ class Exchange:
         for holding in (*holdings, *coming):
             holding.begin_move(self._stock)
         for holding in coming:
-            self._expect(holding, holding.ranges)
+            self._arrivals.expect(holding, holding.ranges)
         self._limit_room(holdings, coming)
         leaving = [_Leaving(holding, dropped=self._dropped(holding)) for holding in holdings]
         parts = self._start(leaving)
@@ -170,7 +153,7 @@ class Exchange:
         for each in leaving:
             each.take_in_newborn()
         for holding in coming:
-            self._expect(holding, holding.adopted.take_in_from_elsewhere())
+            self._arrivals.expect(holding, holding.adopted.take_in_from_elsewhere())
         for each, rest in zip(leaving, parts, strict=True):
             for _ in rest:  # the device works at the next answer meanwhile
                 self._vacate(each, waits=False)
@@ -188,10 +171,10 @@ class Exchange:
         for part in parts:
             next(part, None)
         if leaving:
-            self._fill(fresh=self._window(), longest=1)
+            self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
         else:  # enough for the link to be busy while every tensor is looked at
-            self._bring_more()
-            self._bring_more()
+            self._arrivals.bring_more()
+            self._arrivals.bring_more()
         if any(each.copied_bytes for each in leaving):
             for part in parts:
                 deque(part, maxlen=0)
@@ -205,9 +188,9 @@ class Exchange:
                 self._device.wait(batch.mark)
             self._verifier.check_host(leaving.holding, batch.cut(leaving.chosen), leaving.on_host)
             leaving.holding.vacate(batch.range, batch.first, batch.last, self._stock)
-            if self._early_release and not self._coming and not self._tails:
+            if self._early_release and not self._arrivals:
                 self._stock.release()
-            self._fill(fresh=0, longest=_BATCH)
+            self._arrivals.fill(fresh=0, longest=_BATCH)
 
     def _dropped(self, holding: Holding) -> tuple[Range, ...] | None:
         return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
@@ -217,16 +200,6 @@ class Exchange:
         if leaving and coming:
             gain = sum(each.num_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
             self._stock.room_bytes = min(self._stock.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
-
-    def _expect(self, holding: Holding, ranges: Iterable[Range]) -> None:
-        for r in ranges:
-            for index, size in enumerate(r.chunk_sizes):
-                (self._coming if size == self._device.chunk_bytes else self._tails).append((holding, r, index))
-
-    def _window(self) -> int:
-        """Chunks of what comes that find room beside everything that leaves."""
-        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._coming, WINDOW))
-        return sum(nbytes <= self._room_bytes for nbytes in sizes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:
         """Everything that leaves is complete on the host."""
@@ -281,7 +254,7 @@ class Exchange:
 
     def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
         """Enqueue the copies of what is dirty. Batches are as long as whoever waits for them allows."""
-        is_awaited = bool(self._coming or self._tails)
+        is_awaited = bool(self._arrivals)
         for is_dirty, run in itertools.groupby(range(first, first + len(dirty)), key=lambda index: dirty[index - first]):
             indices = list(run)
             step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else _BATCH
@@ -298,8 +271,8 @@ class Exchange:
     # --- what comes
 
     def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
-        while self._coming or self._tails:
-            self._bring_more()
+        while self._arrivals:
+            self._arrivals.bring_more()
         if holdings:
             self._device.order()
         complete = [holding for holding in holdings if holding.is_complete]
@@ -308,29 +281,4 @@ class Exchange:
         for holding in complete:
             holding.commit_load()
             holding.settle(self._stock)
-        return {holding: Moved(copied_bytes=self._brought_bytes[holding]) for holding in holdings}
-
-    def _bring_more(self) -> None:
-        """The first few chunks start the link; the longer it has work, the more may be mapped at once."""
-        self._fill(fresh=self._at_once, longest=self._at_once, once=True)
-        self._at_once *= self._growth
-
-    def _fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
-        """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver."""
-        while waiting := self._coming or self._tails:
-            holding, r, first = waiting[0]
-            run = next(itertools.groupby(itertools.islice(waiting, longest), key=lambda each: id(each[1])))[1]
-            wanted = [index for _, _, index in run]
-            sizes = [r.chunk_sizes[index] for index in wanted]
-            served = self._stock.count(sizes, fresh)
-            if not served:
-                return
-            fresh -= max(0, served - self._stock.count(sizes, 0))
-            chunks = self._stock.take(sizes[:served])
-            r.chunks.update(zip(wanted, chunks, strict=False))
-            self._device.map(r.adoption.addresses, chunks, r.starts[first])
-            self._brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
-            for _ in range(served):
-                waiting.popleft()
-            if once:
-                return
+        return {holding: Moved(copied_bytes=self._arrivals.brought_bytes[holding]) for holding in holdings}

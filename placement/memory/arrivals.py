@@ -1,0 +1,100 @@
+"""What comes to the device at one border: which chunks wait for memory, in order, and the start of their copies."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from placement.memory.base import Device
+from placement.memory.holding import Holding
+from placement.memory.range import Range
+from placement.memory.shared_range import SharedRange
+from placement.memory.stock import Stock
+
+WINDOW = 2
+"""Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 98 % of both directions."""
+_FIRST = 1
+"""Chunks that are mapped before the first copy of a load."""
+_GROWTH = 16
+"""And how many times as many each time after, under the copies. On an H200 a chunk of 128 MiB takes 2.4 ms to copy, 0.05 ms to map."""
+_GATHERED = 16
+"""Chunks that are mapped together where ranks gather what comes: see `_next_burst`."""
+
+
+class Arrivals:
+    """Chunks of holdings on their way to the device.
+
+    Args:
+        stock: where their memory comes from.
+        together: see `Exchange`.
+    """
+
+    def __init__(self, device: Device, stock: Stock, *, together: bool) -> None:
+        self._device = device
+        self._stock = stock
+        self._together = together
+        self._full: deque[tuple[Holding, Range, int]] = deque()
+        self._tails: deque[tuple[Holding, Range, int]] = deque()
+        """Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
+        self._burst = 0
+        """Chunks that were mapped together last by `bring_more`."""
+        self.brought_bytes: Counter[Holding] = Counter()
+        """Copied, by holding."""
+
+    def __bool__(self) -> bool:
+        """Whether any chunk still waits for memory."""
+        return bool(self._full or self._tails)
+
+    def expect(self, holding: Holding, ranges: Iterable[Range]) -> None:
+        for r in ranges:
+            for index, size in enumerate(r.chunk_sizes):
+                (self._full if size == self._device.chunk_bytes else self._tails).append((holding, r, index))
+
+    def window(self, room_bytes: int) -> int:
+        """How many chunks find room beside everything that leaves."""
+        sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
+        return sum(nbytes <= room_bytes for nbytes in sizes)
+
+    def bring_more(self) -> None:
+        """The next burst, from the driver where the stock has nothing."""
+        self._burst = self._next_burst()
+        self.fill(fresh=self._burst, longest=self._burst, once=True)
+
+    def fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
+        """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver.
+
+        Args:
+            longest: chunks that are mapped together.
+            once: only the next ones.
+        """
+        while waiting := self._full or self._tails:
+            holding, r, first = waiting[0]
+            run = next(itertools.groupby(itertools.islice(waiting, longest), key=lambda each: id(each[1])))[1]
+            wanted = [index for _, _, index in run]
+            sizes = [r.chunk_sizes[index] for index in wanted]
+            served = self._stock.count(sizes, fresh)
+            if not served:
+                return
+            fresh -= max(0, served - self._stock.count(sizes, 0))
+            chunks = self._stock.take(sizes[:served])
+            r.chunks.update(zip(wanted, chunks, strict=False))
+            self._device.map(r.adoption.addresses, chunks, r.starts[first])
+            self.brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
+            for _ in range(served):
+                waiting.popleft()
+            if once:
+                return
+
+    def _next_burst(self) -> int:
+        """How many chunks to map together. The first few start the link; the longer it has work, the more may be mapped.
+
+        Where N ranks gather, each brings 1/N of a chunk, which covers less mapping; gathering begins when all of them have mapped
+        everything; and hosts with several H200s take 0.5 ms to map a chunk beside a busy link, 0.1 beside an idle one. The more
+        ranks, the more is therefore mapped before the first copy.
+        """
+        waiting = [r for _, r, _ in (*self._full, *self._tails)]
+        num_ranks = max((r.shares.world_size for r in waiting if isinstance(r, SharedRange)), default=1) if self._together else 1
+        if num_ranks > 1:
+            return _GATHERED if self._burst else max(_GATHERED, len(waiting) * (num_ranks - 2) // num_ranks)
+        return self._burst * _GROWTH or _FIRST
