@@ -17,6 +17,11 @@ def test_twenty_steps_of_a_zero_engine_are_not_touched(two_ranks: Ranks, stage: 
         assert outcome.offloaded_bytes == {"actor": 0, "actor.optimizer": 0}
 
 
+def test_twenty_steps_of_a_zero_engine_on_one_rank(one_rank: Ranks) -> None:
+    (outcome,) = one_rank.run(deepspeed_worker.compare, 3, torch.bfloat16)
+    assert outcome.offloaded_bytes == {"actor": 0, "actor.optimizer": 0}
+
+
 def test_an_engine_without_zero_is_moved_like_the_module_it_is(one_rank: Ranks, two_ranks: Ranks) -> None:
     for ranks in (one_rank, two_ranks):
         for outcome in ranks.run(deepspeed_worker.compare, 0, torch.float32):
