@@ -120,7 +120,7 @@ class Journal:
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
         self.num_changes = 0
-        """State changes since the start."""
+        """Records since the start: whether anything changed between two moments."""
         self.pairing_violations = 0
         self.wrong_writes = 0
         self.expired_keeps = 0

@@ -74,8 +74,6 @@ class Moves:
         """Whose gradients die at the present border."""
         self._moved: dict[Handle, Moved] = {}
         """What the present border's exchange has moved, until the handles' transitions take it over."""
-        self._trained: list[Handle] = []
-        """Whose training the present border ended."""
         self._complaints: list[Exception] = []
         """What must be raised, but only once the border is complete: raising at once would leave the handle half-way."""
 
@@ -93,16 +91,9 @@ class Moves:
         self.stock.room_bytes = room_bytes
         self.dropping = dropping
 
-    def look_at_trained(self) -> None:
-        """State that a first step has born lies in torch's memory until its first offload; it has to count where that is still to come."""
-        trained, self._trained = self._trained, []
-        for handle in trained:
-            if handle.holding is not None and handle.holding.on_device:
-                handle.holding.adopted.look()
-
     def forget(self) -> None:
         """Of the border that is over, or was broken off. What was given up stays in the stock."""
-        self._moved, self.dropping, self._trained = {}, (), []
+        self._moved, self.dropping = {}, ()
 
     def end(self) -> None:
         """The border is over: nothing is remembered of it, and no memory is kept back."""
@@ -152,8 +143,6 @@ class Moves:
             return self.engines.move(handle, trigger)
         if holding is None or handle.external:
             return Moved()
-        if trigger in (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC):
-            self._trained.append(handle)
         if trigger not in _MOVES:
             return Moved()
         moved = self._moved.pop(handle, None)

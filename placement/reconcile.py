@@ -30,6 +30,9 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
 """The order of a border: what ends, what leaves, what comes, what begins. The bytes of the two in the middle move together."""
 
 
+_END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
+
+
 def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handle]]:
     """Those whose bytes we move, and the engines that do it themselves."""
     others = {name: handle for name, handle in handles.items() if handle.residency is None}
@@ -128,7 +131,6 @@ class Reconciler:
             if handle.holding in self._moves.dropping and handle.state is not State.TRAINING and handle.holding.on_device:
                 handle.holding.gradients.drop(zero_buffers=True)
                 handle.holding.adopted.look()
-        self._moves.look_at_trained()
         self._moves.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(self, handles: Mapping[str, Handle], plan: Plan, *, together: bool = False) -> list[Exception]:
@@ -201,16 +203,18 @@ class Reconciler:
                 paths.append((handle, wanted))
         for step in _STEPS:
             if step is _STEPS[1]:
-                # Where something comes, or others may still refuse, what is given up is kept for going back.
-                early_release = not together and not any(triggers[:1] == [Trigger.LOAD] for _, triggers in paths)
-                self._moves.move_at_once(paths, early_release=early_release, together=together)
+                self._moves.move_at_once(paths, together=together)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
 
     def _run(self, handle: Handle, triggers: list[Trigger], step: Sequence[Trigger]) -> None:
         """Fire the triggers of a path that belong to this step, taking them off the list."""
         while triggers and triggers[0] in step:
-            self._moves.fire(handle, triggers.pop(0))
+            trigger = triggers.pop(0)
+            # State that a first step has born lies in torch's memory until the first offload: it has to count where that is to come.
+            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD] and handle.holding is not None and not handle.external:
+                handle.holding.adopted.look()
+            self._moves.fire(handle, trigger)
 
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
         """Settle every handle, as far as it goes. Returns what went wrong."""

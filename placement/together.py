@@ -38,12 +38,12 @@ class Together:
         self._words = 0
         """That this rank has said to its group: each is one epoch's."""
 
-    def propose(self, action: str, budget_bytes: Callable[[], int] = lambda: 0) -> int | None:
+    def propose(self, action: str, ask_budget: Callable[[], int] = lambda: 0) -> int | None:
         """Before the plan of an entry or a switch is made. Returns the least budget of all ranks; None without a group.
 
         Args:
             action: what every rank has to be about.
-            budget_bytes: this rank's.
+            ask_budget: gives this rank's, in bytes; not asked without a group.
 
         Raises:
             GroupError, CoordinatorLost: see `Group.propose`.
@@ -52,7 +52,7 @@ class Together:
             return None
         with self._hearing():
             self._words += 1
-            return self._group.propose(action, budget_bytes())
+            return self._group.propose(action, ask_budget())
 
     def go_on(self, what: str) -> None:
         """Before a further step of the same border, once the one before is agreed.

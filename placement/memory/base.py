@@ -237,7 +237,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def order(self) -> None:
-        """Let the calling thread's current stream wait for every copy enqueued so far. The host does not wait."""
+        """Let the calling thread's current stream wait for every copy enqueued so far. The host does not wait. See `after`, too."""
 
     @abc.abstractmethod
     def after(self, mark: Mark) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from placement.errors import DeviceMemoryError
+from placement.errors import DeviceMemoryError, HostMemoryError
 from placement.memory import cuda_pool
 from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 from placement.memory.cuda_answers import NUM_BYTES, Answers, HostWords
@@ -92,8 +92,9 @@ class CudaDevice(Device):
         return MappedSlab(file, nbytes, own, extra_bytes, register=self._pin, unregister=self._pinning.unpin)
 
     def _words(self, nbytes: int) -> HostWords:
-        """A few bytes for answers of kernels; no limit counts them."""
-        return HostWords(Slab(nbytes, register=self._pinning.pin, unregister=self._pinning.unpin), self.torch_device)
+        """A few bytes for answers of kernels."""
+        slab = Slab(nbytes, register=self._pinning.pin_uncounted, unregister=self._pinning.unpin)
+        return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
 
     @property
     def _pin(self) -> Register:
@@ -160,9 +161,9 @@ class CudaDevice(Device):
         # In one step: the driver gives the number of a released chunk to the next, so it must never be released twice.
         if handles and self._driver.usable:
             forget = map(self._chunks.owned.pop, lives, itertools.repeat(None))
-            uninterrupted(
-                functools.partial(collections.deque, map(self._driver.api.cuMemRelease, handles), 0),
+            uninterrupted(  # out of the ledger first: another thread may look while the driver works
                 functools.partial(collections.deque, forget, 0),
+                functools.partial(collections.deque, map(self._driver.api.cuMemRelease, handles), 0),
             )
 
     def _release_dead(self, handle: int, life: Life) -> bool:
@@ -228,8 +229,7 @@ class CudaDevice(Device):
         return torch.as_tensor(_Exporter(addresses, offset, nbytes), device=self.torch_device)
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self._answers = self._answers or Answers(self._words(NUM_BYTES))
-        return self._answers.ask(values)
+        return values.cpu if self._answers is None else self._answers.ask(values)
 
     def memory(self) -> DeviceMemory:
         cuda_pool.reap()
@@ -255,7 +255,10 @@ class CudaDevice(Device):
         return int(stats[what]["all"]["current"])
 
     def _poisoned(self) -> Poison:
-        self._poison = self._poison or self._make_poison()
+        if self._poison is None:
+            self._poison = self._make_poison()
+            with contextlib.suppress(HostMemoryError):  # answers wait for copies then
+                self._answers = Answers(self._words(NUM_BYTES))
         return self._poison
 
     def _make_poison(self) -> Poison:
@@ -287,7 +290,7 @@ class CudaDevice(Device):
         cuda_pool.reap()
         self._collect()
         if len(self._ranges.owned) <= 1:  # the poison's own
-            self._poison = None
+            self._poison = self._answers = None
             self._collect()
 
 

@@ -59,6 +59,9 @@ class Driver:
                 f"{torch.version.cuda}; a virtual GPU must be of a kind that has unified memory (a whole GPU or MIG slice has)"
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
+        same = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))
+        """Whether kernels find registered host memory where the host does."""
 
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

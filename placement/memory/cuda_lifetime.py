@@ -23,11 +23,18 @@ def uninterrupted(*calls: Callable[[], object]) -> None:
 class Life(weakref.ref[Any]):
     """One object that the driver holds something for."""
 
-    __slots__ = ("end", "nbytes", "worker")
+    __slots__ = ("end", "nbytes")
     end: Callable[[Life], bool]
     nbytes: int
-    worker: weakref.ref[Any]
-    """A second reference, whose callback has the work done. `weakref.finalize` takes ten times as long, a hundred times a load."""
+
+
+_WAKERS: set[weakref.ref[Any]] = set()
+"""One for each object, whose callback has the work done at its death. Here, because a ledger may die before what it is about, or with it
+in one collection, which then calls no callback of the ledger's own. (`weakref.finalize` does the same and takes ten times as long.)"""
+
+
+class _Turn:
+    """One call of `collect`."""
 
 
 class Lives:
@@ -37,21 +44,32 @@ class Lives:
         self.owned: dict[weakref.ref[Any], int] = {}
         """Bytes by object. `end` takes the entry out in the same uninterrupted step that gives the bytes back."""
         self._dead: collections.deque[Life] = collections.deque()
+        self._turns: dict[Life, weakref.ref[_Turn]] = {}
+        """Which call is about to end which life: driver calls give other threads a turn, and a number of the driver's that was given
+        back may be somebody else's by then. A call that an interrupt has ended holds none."""
 
     def add(self, thing: object, nbytes: int, end: Callable[[Life], bool]) -> None:
         """Own `nbytes` for as long as `thing` lives. `end` gives them back, or returns False to be called again later."""
         # Callbacks run from the newest reference to the oldest: the list first, then whoever works it off.
-        worker = weakref.ref(thing, self._work_off)
+        _WAKERS.add(weakref.ref(thing, self._wake))
         life = Life(thing, self._dead.append)
-        life.nbytes, life.end, life.worker = nbytes, end, worker
+        life.nbytes, life.end = nbytes, end
         self.owned[life] = nbytes
 
-    def _work_off(self, _: weakref.ref[Any]) -> None:
+    def _wake(self, waker: weakref.ref[Any]) -> None:
+        _WAKERS.discard(waker)
         self.collect()
 
     def collect(self) -> None:
         """Give back what belonged to objects that are dead. Repeating it after an interrupt is safe."""
-        for life in list(self._dead):
+        turn = _Turn()
+        mine = weakref.ref(turn)
+        for life in [*self._dead]:
+            held = self._turns.setdefault(life, mine)
+            if held is not mine and held() is not None:
+                continue
+            self._turns[life] = mine
             if life not in self.owned or life.end(life):
                 with contextlib.suppress(ValueError):  # a nested call was faster
                     self._dead.remove(life)
+            self._turns.pop(life, None)

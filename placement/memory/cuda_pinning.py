@@ -17,18 +17,25 @@ class Pinning:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._pinned: dict[int, int] = {}  # length by address
+        self._uncounted: dict[int, int] = {}
+        """Of these, what no limit counts."""
         self._turn = threading.Lock()
 
     @property
     def pinned_bytes(self) -> int:
         return sum(list(self._pinned.values()))
 
+    def pin_uncounted(self, address: int, nbytes: int) -> str | None:
+        """`pin` for the few bytes that are not for copies of handles: no limit counts them."""
+        self._uncounted[address] = nbytes
+        return self.pin(address, nbytes)
+
     def pin(self, address: int, nbytes: int, limit_bytes: int | None = None) -> str | None:
         """Register host memory with the driver; the reason if it refuses. Through the driver and not the runtime, whose
         errors would stick and be reported by torch's next kernel launch."""
         # One at a time, for the limit, and because others would wait in the driver and keep everybody else waiting there.
         with self._turn:
-            pinned = self.pinned_bytes
+            pinned = self.pinned_bytes - sum(self._uncounted.values())
             if limit_bytes is not None and pinned + nbytes > limit_bytes:
                 return f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, {nbytes:,} more wanted"
             self._pinned[address] = nbytes  # first, so that `unpin` undoes a registration that was cut short
@@ -41,6 +48,7 @@ class Pinning:
     def unpin(self, address: int) -> None:
         """Undo `pin`, whole or cut short. Does nothing at interpreter exit and in a forked child. Takes no lock: it is called
         when objects die, on any thread, whatever that thread holds."""
+        self._uncounted.pop(address, None)
         if self._driver.usable and self._pinned.pop(address, 0):
             with self._beside_captures():
                 self._driver.failed("cuMemHostUnregister", address)

@@ -29,7 +29,8 @@ class Poison:
             # Kept for good: the comparison's own scratch memory lies in the same segment of torch's, and never has to be asked for.
             self._segment = torch.empty(2, dtype=torch.int64, device=self._device)
         self._answer = answer
-        self._extremes = (answer.device[0], answer.device[1])
+        extremes = self._segment if answer.device is None else answer.device
+        self._extremes = (extremes[0], extremes[1])
         self._asked, self._answered = torch.cuda.Event(), torch.cuda.Event()
         # They outlive the process: torch's destructor asks the device, which ends a forked child (torch 2.11).
         for event in (self._asked, self._answered):
@@ -61,6 +62,7 @@ class Poison:
         self._is_comparing = False
         with torch.cuda.stream(self._stream):
             torch.aminmax(self._words, out=self._extremes)
-            self._answer.bring()
+            if self._answer.device is None:
+                self._answer.host.copy_(self._segment, non_blocking=True)
             self._answered.record(self._stream)
         self._is_comparing = True

@@ -90,8 +90,8 @@ def _put_back(device: Device, claim: Claim, r: Range, entry: Placed) -> None:
     with torch.no_grad():
         for alias in claim.aliases:
             alias.data = torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride)
+    r.counted = None  # before the old storage may be freed, whose address is in there
     entry.ref, entry.use_count = StorageWeakRef(claim.aliases[0].untyped_storage()), 0
-    r.counted = None
 
 
 def _is_poison(claim: Claim) -> bool:

@@ -83,9 +83,15 @@ class Stock:
 
     def release(self) -> None:
         """Return everything to the driver: the border is decided."""
-        chunks, self._chunks = self._chunks, []  # out of the stock first: a released chunk must never be handed out again
-        self.room_bytes += sum([chunk.nbytes for chunk in chunks])
-        self._device.release(*chunks)
+        chunks = self._chunks
+        try:
+            self._chunks = []  # out of the stock first: a released chunk must never be handed out again
+            self.room_bytes += sum([chunk.nbytes for chunk in chunks])
+            self._device.release(*chunks)
+        except BaseException:  # an interrupt: its traceback would keep them, and their memory, from who goes back
+            self._chunks = []
+            self._device.release(*chunks)
+            raise
 
     def _make_way(self) -> None:
         """Return one chunk of the size that there is most of: tails are single, and needed for going back."""

@@ -50,6 +50,7 @@ class FakeDriver(ModuleType):
             CU_MEM_LOCATION_TYPE_DEVICE=1,
             CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1,
             CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=102,
+            CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM=91,
         )
         for name in ("Type", "Granularity_flags"):
             setattr(self, f"CUmemAllocation{name}", anything)
