@@ -122,6 +122,7 @@ class Scene:
 
     def step(self) -> None:
         step(self.model, self.optimizer)
+        self.entry["number"] = 3
 
     @property
     def inner(self) -> Any:
@@ -221,8 +222,11 @@ def a_number_more(scene: Scene) -> None:
 
 
 def a_number_that_becomes_a_tensor(scene: Scene) -> None:
-    scene.entry["mine"] = 3
-    scene.entry["mine"] = torch.randn(2)
+    scene.entry["number"] = torch.randn(2)
+
+
+def a_number_that_becomes_a_list(scene: Scene) -> None:
+    scene.entry["number"] = [torch.randn(2)]
 
 
 def a_tensor_less(scene: Scene) -> None:
@@ -241,6 +245,14 @@ def two_tensors_that_changed_places(scene: Scene) -> None:
 def the_order_of_entries(scene: Scene) -> None:
     state = scene.inner.state
     state[scene.model.weight] = state.pop(scene.model.weight)
+
+
+def entries_that_changed_parameters(scene: Scene) -> None:
+    state = scene.inner.state
+    items = [*state.items()]
+    state.clear()
+    for (key, _), (_, entry) in zip(reversed(items), items, strict=True):
+        state[key] = entry
 
 
 def the_order_of_parameters(scene: Scene) -> None:
@@ -315,12 +327,20 @@ def a_counter_that_is_a_number(scene: Scene) -> None:
     scene.replace(1.0, counter=True)
 
 
+def renamed(entry: dict[str, Any], old: str, new: str) -> None:
+    """In its place among the others."""
+    items = [(new if key == old else key, value) for key, value in entry.items()]
+    entry.clear()
+    entry.update(items)
+
+
 def a_counter_of_another_name(scene: Scene) -> None:
-    scene.entry["count"] = scene.entry.pop(scene.key(counter=True))
+    renamed(scene.entry, scene.key(counter=True), "count")
 
 
 def a_tensor_that_becomes_a_counter(scene: Scene) -> None:
-    scene.entry["step"] = scene.entry.pop(scene.key())
+    scene.entry.pop("step", None)
+    renamed(scene.entry, scene.key(), "step")
 
 
 def a_view_of_a_parameter(scene: Scene) -> None:
@@ -388,10 +408,12 @@ MUTATIONS: list[Callable[[Scene], None]] = [
     a_tensor_more,
     a_number_more,
     a_number_that_becomes_a_tensor,
+    a_number_that_becomes_a_list,
     a_tensor_less,
     a_tensor_that_becomes_none,
     two_tensors_that_changed_places,
     the_order_of_entries,
+    entries_that_changed_parameters,
     the_order_of_parameters,
     a_group_more,
     a_group_more_that_has_stepped,
@@ -434,10 +456,14 @@ def identities(tensors: Any) -> list[int]:
     return list(map(id, tensors))
 
 
-def looked(adapter: OptimizerAdapter, addresses: list[int]) -> list[torch.Tensor] | None:
-    """What the quick look says, as its one caller believes it: `Intake` compares the addresses, too."""
+def looked(adapter: OptimizerAdapter, addresses: list[int] | None) -> list[torch.Tensor] | None:
+    """What the quick look says; with addresses, as its one caller believes it: `Intake` compares them, too."""
     found = adapter.unchanged()
-    return None if found is None or [each.data_ptr() for each in found] != addresses else list(found)
+    return None if found is None or (addresses and [each.data_ptr() for each in found] != addresses) else list(found)
+
+
+SEEN_BY_ADDRESS = (data_of_a_parameter, data_without_elements)
+"""The tensors are the same, in other memory."""
 
 
 @every_mutation
@@ -451,7 +477,7 @@ def test_the_quick_look_is_the_full_walk_or_nothing(name: str, mutation: Callabl
     mutation(scene)
     expected = identities(walked(scene.optimizer))
     for _ in range(2):  # also once the change was walked over
-        found = looked(adapter, addresses)
+        found = looked(adapter, addresses if mutation in SEEN_BY_ADDRESS else None)
         assert found is None or identities(found) == expected
         addresses = [item.tensor.data_ptr() for item in adapter.owned()]
 
@@ -473,9 +499,9 @@ def test_it_is_quick_where_nothing_changed(name: str) -> None:
         expected = identities(item.tensor for item in adapter.owned())
     assert identities(adapter.unchanged()) == expected
     other = next(iter(scene.inner.state.values()))
-    other["number"] = 7
+    other["another"] = 7
     assert adapter.unchanged() is None
-    del other["number"]
+    del other["another"]
     assert identities(adapter.unchanged()) == expected, "what was undone is no change"
 
 
