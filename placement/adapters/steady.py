@@ -64,16 +64,19 @@ class SteadyState:
         self._tensor_ids = list(map(id, tensors))
         place = {key: index for index, key in reversed(list(enumerate(self._tensor_ids)))}
         self._owned = [place[id(tensor)] for tensor in owned]
-        moved = {*self._owned}
-        self._staying = [index not in moved for index in range(len(tensors))]
+        moved = {*map(id, owned)}
+        self._staying = [key not in moved for key in self._tensor_ids]
 
     def look(self, optimizers: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The owned tensors, in their order, if nothing changed and what stayed on the CPU is still there; else None."""
+        """The owned tensors, in their order, if nothing changed and what stayed on the CPU is still a number there; else None."""
         ids, values = _state(optimizers)
         if ids != self._ids or list(map(type, values)) != self._types:
             return None
         tensors = list(itertools.compress(values, self._tensors))
-        if list(map(id, tensors)) != self._tensor_ids or not all(map(_IS_CPU, itertools.compress(tensors, self._staying))):
+        if list(map(id, tensors)) != self._tensor_ids:
+            return None
+        staying = list(itertools.compress(tensors, self._staying))
+        if not all(map(_IS_CPU, staying)) or any(map(torch.Tensor.dim, staying)):
             return None
         return [tensors[index] for index in self._owned]
 

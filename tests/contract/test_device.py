@@ -105,6 +105,29 @@ def test_ledger_follows_chunks(device: Device) -> None:
     assert device.memory().chunk_bytes == before.chunk_bytes
 
 
+def test_several_chunks_are_released_in_one_call(device: Device) -> None:
+    before = device.memory().chunk_bytes
+    _, chunks = full_and_tail(device)
+    device.release()
+    assert device.memory().chunk_bytes - before == 2 * device.chunk_bytes + device.granularity
+    device.release(chunks[2], chunks[2])
+    assert device.memory().chunk_bytes - before == 2 * device.chunk_bytes
+    device.release(*chunks)
+    assert device.memory().chunk_bytes == before
+    others = [device.create(device.granularity) for _ in chunks]  # the driver may call them by the same numbers
+    device.release(*chunks)
+    device.release(*chunks[:1], *chunks[:1])
+    assert device.memory().chunk_bytes - before == 3 * device.granularity
+    chunks.clear()
+    assert device.memory().chunk_bytes - before == 3 * device.granularity
+    device.release(others[1], others[0])
+    assert device.memory().chunk_bytes - before == device.granularity
+    addresses = poisoned(device, device.granularity)
+    device.map(addresses, others[2:])
+    whole(device, addresses).fill_(3)
+    assert (whole(device, addresses) == 3).all(), "what was not released is there"
+
+
 def test_mapped_memory_counts_until_it_is_released(device: Device) -> None:
     before = device.memory().chunk_bytes
     addresses = poisoned(device, device.chunk_bytes)
@@ -242,6 +265,63 @@ def test_a_mark_waits_for_the_copies_before_it(device: Device) -> None:
     device.copy([Copy(addresses.base, back.address, nbytes)], "to_host")
     device.wait(device.mark("to_host"))
     assert (back.view(0, nbytes) == 7).all()
+
+
+LENGTHS = (0, 1, 114, 1024, 1025, 5000)
+
+
+def asked(device: Device, count: int, seed: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Random words, and what brings them from the device."""
+    values = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed))
+    return values, device.ask(values.to(device.torch_device))
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_an_answer_is_what_was_asked_for(device: Device, count: int) -> None:
+    for seed in range(40):  # again and again: what carries an answer is used for the next
+        values, read = asked(device, count, seed)
+        answer = read()
+        assert answer.device.type == "cpu"
+        assert answer.equal(values)
+
+
+def test_answers_are_kept_until_they_are_read_in_any_order(device: Device) -> None:
+    draw = random.Random(0)
+    for first in range(0, 300, 100):
+        waiting = [asked(device, LENGTHS[seed % len(LENGTHS)], seed) for seed in range(first, first + 40)]
+        draw.shuffle(waiting)
+        for seed in range(20):  # new ones come between
+            values, read = waiting.pop()
+            assert read().equal(values)
+            waiting.append(asked(device, 114, first + 40 + seed))
+        kept = [(values, read()) for values, read in reversed(waiting)]
+        for seed in range(20):
+            values, read = asked(device, 1024, first + 60 + seed)
+            assert read().equal(values)
+        assert all(answer.equal(values) for values, answer in kept), "an answer that was read belongs to the caller"
+
+
+def test_answers_that_nobody_reads_stand_in_nobodys_way(device: Device) -> None:
+    for seed in range(60):
+        asked(device, 1024, seed)
+    values, read = asked(device, 1024, 60)
+    assert read().equal(values)
+
+
+def test_an_answer_comes_beside_copies_to_the_host(device: Device) -> None:
+    addresses, _, content = loaded(device)
+    slab = device.host(4 * addresses.nbytes)
+    words = whole(device, addresses).view(torch.int64)
+    for turn in range(5):
+        for place in range(4):
+            device.copy([Copy(addresses.base, slab.address + place * addresses.nbytes, addresses.nbytes)], "to_host")
+        before = words[:500] + turn
+        read = device.ask(before)
+        values = content.view(torch.int64)[:500] + turn
+        assert read().equal(values)
+        assert device.ask(words[700:701])().equal(content.view(torch.int64)[700:701])
+        device.wait(device.mark("to_host"))
+        assert all(slab.view(place * addresses.nbytes, addresses.nbytes).equal(content) for place in range(4))
 
 
 def test_a_mark_of_something_else_is_refused(device: Device) -> None:

@@ -132,6 +132,102 @@ def test_a_short_chunk_before_poison_and_growth_of_a_range(device: CudaDevice, d
     assert driver.errors == 0
 
 
+@pytest.mark.parametrize("fulls", [0, 1, 3])
+@pytest.mark.parametrize("steps", [1, 2, 37, 63])
+def test_the_poison_of_a_long_tail_is_one_mapping(driver: FakeDriver, fulls: int, steps: int) -> None:
+    device, size, tail = CudaDevice(0, chunk_bytes=64 * STEP), 64 * STEP, steps * STEP
+    addresses = device.reserve(fulls * size + tail)
+    assert addresses.nbytes == fulls * size + tail, "nobody is told of addresses that nobody asked for"
+    device.unmap(addresses, addresses.nbytes)
+    poison = [(size, POISON)] * (fulls + 1)
+    assert driver.behind(addresses) == poison
+    held = sum(driver.memory.values())
+    chunks: list[Chunk] = [device.create(size) for _ in range(fulls)]
+    last = device.create(tail)
+    for _ in range(3):
+        device.map(addresses, [*chunks, last])
+        assert driver.behind(addresses) == [(chunk.nbytes, chunk.handle) for chunk in (*chunks, last)]  # type: ignore[attr-defined]
+        assert sum(driver.memory.values()) == held + addresses.nbytes
+        driver.calls.clear()
+        device.unmap(addresses, tail, fulls * size)
+        assert driver.calls["cuMemMap"] == driver.calls["cuMemUnmap"] == driver.calls["cuMemSetAccess"] == 1
+        assert driver.behind(addresses)[fulls:] == [(size, POISON)]
+        driver.calls.clear()
+        device.map(addresses, [last], fulls * size)
+        assert driver.calls["cuMemMap"] == 1
+        device.unmap(addresses, addresses.nbytes)
+        assert driver.behind(addresses) == poison
+        device.unmap(addresses, addresses.nbytes)
+        assert driver.behind(addresses) == poison
+        assert sum(driver.memory.values()) == held + addresses.nbytes
+    for nbytes in (size, tail + STEP):
+        with pytest.raises(ValueError, match="not within"):
+            device.unmap(addresses, nbytes, fulls * size)
+    device.release(*chunks, last)
+    assert sum(driver.memory.values()) == held
+    assert driver.errors == 0
+    del addresses, chunks, last
+    device.close()
+    assert (driver.mapped, driver.memory, driver.reserved, driver.errors) == ({}, {}, {}, 0)
+
+
+def test_a_chunk_shorter_than_its_tail_has_poison_after_it_up_to_the_end(driver: FakeDriver) -> None:
+    device = CudaDevice(0, chunk_bytes=64 * STEP)
+    addresses, short = poisoned(device, 69 * STEP), device.create(2 * STEP)
+    device.map(addresses, [short], 64 * STEP)
+    found = [(64 * STEP, POISON), (2 * STEP, short.handle)] + [(STEP, POISON)] * 3  # type: ignore[attr-defined]
+    assert driver.behind(addresses) == found
+    device.unmap(addresses, 2 * STEP, 64 * STEP)
+    assert driver.behind(addresses) == [(64 * STEP, POISON)] * 2
+    growing = device.reserve(5 * STEP)
+    for steps in (1, 3, 4):
+        device.unmap(growing, steps * STEP)
+        assert driver.behind(growing) == [(STEP, POISON)] * steps
+    device.unmap(growing, 5 * STEP)
+    assert driver.behind(growing) == [(64 * STEP, POISON)]
+    del addresses, growing, short
+    device.close()
+    assert (driver.mapped, driver.memory, driver.reserved, driver.errors) == ({}, {}, {}, 0)
+
+
+def test_several_chunks_are_released_once_each_and_never_a_number_that_has_a_new_owner(device: CudaDevice, driver: FakeDriver) -> None:
+    first, second, third = (device.create(STEP) for _ in range(3))
+    device.release(first, first, second)
+    assert (driver.calls["cuMemRelease"], driver.errors) == (2, 0)
+    driver.memory[second.handle] = STEP  # type: ignore[attr-defined]
+    driver.released.discard(second.handle)  # type: ignore[attr-defined]
+    device.release(second, third, first)
+    assert driver.calls["cuMemRelease"] == 3
+    assert second.handle in driver.memory  # type: ignore[attr-defined]
+    device.release()
+    del first, second, third
+    device.create(STEP)
+    assert driver.errors == 0
+
+
+def test_an_interrupt_at_any_bytecode_of_a_release_releases_nothing_twice(device: CudaDevice, driver: FakeDriver) -> None:
+    device.create(STEP)  # it dies; the poison stays
+    held = sum(driver.memory.values())
+
+    def attempt(interrupter: Interrupter) -> bool:
+        chunks = [device.create(STEP), device.create(2 * STEP), device.create(SIZE)]
+        cut = interrupter.run(lambda: device.release(*chunks))
+        owned = sum(chunk.nbytes for chunk in chunks if chunk.handle in driver.memory)  # type: ignore[attr-defined]
+        assert owned in (0, 3 * STEP + SIZE), "all of them or none"
+        assert sum(driver.memory.values()) == held + owned
+        device.release(*chunks)
+        assert sum(driver.memory.values()) == held
+        return cut
+
+    survey = Interrupter(None)
+    assert not attempt(survey)
+    points = survey.first_and_last_visits()
+    for point in points:
+        assert attempt(Interrupter(point)), "the interrupt was not raised"
+    assert len(points) > 20
+    assert driver.errors == 0
+
+
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])
 def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeDriver, function: str) -> None:
     addresses, chunks = poisoned(device, 3 * SIZE + 2 * STEP), four(device)

@@ -1,0 +1,306 @@
+"""An entry from which memory only leaves gives it to the driver while it still copies; what cannot stay so comes back from the driver."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import DeviceMemoryError, IntegrityError, Manager, Plan, View
+from placement.group import StoreGroup
+from placement.memory.base import Addresses, Chunk, Copy, Device, Direction
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, net
+
+PAGE = 4096
+CHUNK = 4 * PAGE
+BATCH = 4
+"""Chunks of which the copies are waited for together."""
+
+
+class Watched(Faults):
+    """Notes what is behind no address and not with the driver, at its most, and what was given back before the last byte had left."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.reset()
+        self._behind: dict[tuple[int, int], Chunk] = {}
+
+    def reset(self) -> None:
+        self.stock_bytes = 0
+        self.released_bytes = 0
+        self.early_bytes = 0
+        """Of those, as of the last wait for a copy."""
+        self.log: list[str] = []
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        super().map(addresses, chunks, start)
+        at = start
+        for chunk in chunks:
+            self._behind[addresses.base, at] = chunk
+            at += chunk.nbytes
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        super().unmap(addresses, nbytes, start)
+        for base, at in list(self._behind):
+            if base == addresses.base and start <= at < start + nbytes:
+                del self._behind[base, at]
+        behind = sum(chunk.nbytes for chunk in self._behind.values())
+        self.stock_bytes = max(self.stock_bytes, self.memory().chunk_bytes - behind)
+
+    def release(self, *chunks: Chunk) -> None:
+        super().release(*chunks)
+        self.released_bytes += sum(chunk.nbytes for chunk in chunks)
+        if chunks:
+            self.log.append("release")
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        super().copy(copies, direction)
+        self.log.append(direction)
+
+    def wait(self, mark: Any) -> None:
+        super().wait(mark)
+        self.early_bytes = self.released_bytes
+
+
+class Turns:
+    """Who is on the device in which phase; in all others nobody is."""
+
+    name = "turns"
+
+    def __init__(self, **on: Collection[str]) -> None:
+        self.on = on
+
+    def plan(self, view: View) -> Plan:
+        return view.total_plan({name: GPU for name in view.handles if name in self.on.get(view.phase, ())})
+
+
+class Scene:
+    """`a` and `c` on the device, just written all over; `b` is not."""
+
+    def __init__(
+        self,
+        *,
+        a: int = 16 * CHUNK,
+        b: int = CHUNK,
+        c: int = 5 * CHUNK + PAGE,
+        readonly: Collection[str] = (),
+        on: Mapping[str, Collection[str]] = {"rollout": ("a", "c")},
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.device = Watched(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK, granularity=PAGE))
+        self.manager = Manager(device=self.device, policy=Turns(**on), **options)
+        self.models = {name: nn.ParameterList([nn.Parameter(torch.randn(n // 4))]) for name, n in (("a", a), ("b", b), ("c", c))}
+        self.handles = {name: self.manager.register(name, model, readonly=name in readonly) for name, model in self.models.items()}
+        self.manager.enter("rollout")
+        for name in {"a", "c"} - {*readonly}:
+            self.models[name][0].data.add_(1)
+        self.values = {name: model[0].detach().clone() for name, model in self.models.items()}
+        self.values["b"] = copy.deepcopy(self.handles["b"].state_dict()["0"])
+        self.num_bytes = sum(handle.resident_bytes for handle in self.handles.values())
+        self.device.reset()
+
+    def check(self, on_device: Collection[str]) -> None:
+        """These are on the device, the others off it, and all values are what they were."""
+        assert {name: handle.state for name, handle in self.handles.items()} == {n: GPU if n in on_device else OFF for n in self.handles}
+        assert_same({name: handle.state_dict()["0"] for name, handle in self.handles.items()}, self.values)
+        assert_same({n: self.models[n][0].detach() for n in on_device}, {n: self.values[n] for n in on_device})
+        self.manager.check_integrity()
+
+    def end(self) -> None:
+        """Whatever happened, the way out and the next phase are as ever."""
+        while self.manager.snapshot().phases:
+            self.manager.leave()
+        self.check(())
+        with self.manager.phase("rollout"):
+            self.check(("a", "c"))
+        assert_nothing_resident(self.manager)
+
+
+def alone() -> StoreGroup:
+    return StoreGroup(dist.HashStore(), 0, 1, 10.0)
+
+
+def test_what_only_leaves_is_given_back_under_the_copies() -> None:
+    scene = Scene()
+    scene.manager.enter("values")
+    assert scene.device.released_bytes == scene.num_bytes
+    assert scene.device.stock_bytes <= BATCH * CHUNK
+    assert scene.device.early_bytes >= scene.num_bytes - 2 * BATCH * CHUNK, "only the last of them went after the last copy"
+    scene.check(())
+    scene.end()
+
+
+def test_what_only_leaves_at_a_switch_is_given_back_under_the_copies() -> None:
+    scene = Scene()
+    scene.manager.switch("values")
+    assert scene.device.stock_bytes <= BATCH * CHUNK
+    scene.check(())
+    scene.end()
+
+
+def test_what_leaves_without_a_copy_is_given_back_as_well() -> None:
+    scene = Scene(readonly={"a", "c"})
+    scene.manager.enter("values")
+    assert scene.device.log.count("to_host") == 0
+    assert scene.device.released_bytes == scene.num_bytes
+    scene.check(())
+    scene.end()
+
+
+def test_what_stays_keeps_its_memory_while_others_leave() -> None:
+    scene = Scene(on={"rollout": ("a", "c"), "values": ("c",)})
+    left_bytes = scene.handles["a"].resident_bytes
+    scene.manager.enter("values")
+    assert scene.device.released_bytes == left_bytes
+    assert scene.device.stock_bytes <= BATCH * CHUNK
+    scene.check({"c"})
+    scene.end()
+
+
+@pytest.mark.parametrize("stays", [(), ("c",)], ids=["both leave", "one stays"])
+def test_where_something_comes_nothing_goes_back_before_the_end(stays: Sequence[str]) -> None:
+    scene = Scene(on={"rollout": ("a", "c"), "values": ("b", *stays)})
+    scene.manager.enter("values")
+    assert scene.device.stock_bytes >= 14 * CHUNK
+    assert scene.device.early_bytes == 0
+    assert "release" not in scene.device.log[: len(scene.device.log) - scene.device.log[::-1].index("to_device")]
+    scene.check({"b", *stays})
+    scene.end()
+
+
+def test_in_a_group_nothing_goes_back_before_the_others_agreed() -> None:
+    scene = Scene(group=alone())
+    scene.manager.enter("values")
+    assert scene.device.stock_bytes == scene.num_bytes
+    assert scene.device.early_bytes == 0
+    assert scene.device.released_bytes == scene.num_bytes
+    scene.check(())
+    scene.end()
+
+
+# --- what is complained of afterwards
+
+
+def write_readonly(scene: Scene) -> None:
+    scene.models["c"][0].data[7] = 3.0
+
+
+def complaining(kind: str) -> tuple[Scene, Any]:
+    """A scene in which the next border that offloads has to be undone, and what it is for."""
+    if kind == "readonly":
+        scene = Scene(readonly={"c"})
+        write_readonly(scene)
+        return scene, None
+    scene = Scene(strict=True)
+    return scene, scene.models["a"][0].detach()
+
+
+@pytest.mark.parametrize("how", ["enter", "switch"])
+@pytest.mark.parametrize("kind", ["readonly", "strict"])
+def test_a_complaint_after_an_early_release_brings_everything_back(kind: str, how: str) -> None:
+    scene, view = complaining(kind)
+    created = scene.device.calls["create"]
+    with pytest.raises(IntegrityError, match="readonly" if kind == "readonly" else "references to storages of 'a'"):
+        getattr(scene.manager, how)("values")
+    assert scene.device.early_bytes > 0
+    assert scene.device.calls["create"] - created == 16 + 6, "the driver was asked for all of it again"
+    assert [*scene.manager.snapshot().phases] == ["rollout"]
+    scene.check(("a", "c"))
+    if view is not None:
+        assert view.equal(scene.values["a"])
+    del view
+    scene.manager.enter("values")
+    scene.check(())
+    scene.end()
+
+
+@pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
+@pytest.mark.parametrize("kind", ["readonly", "strict"])
+def test_a_driver_that_gives_nothing_back_after_an_early_release_loses_nothing(kind: str, operation: str) -> None:
+    """From each call in turn on it fails for ever, up to where it has given all."""
+    whole = 0
+    for at in range(1, 200):
+        scene, view = complaining(kind)
+        scene.device.fail(operation, at=at, forever=True)
+        with pytest.raises((IntegrityError, InjectedFault, DeviceMemoryError)) as caught:
+            scene.manager.enter("values")
+        fired = scene.device.fired
+        scene.device.clear()
+        del view
+        if operation == "create" or not fired:
+            assert isinstance(caught.value, IntegrityError), "what the border was undone for is said first"
+            notes = "\n".join(getattr(caught.value, "__notes__", []))
+            assert ("injected fault: create" in notes) is bool(fired)
+            on_device = {name for name, handle in scene.handles.items() if handle.state is GPU}
+            assert on_device in (set(), {"a", "c"})
+            assert on_device == {"a", "c"} or fired
+            assert {name for name, handle in scene.handles.items() if handle.resident_bytes} == on_device
+            scene.check(on_device)
+        with suppress(IntegrityError):  # of what was written into a readonly one, where it is still there
+            scene.manager.enter("values")
+        assert [handle.broken for handle in scene.handles.values()] == [None] * 3
+        scene.end()
+        whole += not fired
+        if not fired:
+            break
+    assert whole == 1, "the faults never came to an end"
+
+
+@pytest.mark.parametrize("operation", ["copy", "sync"])
+def test_a_fault_under_way_and_a_driver_that_gives_nothing_back_leave_all_complete(operation: str) -> None:
+    """What was given back early cannot be had back: those handles go to the host, the others stay."""
+    left: set[frozenset[str]] = set()
+    for at in range(1, 200):
+        scene = Scene()
+        scene.device.fail(operation, at=at)
+        scene.device.fail("create", forever=True)
+        with suppress(InjectedFault):
+            scene.manager.enter("values")
+        fired = scene.device.fired
+        scene.device.clear()
+        on_device = {name for name, handle in scene.handles.items() if handle.state is GPU}
+        left.add(frozenset(on_device))
+        assert {name for name, handle in scene.handles.items() if handle.resident_bytes} == on_device
+        scene.check(on_device)
+        scene.end()
+        if not fired:
+            assert on_device == set()
+            assert left >= {frozenset(), frozenset({"a", "c"})}
+            return
+    pytest.fail("the faults never came to an end")
+
+
+def test_training_goes_on_after_a_complaint_as_if_nothing_had_been() -> None:
+    """Gradients and optimizer state were out of the device and on their way through the driver."""
+    worker = Worker(strict=True)
+    twin = net()
+    twin.load_state_dict(worker.values)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for seed in range(2):
+        learn(twin, other, seed)
+    with worker.manager.phase("train", only=["actor"]):
+        learn(worker.net, worker.adam, 0)
+    with worker.manager.phase("train", only=["actor"]):
+        learn(worker.net, worker.adam, 1)
+        states = worker.states()
+        assert states["actor"] is TRAIN
+        mine = worker.net[0].weight.detach()
+        with pytest.raises(IntegrityError, match="1 references to storages of 'actor'"):
+            worker.manager.enter("reward")
+        assert worker.states() == states
+        assert_same(mine, twin[0].weight.detach())
+        assert_same([p.grad for p in worker.net.parameters()], [p.grad for p in twin.parameters()])
+        del mine
+        learn(worker.net, worker.adam, 2)
+    learn(twin, other, 2)
+    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
+    assert_same(worker.optimizer.state_dict()["state"], other.state_dict()["state"])
+    assert_nothing_resident(worker.manager)
