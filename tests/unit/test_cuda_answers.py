@@ -20,14 +20,16 @@ PAGE = 1024
 class Words:
     """What the device wrote and what the host sees of it by now."""
 
-    def __init__(self, *, is_shared: bool = True) -> None:
+    def __init__(self) -> None:
         self.host = torch.zeros(NUM_BYTES // 8, dtype=torch.int64)
-        self.device = self.host.clone()
-        self.is_shared = is_shared
+        self.device: torch.Tensor | None = self.host.clone()
+        self.is_done = True
+        """Whether the device is through with what it was asked."""
 
     def record_event(self) -> Any:
+        assert self.device is not None
         written = self.device.clone()
-        return SimpleNamespace(synchronize=lambda: self.host.copy_(written))
+        return SimpleNamespace(synchronize=lambda: self.host.copy_(written), query=lambda: self.is_done)
 
 
 @pytest.fixture
@@ -41,12 +43,30 @@ def numbers(count: int, seed: int) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+def written(words: Words) -> torch.Tensor:
+    assert words.device is not None
+    return words.device
+
+
 def test_the_pages_are_all_of_the_memory(words: Words) -> None:
     answers = Answers(words)  # type: ignore[arg-type]
+    kept = [answers.ask(numbers(PAGE, seed) | 1) for seed in range(PAGES)]
+    assert written(words).all()
+    assert len(kept) * PAGE * 8 == cuda_answers.NUM_BYTES
+
+
+def test_an_answer_that_nobody_reads_leaves_its_page_once_it_is_written(words: Words) -> None:
+    answers = Answers(words)  # type: ignore[arg-type]
+    words.is_done = False
     for seed in range(PAGES):
-        answers.ask(numbers(PAGE, seed) | 1)
-    assert words.device.all()
-    assert PAGES * PAGE * 8 == cuda_answers.NUM_BYTES
+        answers.ask(numbers(PAGE, seed))
+    before = written(words).clone()
+    values = numbers(7, 99)
+    assert answers.ask(values)().equal(values)
+    assert written(words).equal(before), "the device may still write there"
+    words.is_done = True
+    assert answers.ask(values)().equal(values)
+    assert not written(words).equal(before)
 
 
 def test_a_page_has_one_answer_at_a_time_and_then_the_next(words: Words) -> None:
@@ -58,13 +78,14 @@ def test_a_page_has_one_answer_at_a_time_and_then_the_next(words: Words) -> None
         waiting.append((values, answers.ask(values)))
         if len(waiting) == PAGES:  # every page is out: each further one goes another way, and is right as well
             more = numbers(7, 1000 + seed)
-            before = words.device.clone()
+            before = written(words).clone()
             assert answers.ask(more)().equal(more)
-            assert words.device.equal(before)
+            assert written(words).equal(before)
             draw.shuffle(waiting)
             while len(waiting) > draw.randrange(PAGES):
                 values, read = waiting.pop()
                 answer = read()
+                del read
                 assert answer.equal(values)
                 read_again.append((values, answer))
     assert all(answer.equal(values) for values, answer in read_again), "an answer that was read belongs to the caller"
@@ -76,15 +97,14 @@ def test_what_fits_no_page_takes_none(words: Words, count: int) -> None:
     for seed in range(2 * PAGES):
         values = numbers(count, seed)
         assert answers.ask(values)().equal(values)
-    assert not words.device.any()
+    assert not written(words).any()
     full = numbers(PAGE, 99)
     assert answers.ask(full)().equal(full)
-    assert words.host[-PAGE:].equal(full), "the pages are still there"
+    assert words.host[:PAGE].equal(full), "the pages are still there"
 
 
-def test_memory_that_kernels_cannot_write_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = Words(is_shared=False)
+def test_memory_that_kernels_cannot_write_is_not_used(words: Words) -> None:
+    words.device = None
     answers, values = Answers(words), numbers(114, 0)  # type: ignore[arg-type]
     assert answers.ask(values)().equal(values)
-    assert not words.device.any()
     assert not words.host.any()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -329,3 +332,60 @@ def test_a_machine_without_what_it_takes_is_told_what_to_install(driver: FakeDri
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(PlacementError, match=r"pip install 'cuda-bindings==12\.\*'"):
         CudaDevice(0)
+
+
+class Holder:
+    """Somebody's object that is part of a cycle."""
+
+    me: Holder
+    held: object
+
+
+@pytest.mark.parametrize("order", ["all at once", "the device first", "closed, then the last tensor"])
+def test_what_dies_after_or_with_its_device_is_given_back(driver: FakeDriver, order: str) -> None:
+    device = CudaDevice(0, chunk_bytes=SIZE)
+    addresses = poisoned(device, SIZE)
+    if order.startswith("closed"):
+        device.close()
+    else:
+        device.map(addresses, [device.create(SIZE)])
+    if order == "all at once":
+        holder = Holder()
+        holder.me, holder.held = holder, (device, addresses)
+        del holder
+    else:
+        del device
+        gc.collect()
+    with contextlib.suppress(NameError):
+        del device
+    del addresses
+    gc.collect()
+    assert len(driver.memory) == 2, "the poison's alone"
+    assert len(driver.reserved) == 1
+    assert driver.errors == 0
+
+
+@pytest.mark.parametrize("function", ["cuMemRelease", "cuCtxSynchronize"])
+def test_two_threads_never_give_the_same_thing_back(
+    device: CudaDevice, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Driver calls let other threads run: here one that looks for the dead, too, while the first is in the driver."""
+    addresses, chunk = poisoned(device, SIZE), device.create(SIZE)
+    real, others = getattr(driver, function), []
+
+    def call(*arguments: object) -> object:
+        answer = real(*arguments)
+        if not others:
+            others.append(threading.Thread(target=device._collect))
+            others[0].start()
+            others[0].join()
+        return answer
+
+    monkeypatch.setattr(driver, function, call, raising=False)
+    before = driver.calls["cuMemAddressFree"], driver.calls["cuMemRelease"]
+    del addresses, chunk
+    kept = device.create(STEP)  # a call of the device looks for the dead once more
+    assert others
+    assert kept.nbytes == STEP
+    assert (driver.calls["cuMemAddressFree"], driver.calls["cuMemRelease"]) == (before[0] + 1, before[1] + 1)
+    assert driver.errors == 0

@@ -313,3 +313,37 @@ def test_a_closed_manager_says_so_and_its_objects_are_free() -> None:
     assert worker.manager.snapshot().handles == ()
     assert (worker.actor.state, worker.actor.resident_bytes) == (OFF, 0)
     learn(worker.net, worker.adam)
+
+
+# --- the look at what a first step has born
+
+
+def _with_state_that_cannot_be_moved(worker: Worker) -> None:
+    learn(worker.net, worker.adam)
+    worker.adam.state[worker.net[0].weight]["odd"] = torch.eye(4).to_sparse()
+
+
+def test_the_users_exception_leaves_a_phase_even_where_newborn_state_cannot_be_moved() -> None:
+    worker = Worker(policy="resident")
+
+    def train() -> None:
+        with worker.manager.phase("train"):
+            _with_state_that_cannot_be_moved(worker)
+            raise LookupError("the user's")
+
+    with pytest.raises(LookupError, match="the user's") as caught:
+        train()
+    assert any("sparse" in note for note in caught.value.__notes__)
+    del worker.adam.state[worker.net[0].weight]["odd"]
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    assert worker.manager.audit().ok
+
+
+def test_the_record_of_the_first_training_shows_what_it_has_born() -> None:
+    worker = Worker(policy="resident")
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        worker.adam.zero_grad()
+    (ended,) = [record for record in worker.manager.journal if (record.handle, record.trigger) == ("actor.optimizer", "end_train")]
+    assert ended.resident_bytes == worker.optimizer.resident_bytes > 0

@@ -541,7 +541,7 @@ def values(scene: Scene) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each is not data_that_changed_places], ids=lambda each: each.__name__)
-@every_optimizer
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "users", "chained"])
 def test_values_survive_the_way_to_the_host_and_back_whatever_was_done(name: str, mutation: Callable[[Scene], None]) -> None:
     scene = Scene(name)
     scene.step()
