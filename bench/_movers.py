@@ -78,7 +78,7 @@ class Mover:
 
 
 class Placement(Mover):
-    """placement: `register`, then phases. For an optimizer the module that it steps stays on the device all the time.
+    """placement: `register`, then phases. For an optimizer phases within one that keeps the module that it steps on the device.
 
     Args:
         owner: the module whose parameters the optimizer steps; None where the object is a module.
@@ -107,17 +107,11 @@ class Placement(Mover):
             self.manager.enter("train")
 
     def offload(self) -> None:
-        if self._owner is not None:
-            self.manager.switch("train")
-        else:
-            self.manager.leave()
+        self.manager.leave()
         self._count()
 
     def load(self) -> None:
-        if self._owner is not None:
-            self.manager.switch("optimizer_step")
-        else:
-            self.manager.enter("values")
+        self.manager.enter("values" if self._owner is None else "optimizer_step")
         self._count()
 
     def _count(self) -> None:
@@ -125,7 +119,7 @@ class Placement(Mover):
         self.moved_to_host, self.moved_to_device = counters.offloaded_bytes, counters.loaded_bytes
 
     def close(self) -> None:
-        if self.manager.phase_name != IDLE:
+        while self.manager.phase_name != IDLE:
             self.manager.leave()
         self._drop()
         self._owner = None
