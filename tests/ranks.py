@@ -24,6 +24,11 @@ START_SECONDS = 90.0
 """Importing torch and a framework on a busy machine of two cores."""
 
 
+_BROKEN_IMPORT = "already registered in mega-cache artifact factory"
+"""Torch's compiler (2.13), imported by a framework on a busy machine, now and then fails half-way in every rank, and then says this.
+The call is made once more, in fresh processes."""
+
+
 class RankError(AssertionError):
     """What a rank raised, with its traceback as text."""
 
@@ -43,6 +48,9 @@ def _serve(rank: int, world_size: int, port: int, backend: str, connection: Conn
             function, arguments = connection.recv()
         except EOFError:
             return
+        except Exception:  # the function's module cannot be imported
+            connection.send((False, traceback.format_exc()))
+            continue
         torch.manual_seed(0)
         try:
             answer = True, function(*arguments)
@@ -78,14 +86,23 @@ class Ranks:
             function: of a module that can be imported; it, its arguments and what it returns are pickled.
             dies: the rank that the call kills; it returns None, and the next call starts fresh processes.
         """
+        try:
+            answers = self._run(function, arguments, deadline_seconds, dies)
+        except RankError as error:
+            if _BROKEN_IMPORT not in str(error):
+                raise
+            self.close()
+            answers = self._run(function, arguments, deadline_seconds, dies)
+        if dies is not None:
+            self.close()
+        return answers
+
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_seconds: float, dies: int | None) -> list[Any]:
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((function, arguments))
-        answers = self._answers(deadline_seconds, dies)
-        if dies is not None:
-            self.close()
-        return answers
+        return self._answers(deadline_seconds, dies)
 
     def close(self) -> None:
         """End the processes."""
