@@ -47,6 +47,7 @@ class Arrivals:
         return bool(self._full or self._tails)
 
     def expect(self, holding: Holding, ranges: Iterable[Range]) -> None:
+        """Every chunk of these ranges will come, after what is expected already."""
         for r in ranges:
             for index, size in enumerate(r.chunk_sizes):
                 (self._full if size == self._device.chunk_bytes else self._tails).append((holding, r, index))

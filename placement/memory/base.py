@@ -279,7 +279,7 @@ class Device(abc.ABC):
         """Have a small int64 tensor of this device brought to the host, beside whatever is being copied.
 
         Returns:
-            What waits for it. To be called once.
+            What waits for it.
         """
         return values.cpu
 

@@ -49,3 +49,17 @@ class Interrupter:
         first = {place: point for point, place in reversed([*enumerate(self.seen)])}
         last = {place: point for point, place in enumerate(self.seen)}
         return sorted({*first.values(), *last.values()})
+
+
+def at_each_point(attempt: Callable[[Interrupter], bool]) -> int:
+    """Attempt it whole, then cut at the first and the last visit of each bytecode. Returns how often it was cut.
+
+    Args:
+        attempt: does it under the interrupter that it is given, checks what is left, and says whether it was cut.
+    """
+    survey = Interrupter(None)
+    assert not attempt(survey)
+    points = survey.first_and_last_visits()
+    for point in points:
+        assert attempt(Interrupter(point)), "the interrupt was not raised"
+    return len(points)

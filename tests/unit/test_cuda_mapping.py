@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import sys
@@ -18,7 +17,7 @@ from placement.memory import cuda, cuda_pool
 from placement.memory.base import Addresses, Chunk
 from placement.memory.cuda import CudaDevice
 from placement.memory.cuda_driver import Driver
-from tests.contract.interrupter import Interrupter
+from tests.contract.interrupter import Interrupter, at_each_point
 from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
 
 SIZE = 4 * STEP
@@ -222,12 +221,7 @@ def test_an_interrupt_at_any_bytecode_of_a_release_releases_nothing_twice(device
         assert sum(driver.memory.values()) == held
         return cut
 
-    survey = Interrupter(None)
-    assert not attempt(survey)
-    points = survey.first_and_last_visits()
-    for point in points:
-        assert attempt(Interrupter(point)), "the interrupt was not raised"
-    assert len(points) > 20
+    assert at_each_point(attempt) > 20
     assert driver.errors == 0
 
 
@@ -272,13 +266,8 @@ def test_an_interrupt_at_any_bytecode_is_made_good_by_unmapping(device: CudaDevi
         device.unmap(second, second.nbytes)
         return cut
 
-    survey = Interrupter(None)
-    assert not attempt(survey)
-    points = survey.first_and_last_visits()
-    for point in points:
-        assert attempt(Interrupter(point)), "the interrupt was not raised"
+    assert at_each_point(attempt) > 50
     assert sum(driver.memory.values()) == 3 * SIZE + 2 * STEP + SIZE + STEP
-    assert len(points) > 50
 
 
 def test_a_mapped_chunk_that_everybody_dropped_is_held_until_it_is_unmapped(device: CudaDevice, driver: FakeDriver) -> None:
@@ -343,22 +332,23 @@ class Holder:
 
 @pytest.mark.parametrize("order", ["all at once", "the device first", "closed, then the last tensor"])
 def test_what_dies_after_or_with_its_device_is_given_back(driver: FakeDriver, order: str) -> None:
-    device = CudaDevice(0, chunk_bytes=SIZE)
-    addresses = poisoned(device, SIZE)
-    if order.startswith("closed"):
-        device.close()
-    else:
-        device.map(addresses, [device.create(SIZE)])
+    def used() -> tuple[CudaDevice, Addresses]:
+        device = CudaDevice(0, chunk_bytes=SIZE)
+        addresses = poisoned(device, SIZE)
+        if order.startswith("closed"):
+            device.close()
+        else:
+            device.map(addresses, [device.create(SIZE)])
+        return device, addresses
+
     if order == "all at once":
         holder = Holder()
-        holder.me, holder.held = holder, (device, addresses)
+        holder.me, holder.held = holder, used()
         del holder
     else:
-        del device
+        addresses = used()[1]
         gc.collect()
-    with contextlib.suppress(NameError):
-        del device
-    del addresses
+        del addresses
     gc.collect()
     assert len(driver.memory) == 2, "the poison's alone"
     assert len(driver.reserved) == 1
