@@ -27,7 +27,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "blocking": (30, 60),
     "grpo_step": (60, 240),
     "adam": (60, 120),
-    "small_tensors": (45, 120),
+    "small_tensors": (45, 240),
     "cycles": (30, 120),
     "phase_overhead": (30, 60),
     "rollout_only": (30, 60),

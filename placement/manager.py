@@ -82,7 +82,8 @@ class Manager:
         chosen |= {"policy": policy} if isinstance(policy, str) else {}
         self.settings = Settings.from_any(chosen)
         self.policy = resolve_policy(policy)
-        self.device = select_device(self.settings.device) if isinstance(device, str) else device
+        is_tight = self.settings.budget_bytes is not None or self.settings.leases is not None
+        self.device = select_device(self.settings.device, is_tight=is_tight) if isinstance(device, str) else device
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)

@@ -172,10 +172,9 @@ class Reconciler:
                     wanted = list(path(handle.node, target_of(handle, plan)))
                     if wanted:
                         handle.require_sound(wanted[0])
-                    paths.append((handle, wanted))
+                        paths.append((handle, wanted))
                 except Exception as error:
                     errors.append(error)
-            moved = any(wanted for _, wanted in paths)
             for step in _STEPS:
                 if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
@@ -186,7 +185,7 @@ class Reconciler:
                     except Exception as error:
                         errors.append(error)
                         triggers.clear()
-            if moved or errors:
+            if paths or errors:
                 errors += self._settle_all({name: h for name, h in handles.items() if h.holding is None or h.holding.is_complete})
             self._finish(handles.values())
         finally:

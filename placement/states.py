@@ -116,7 +116,8 @@ class Plan:
     parts: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", MappingProxyType({n: State(s) for n, s in dict(self.targets).items()}))
+        targets = {n: s if type(s) is State else State(s) for n, s in dict(self.targets).items()}
+        object.__setattr__(self, "targets", MappingProxyType(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
         object.__setattr__(self, "parts", MappingProxyType({n: frozenset(tags) for n, tags in dict(self.parts).items()}))

@@ -8,33 +8,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.order import make_scheduler, ordered
 from tests.ranks import RankError, Ranks
+from tests.seeds import seed
 
 # Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 COUNTED = "counted"
-_MOSTLY_WAITING = (
-    "tests/ray/test_fleet.py",
-    "tests/observe/test_prometheus.py",
-    "tests/faults/test_interrupts.py",
-    "tests/ray/test_faults.py",
-    "tests/group/test_lease_swaps.py",
-    "tests/ray/test_examples.py",
-    "tests/group/test_faults.py",
-)
-"""Each takes a minute or more in the one process that runs a file (xdist's `loadfile`), most of them waiting. Those with many processes of
-their own are far from each other."""
+_looked_at: dict[str, int] = {}
 _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
@@ -44,28 +36,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    items[:] = _mixed(items)
+    items[:] = ordered(items)
 
 
 def pytest_collection_finish() -> None:
-    """Collections in the tests look at what tests make, and not at what torch is made of: ten times as fast."""
     with contextlib.suppress(ImportError):  # it asks who refers to what it is given, which nobody can say of what is frozen
         importlib.import_module("hypothesis")
-    gc.collect()
-    gc.freeze()
+    _freeze()
 
 
-def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """In an order in which the cores have work beside what waits: a file of those, then some of the others, and so on."""
-    places: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        places.setdefault(item.location[0], []).append(item)
-    waiting = [places.pop(place) for place in _MOSTLY_WAITING if place in places]
-    # The longest come last in the alphabet, and nothing long may begin at the end.
-    others = [places[place] for place in sorted(places, key=lambda place: (not place.startswith("tests/sharded/"), place))]
-    mixed = [[each, *others[4 * index : 4 * index + 4]] for index, each in enumerate(waiting)]
-    rest = others[4 * len(waiting) :]
-    return [item for group in itertools.chain(*mixed, rest) for item in group]
+def _freeze() -> None:
+    """Collections in the tests look at what tests make, and not at what torch and a framework are made of: ten times as fast."""
+    if len(sys.modules) > _looked_at.get("modules", 0) + 20:
+        gc.collect()
+        gc.freeze()
+        _looked_at["modules"] = len(sys.modules)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    _freeze()  # what the test has imported
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -119,5 +114,5 @@ def _clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("PLACEMENT_"):
             monkeypatch.delenv(name)
-    torch.manual_seed(0)
+    seed(0)
     torch.set_grad_enabled(True)  # a test that interrupts at every bytecode can hit torch's own switch

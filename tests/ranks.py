@@ -20,13 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forked import processes
+from tests.seeds import seed
+
 START_SECONDS = 90.0
 """Importing torch and a framework on a busy machine of two cores."""
-
-
-_BROKEN_IMPORT = "already registered in mega-cache artifact factory"
-"""Torch's compiler (2.13), imported by a framework on a busy machine, now and then fails half-way in every rank, and then says this.
-The call is made once more, in fresh processes."""
 
 
 class RankError(AssertionError):
@@ -51,7 +49,7 @@ def _serve(rank: int, world_size: int, port: int, backend: str, connection: Conn
         except Exception:  # the function's module cannot be imported
             connection.send((False, traceback.format_exc()))
             continue
-        torch.manual_seed(0)
+        seed(0)
         try:
             answer = True, function(*arguments)
         except BaseException:
@@ -68,10 +66,10 @@ class Ranks:
 
     Args:
         backend: of the process group; one that names cuda gives each rank the GPU of its number.
-        context: how processes are started: "spawn", or a context of multiprocessing whose server has imported what they need.
+        context: how processes are started: a context of multiprocessing, or its name; "spawn" for what needs a GPU.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", context: Any = "spawn") -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", context: Any = processes) -> None:
         self.world_size = world_size
         self._backend = backend
         self._context = torch.multiprocessing.get_context(context) if isinstance(context, str) else context
@@ -86,23 +84,14 @@ class Ranks:
             function: of a module that can be imported; it, its arguments and what it returns are pickled.
             dies: the rank that the call kills; it returns None, and the next call starts fresh processes.
         """
-        try:
-            answers = self._run(function, arguments, deadline_seconds, dies)
-        except RankError as error:
-            if _BROKEN_IMPORT not in str(error):
-                raise
-            self.close()
-            answers = self._run(function, arguments, deadline_seconds, dies)
-        if dies is not None:
-            self.close()
-        return answers
-
-    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_seconds: float, dies: int | None) -> list[Any]:
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((function, arguments))
-        return self._answers(deadline_seconds, dies)
+        answers = self._answers(deadline_seconds, dies)
+        if dies is not None:
+            self.close()
+        return answers
 
     def close(self) -> None:
         """End the processes."""

@@ -126,14 +126,20 @@ class RayBoard(Board):
         """
         end = time.monotonic() + self._deadline_seconds + seconds
         pause = _PAUSE_SECONDS[0]
-        why = "the board is being restarted"
+        why = ""
         while True:
-            answer = self._send(self._request(operation, keys, value, seconds), end)
-            if answer is not None and answer.status == "stranger":
-                answer = self._send(self._attendance(), end)
-                if answer is not None and answer.status == "done":
-                    self._incarnation = answer.incarnation
-                    continue
+            try:
+                answer = self._send(self._request(operation, keys, value, seconds), end)
+                if answer is not None and answer.status == "stranger":
+                    answer = self._send(self._attendance(), end)
+                    if answer is not None and answer.status == "done":
+                        self._incarnation = answer.incarnation
+                        continue
+            except BoardLost as error:
+                # Asked again with next to no time left: why it could not do it is what it said before.
+                if why and time.monotonic() >= end:
+                    raise BoardLost(why) from error
+                raise
             if answer is not None and answer.status == "refused":
                 raise BoardLost(answer.reason)
             if answer is not None and answer.status in ("done", "missing"):
@@ -141,7 +147,7 @@ class RayBoard(Board):
                 return answer
             why = why if answer is None else answer.reason
             if time.monotonic() >= end:
-                raise BoardLost(why)
+                raise BoardLost(why or "the board is being restarted")
             time.sleep(pause)
             pause = min(pause * 1.5, _PAUSE_SECONDS[1])
 

@@ -220,8 +220,7 @@ class Adopted:
         """Take all memory from behind a range. Its bytes are elsewhere, or nobody's."""
         if r.chunks:
             self._device.unmap(r.adoption.addresses, r.nbytes)
-            for index in list(r.chunks):
-                r.give(index, stock)
+            r.give([*r.chunks], stock)
 
     # --- who else uses it
 

@@ -126,6 +126,13 @@ class Driver:
         self.collect(function, calls, outcomes)
         return [self.value(function, outcome) for outcome in outcomes]
 
+    def check(self, function: str, outcomes: Iterable[tuple[Any, ...]]) -> None:
+        """Raise what the first error among outcomes becomes."""
+        success = self.api.CUresult.CUDA_SUCCESS
+        for outcome in outcomes:
+            if outcome[0] != success:
+                self.value(function, outcome)
+
     def collect(self, function: str, calls: Iterable[tuple[Any, ...]], outcomes: list[tuple[Any, ...]]) -> None:
         """`batch` into a list that the caller owns already: an interrupt right after the call loses no result."""
         outcomes.extend(itertools.starmap(getattr(self.api, function), calls))

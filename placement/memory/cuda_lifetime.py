@@ -62,6 +62,8 @@ class Lives:
 
     def collect(self) -> None:
         """Give back what belonged to objects that are dead. Repeating it after an interrupt is safe."""
+        if not self._dead:
+            return
         turn = _Turn()
         mine = weakref.ref(turn)
         for life in [*self._dead]:

@@ -36,17 +36,16 @@ class PoisonChunks(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What may be behind one slot. `is_settled`: it is there, all of it. Otherwise each mapping may be there or not."""
+    """What is behind one slot."""
 
     chunk: DriverChunk | None
     """Held here, so that what may be mapped counts as held also when everybody else has dropped it."""
     mappings: tuple[Mapping, ...]
     nbytes: int
-    """Length of the mappings together, from the start of the slot."""
-    is_settled: bool
+    """How much of the slot is covered, from its start."""
 
 
-_EMPTY = Slot(None, (), 0, True)
+_EMPTY = Slot(None, (), 0)
 
 
 class Extent:
@@ -64,6 +63,8 @@ class Extent:
         self._chunk_bytes = chunk_bytes
         self._slots: dict[int, Slot] = {}
         """By index; a slot without an entry has nothing behind it."""
+        self._doubtful: set[int] = set()
+        """Slots each of whose mappings may be there or not."""
 
     def plan(self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None) -> dict[int, Slot]:
         """What the slots of `[start, start + nbytes)` must become: chunks from the start on, poison after them.
@@ -82,24 +83,22 @@ class Extent:
             old = self._slots.get(index, _EMPTY)
             if old.chunk is not None and end < old.chunk.nbytes:
                 raise ValueError(f"[{start}, {start + nbytes}) cuts the chunk at {index * size} in two")
-            if chunk is not None or old.chunk is not None or old.nbytes < end or not old.is_settled:
+            if chunk is not None or old.chunk is not None or old.nbytes < end or index in self._doubtful:
                 end = max(end, min(room, old.nbytes))
-                mappings = self._mappings(index, chunk, end, end == room, poison)
-                planned[index] = Slot(chunk, mappings, sum(mapping[1] for mapping in mappings), False)
+                planned[index] = self._slot(index, chunk, end, end == room, poison)
         return planned
 
-    def _mappings(
-        self, index: int, chunk: DriverChunk | None, end: int, is_whole: bool, poison: PoisonChunks | None
-    ) -> tuple[Mapping, ...]:
+    def _slot(self, index: int, chunk: DriverChunk | None, end: int, is_whole: bool, poison: PoisonChunks | None) -> Slot:
         base = self._base + index * self._chunk_bytes
-        if chunk is None and poison is not None and is_whole:
-            chunk = poison.full
-        found = [] if chunk is None else [(base, chunk.nbytes, 0, chunk.handle, 0)]
-        rest = 0 if chunk is None else chunk.nbytes
-        if poison is not None:
+        first = poison.full if chunk is None and poison is not None and is_whole else chunk
+        covered = 0 if first is None else first.nbytes
+        mappings: tuple[Mapping, ...] = () if first is None else ((base, covered, 0, first.handle, 0),)
+        if poison is not None and covered < end:
             size = poison.tail.nbytes
-            found += zip(range(base + rest, base + end, size), repeat(size), repeat(0), repeat(poison.tail.handle), repeat(0), strict=False)
-        return tuple(found)
+            rest = range(base + covered, base + end, size)
+            mappings += tuple(zip(rest, repeat(size), repeat(0), repeat(poison.tail.handle), repeat(0), strict=False))
+            covered += size * len(rest)
+        return Slot(chunk, mappings, covered)
 
     def apply(self, planned: dict[int, Slot]) -> None:
         """Make the slots what `plan` says: one unmap, the maps, one call for the access rights.
@@ -120,21 +119,20 @@ class Extent:
             uninterrupted(
                 self._calls("cuMemUnmap", self._runs(planned), done),
                 functools.partial(self._slots.update, planned),
+                functools.partial(self._doubtful.update, planned),
                 self._calls("cuMemMap", maps, done),
                 self._calls("cuMemSetAccess", [access], done),
             )
             for function, outcomes in done:
-                for outcome in outcomes:
-                    self._driver.value(function, outcome)
-        self._slots.update({index: slot._replace(is_settled=True) for index, slot in planned.items()})
+                self._driver.check(function, outcomes)
+        self._doubtful.difference_update(planned)
 
     def end(self, *then: Callable[[], object]) -> None:
         """Unmap everything, and call `then` right after, without an interrupt in between."""
         done: list[tuple[str, list[tuple[Any, ...]]]] = []
-        uninterrupted(self._calls("cuMemUnmap", self._runs(sorted(self._slots)), done), self._slots.clear, *then)
+        uninterrupted(self._calls("cuMemUnmap", self._runs(sorted(self._slots)), done), self._slots.clear, self._doubtful.clear, *then)
         for function, outcomes in done:
-            for outcome in outcomes:
-                self._driver.value(function, outcome)
+            self._driver.check(function, outcomes)
 
     def _calls(
         self, function: str, calls: Sequence[tuple[Any, ...]], done: list[tuple[str, list[tuple[Any, ...]]]]
@@ -149,7 +147,7 @@ class Extent:
         runs: list[tuple[int, int]] = []
         for index in indices:
             slot = self._slots.get(index, _EMPTY)
-            if not slot.is_settled:
+            if index in self._doubtful:
                 for mapping in slot.mappings:
                     self._driver.failed("cuMemUnmap", *mapping[:2])  # it may be there or not
             elif slot.nbytes:

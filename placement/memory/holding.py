@@ -240,8 +240,7 @@ class Holding:
             self.device.wait(self.device.mark("to_host"))
             self.adopted.handed.point_to_host(self.ranges, except_for=self.adopted.moving_in)
         self._is_vacating = True
-        for index in range(first, last):  # first, so that what is on record is mapped, whenever an interrupt comes
-            r.give(index, stock)
+        r.give(range(first, last), stock)  # first, so that what is on record is mapped, whenever an interrupt comes
         self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
 
     def _have_back(self, stock: Stock) -> bool:

@@ -122,11 +122,11 @@ class Range:
         """The chunks that are not there."""
         return [index for index in range(len(self.chunk_sizes)) if index not in self.chunks]
 
-    def give(self, index: int, stock: Stock) -> None:
-        """Hand an unmapped chunk to the stock. It is in both for a moment rather than in neither: `settle` counts it once."""
-        chunk = self.chunks.get(index)
-        if chunk is not None:
-            stock.give((chunk,))
+    def give(self, indices: Iterable[int], stock: Stock) -> None:
+        """Hand unmapped chunks to the stock. They are in both for a moment rather than in neither: `settle` counts them once."""
+        held = [index for index in indices if index in self.chunks]
+        stock.give([self.chunks[index] for index in held])
+        for index in held:
             del self.chunks[index]
 
     def copies(self, wanted: Iterable[int] | None = None) -> list[Copy]:

@@ -12,8 +12,11 @@ from placement.memory.base import Device
 _CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
-def select_device(name: str) -> Device:
+def select_device(name: str, *, is_tight: bool = False) -> Device:
     """The device called "auto", "cuda" or "cuda:N".
+
+    Args:
+        is_tight: its memory was portioned out, so that a swap may have little room beside the larger side.
 
     Raises:
         ValueError: no such name.
@@ -27,7 +30,8 @@ def select_device(name: str) -> Device:
             f"device {name!r}: torch sees no CUDA device in this process. On a machine without one, pass "
             "device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves the same in host memory."
         )
-    from placement.memory.cuda import CudaDevice
+    from placement.memory.cuda import CHUNK_BYTES, TIGHT_CHUNK_BYTES, CudaDevice
 
     index = match.group(1) if match is not None else None
-    return CudaDevice(torch.cuda.current_device() if index is None else int(index))
+    chunk_bytes = TIGHT_CHUNK_BYTES if is_tight else CHUNK_BYTES
+    return CudaDevice(torch.cuda.current_device() if index is None else int(index), chunk_bytes=chunk_bytes)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +51,9 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
-def _rank(rank: int, port: int, chunk: int, side: int, found: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", port, WORLD, False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+def write_with_each(chunk: int, side: int) -> dict[str, tuple[bool, int]]:
+    """By collective: whether the values are those of the same collective elsewhere, and the bytes that were copied. For `Ranks.run`."""
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.ParameterList([nn.Parameter(torch.randn(side, side)) for _ in range(3)])
     manager = Manager(device=SimulatedDevice(64 * chunk, chunk_bytes=chunk))
@@ -76,17 +74,5 @@ def _rank(rank: int, port: int, chunk: int, side: int, found: Any) -> None:
         with manager.phase("train"):
             same = same and model[1].detach().equal(wanted)
         results[name] = (same, copied)
-    found[rank] = results
     del sgd  # it had to live so long: a module that no optimizer steps is not on the device in "train"
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_collectives(chunk: int, side: int) -> dict[int, dict[str, tuple[bool, int]]]:
-    """By rank and collective: whether the values are those of the same collective elsewhere, and the bytes that were copied."""
-    context = torch.multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, WORLD, True, timeout=timedelta(seconds=60), wait_for_workers=False)
-    with context.Manager() as shared:
-        found = shared.dict()
-        torch.multiprocessing.spawn(_rank, (store.port, chunk, side, found), nprocs=WORLD, join=True)
-        return dict(found)
+    return results

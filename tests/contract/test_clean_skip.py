@@ -19,7 +19,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from placement import IntegrityError, Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.contract.collectives import COLLECTIVES, run_collectives
+from tests.contract.collectives import COLLECTIVES, WORLD, write_with_each
+from tests.ranks import Ranks
 
 CHUNK = 16384
 SIDE = 64
@@ -399,7 +400,6 @@ def test_every_optimizer(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or sys.platform != "linux", reason="torch has no gloo here")
-def test_collectives_under_gloo() -> None:
+def test_collectives_under_gloo(two_ranks: Ranks) -> None:
     """Two ranks; each collective writes one parameter and its offload copies one chunk."""
-    found = run_collectives(CHUNK, SIDE)
-    assert found == {rank: dict.fromkeys(COLLECTIVES, (True, CHUNK)) for rank in range(2)}
+    assert two_ranks.run(write_with_each, CHUNK, SIDE) == [dict.fromkeys(COLLECTIVES, (True, CHUNK))] * WORLD

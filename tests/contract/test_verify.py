@@ -269,7 +269,7 @@ def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good()
     worker.manager.enter("train")
     worker.write()
     worker.device.spoil("to_host", count=10**6)
-    with pytest.raises(IntegrityError, match="'actor': chunk 0 of 4"):
+    with pytest.raises(IntegrityError, match="'actor': chunk 1 of 4"):
         worker.manager.leave()
     assert worker.actor.state is not State.CPU_OFFLOADED
     assert_same(dict(worker.model.state_dict()), dict(worker.values))

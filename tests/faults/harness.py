@@ -18,6 +18,7 @@ import placement
 from placement.adapters.tensors import nested_tensors
 from placement.engines.base import TorchEngine
 from placement.testing import Faults, SimulatedDevice
+from tests.seeds import seed
 
 PAGE = 4096
 CAPACITY_BYTES = 104 * 1024
@@ -50,7 +51,7 @@ class Worker:
     """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one border after the other."""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, **settings: Any) -> None:
-        torch.manual_seed(7)
+        seed(7)
         self.device = Faults(SimulatedDevice(capacity_bytes, chunk_bytes=2 * PAGE, granularity=PAGE))
         self.manager = placement.Manager(device=self.device, budget_bytes=capacity_bytes, **settings)
         self.actor = Actor()

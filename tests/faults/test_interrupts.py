@@ -318,7 +318,7 @@ def known() -> set[Point]:
     return set()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1500 if EVERY_POINT else 400)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.__name__)
 def test_interrupted_at_bytecodes_of_every_operation(
     operation: type[Case], known: set[Point], swallowed: list[Any], counted: Callable[[str], None]

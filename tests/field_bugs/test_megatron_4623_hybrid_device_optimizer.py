@@ -19,11 +19,12 @@ import placement
 from placement import Manager, PhaseError
 from placement.adapters import hybrid
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.frameworks import needs
 from tests.ranks import Ranks
 from tests.sharded.pretend_cuda import mark, pretend_cuda
 from tests.sharded.training import as_bytes
 
-pytest.importorskip("megatron.core.optimizer", reason="megatron-core is not installed")
+cpu_offloading = needs("megatron.core.optimizer.cpu_offloading")
 
 FRACTIONS = (0.0, 0.5, 1.0)
 
@@ -52,11 +53,9 @@ def net(dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
 
 
 def make(model: torch.nn.Module, fraction: float = 0.5, *, overlap: bool = True, in_fp32: bool = True, sgd: bool = False) -> Any:
-    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-
     cls = torch.optim.SGD if sgd else torch.optim.AdamW
     options: dict[str, Any] = {"momentum": 0.9} if sgd else {}
-    return HybridDeviceOptimizer(
+    return cpu_offloading.HybridDeviceOptimizer(
         list(model.parameters()),
         offload_fraction=fraction,
         cpu_optimizer_cls=cls,

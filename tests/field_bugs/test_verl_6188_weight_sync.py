@@ -20,9 +20,6 @@ from torch.distributed.tensor import DTensor
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded.publish_worker import BUILDS, Model, assert_same, manager_of, read, tokens
-
-pytest.importorskip("peft", reason="PEFT is not installed here")
-
 from tests.sharded.test_publish_lora import lora, merged_by_peft, peft, quietly, randomize, saved_by_peft
 
 

@@ -23,7 +23,7 @@ def gpus(count: int) -> Iterator[Ranks]:
         pytest.skip("this build of torch has no NCCL")
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs, and there is {torch.cuda.device_count()}")
-    started = Ranks(count, BACKEND)
+    started = Ranks(count, BACKEND, context="spawn")
     yield started
     started.close()
 

@@ -6,7 +6,6 @@ Another engine is one more class here, named in `SERVICES`.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -19,9 +18,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from placement.group import Group, StoreGroup
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.group.warm", "tests.group.fault_worker"])
+from tests.forked import processes
 
 
 class Service(Protocol):

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from placement.group import failpoints
+from tests.forked import processes
 from tests.group.fault_worker import Case, run_rank
-from tests.group.services import SERVICES, Service, processes, wait_until_stopped
+from tests.group.services import SERVICES, Service, wait_until_stopped
 
 WORLD = 3
 DEADLINE_SECONDS = 1.2

@@ -142,6 +142,21 @@ def test_without_the_rank_that_may_know_nobody_decides(actor: Actor) -> None:
     assert boards[1].claim("g0/e0/decision", b"abort") == b"commit"
 
 
+def test_why_it_could_not_be_done_is_said_also_when_the_last_question_has_no_answer(actor: Actor) -> None:
+    def ask(message: bytes, seconds: float) -> bytes | None:
+        if seconds > 0.5:
+            return actor.ask(message, seconds)
+        time.sleep(seconds)  # as long as the board asks an actor that does not answer
+        raise BoardLost("no answer")
+
+    boards = [actor.board(0, 2, 5.0), RayBoard(ask, "ranks/g0", 1, 2, 1.0)]
+    for rank, board in enumerate(boards):
+        board.claim(f"g0/member/{rank}", b"x")
+    actor.restart()
+    with pytest.raises(BoardLost, match="rank 0 has not told what it knows"):
+        boards[1].claim("g0/e0/decision", b"abort")
+
+
 def test_a_rank_that_was_restarted_with_the_actor_does_not_speak_for_its_predecessor(actor: Actor) -> None:
     groups = [actor.group(rank) for rank in range(3)]
     actor.restart()

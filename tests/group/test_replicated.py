@@ -17,7 +17,6 @@ from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
-from tests.group.services import processes
 from tests.ranks import Ranks
 
 _generations = itertools.count(1000)
@@ -30,14 +29,14 @@ def generation() -> int:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    started = Ranks(request.param, context=processes)
+    started = Ranks(request.param)
     yield started
     started.close()
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
-    started = Ranks(3, context=processes)
+    started = Ranks(3)
     yield started
     started.close()
 

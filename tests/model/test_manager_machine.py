@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -22,6 +21,7 @@ from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import PHASES_USED, drawn_policies
 from tests.model.shadow import Shadow
 from tests.model.values import ANY, Values, has_object, is_module, is_not_stepped, is_stepped, may_change, when
+from tests.seeds import seed
 
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
 PHASES = st.sampled_from((*PHASES_USED, "train", "train"))
@@ -57,7 +57,7 @@ class ManagerMachine(Values):
         budget=st.sampled_from([40_000, 80_000, 160_000]),
     )
     def begin(self, policy: Any, budget: int) -> None:
-        torch.manual_seed(0)
+        seed(0)
         self.start(policy, budget if isinstance(policy, Resident) else None)
 
     @invariant()

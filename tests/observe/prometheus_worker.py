@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import time
+from multiprocessing.connection import Connection
 
 import torch
 from torch import nn
@@ -13,7 +14,15 @@ from placement.observe import discovery
 from placement.testing import SimulatedDevice
 
 
-def main(folder: str) -> None:
+def main(folder: str, environment: dict[str, str], connection: Connection) -> None:
+    """Work until it is killed.
+
+    Args:
+        folder: for discovery.
+        environment: what the launcher tells this worker.
+        connection: takes where it answers.
+    """
+    os.environ.update(environment)
     torch.set_num_threads(1)
     discovery.REAP_SECONDS = 20.0  # five minutes in life
     manager = placement.Manager(device=SimulatedDevice(4 << 20, chunk_bytes=65536), discovery=folder, run="demo")
@@ -24,7 +33,7 @@ def main(folder: str) -> None:
     manager.register("ref", ref, role="ref", readonly=True)
     manager.register("critic", critic, role="critic")
     server = manager.serve()
-    print(server.url, flush=True)
+    connection.send(server.url)
     while True:
         with manager.phase("rollout") as step:
             time.sleep(0.6)
@@ -40,7 +49,3 @@ def main(folder: str) -> None:
             step.switch("weight_sync")
             time.sleep(0.05)  # shorter than a scrape ever sees
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -22,6 +20,8 @@ import pytest
 from placement.cli import main
 from placement.observe.discovery import targets_in
 from placement.observe.fleet import DiscoveryServer
+from tests.forked import processes
+from tests.observe import prometheus_worker
 from tests.observe.expressions import expressions
 
 WORKERS = 4
@@ -119,28 +119,32 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.targets = folder / "targets"
         self.exported = folder / "exported"
-        self.workers: list[subprocess.Popen[str]] = []
+        self.workers: list[Any] = []
         self.urls: list[str] = []
         by_file = {"file_sd_configs": [{"files": [f"{self.targets}/*.json"], "refresh_interval": "2s"}]}
         self.prometheus = Prometheus(self.exported, by_file)
 
     def start(self) -> None:
-        self.workers += [self._start(rank) for rank in range(WORKERS)]
-        self.urls += [worker.stdout.readline().strip() for worker in self.workers if worker.stdout]
+        self.urls += [self._start(rank) for rank in range(WORKERS)]
 
-    def _start(self, rank: int) -> subprocess.Popen[str]:
-        """Two as torchrun starts them, two as Slurm does, on another node of the same shared folder."""
+    def _start(self, rank: int) -> str:
+        """Two as torchrun starts them, two as Slurm does, on another node of the same shared folder. Returns where it answers."""
         node = rank // 2
         names = ("RANK", "GROUP_RANK") if node == 0 else ("SLURM_PROCID", "SLURM_NODEID")
-        environment = {**os.environ, **dict(zip(names, (str(rank), str(node)), strict=True)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.observe.prometheus_worker", str(self.targets)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        environment = dict(zip(names, (str(rank), str(node)), strict=True))
+        ours, theirs = processes.Pipe()
+        worker = processes.Process(target=prometheus_worker.main, args=(str(self.targets), environment, theirs), daemon=True)
+        worker.start()
+        self.workers.append(worker)
+        theirs.close()
+        url: str = ours.recv()
+        return url
 
     def close(self) -> None:
         self.prometheus.close()
         for worker in self.workers:
             worker.kill()
-            worker.communicate()
+            worker.join()
 
 
 @pytest.fixture(scope="module")

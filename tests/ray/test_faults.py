@@ -20,7 +20,7 @@ from placement.group import RayGroup
 from placement.states import Plan, State
 from tests.group import test_faults as faults
 from tests.group.fault_worker import Case
-from tests.group.services import processes, wait_until_stopped
+from tests.group.services import wait_until_stopped
 from tests.ray.service import RayService
 
 WAIT_SECONDS = 90.0
@@ -30,7 +30,6 @@ STEPS = [step for step in faults.STEPS if step[0] < 2 or os.environ.get("SWEEP")
 
 @pytest.fixture(scope="module")
 def service(cluster: Any) -> Iterator[RayService]:
-    processes.set_forkserver_preload(["tests.group.warm", "ray"])
     before, faults.AT_ONCE = faults.AT_ONCE, 14  # the most of a case is waiting for deadlines
     service = RayService(cluster)
     yield service

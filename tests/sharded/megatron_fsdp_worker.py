@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from placement.memory.claims import RANGES
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
+from tests.sharded.modules import replaced
 from tests.sharded.pretend_cuda import pretend_cuda
 
 PACKAGES = {"0.6.1": "megatron_fsdp", "in megatron-core": "megatron.core.distributed.fsdp.src.megatron_fsdp"}
@@ -41,11 +41,8 @@ def package(version: str) -> Any:
     """A version's `fully_shard`. 0.6.1 does not go with megatron-core 0.16.1, so it is loaded as where there is none."""
     name = PACKAGES[version]
     hidden = [each for each in ("megatron.core", *sys.modules) if each.startswith("megatron.core")] if name == "megatron_fsdp" else []
-    with mock.patch.dict(sys.modules, dict.fromkeys(hidden)):
-        module = importlib.import_module(f"{name}.fully_shard")
-        found = {each: value for each, value in sys.modules.items() if each.startswith(name)}
-    sys.modules.update(found)  # the end of the patch takes out whatever came in under it
-    return module
+    with replaced(dict.fromkeys(hidden)):
+        return importlib.import_module(f"{name}.fully_shard")
 
 
 class Program(training.Program):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from placement.memory import adopt
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, make_manager, optimize, start, stepped, wrap
+from tests.sharded.modules import replaced
 from tests.sharded.pretend_cuda import pretend_cuda
 from tests.sharded.training import as_bytes
 
@@ -247,7 +247,7 @@ def workspaces_of_transformer_engine() -> None:
 
     base.TransformerEngineBaseModule = TransformerEngineBaseModule  # type: ignore[attr-defined]
     base._dummy_wgrads = {"weight": torch.zeros(8)}  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {base.__name__: base}):
+    with replaced({base.__name__: base}):
         model = torch.nn.Sequential(Linear(), torch.nn.Linear(8, 8))
         manager = make_manager(Program(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda number: model(torch.ones(2, 8)).sum()))
         with manager.phase("train") as phase:

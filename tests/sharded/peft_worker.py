@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from placement import Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.frameworks import Later
 from tests.sharded import training
 
+peft = Later("peft")
 WIDTH = 64
 CHUNK_BYTES = 4096
 
@@ -32,12 +33,12 @@ class Model(nn.Module):
         return result
 
 
-def config(**more: Any) -> LoraConfig:
-    return LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights="gaussian", **more)
+def config(**more: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights="gaussian", **more)
 
 
 def adapted(*, save_head: bool = False) -> Any:
-    return get_peft_model(Model(), config(modules_to_save=["head"] if save_head else None))
+    return peft.get_peft_model(Model(), config(modules_to_save=["head"] if save_head else None))
 
 
 def batch(number: int) -> torch.Tensor:

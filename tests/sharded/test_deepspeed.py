@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.frameworks import needs
 from tests.ranks import Ranks
 from tests.sharded import deepspeed_worker
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here")
+needs("deepspeed")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-pytest.importorskip("megatron.core.distributed", reason="megatron-core is not installed")
-
 from placement.adapters.tensors import nested_tensors
+from tests.frameworks import needs
 from tests.ranks import Ranks
 from tests.sharded import megatron_traps as traps
 from tests.sharded import megatron_worker as worker
+
+needs("megatron.core")
 
 
 @pytest.mark.parametrize("kind", worker.KINDS, ids=str)

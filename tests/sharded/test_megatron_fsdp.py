@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
-
+from tests.frameworks import needs
 from tests.ranks import Ranks
 from tests.sharded import megatron_fsdp_worker as worker
+
+needs("megatron_fsdp")
 
 
 @pytest.mark.parametrize("strategy", worker.STRATEGIES)

@@ -9,12 +9,12 @@ import pytest
 
 from placement import NotResidentError
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.frameworks import needs
 from tests.ranks import Ranks
+from tests.sharded import peft_worker, training
 from tests.unit.worker import make_manager
 
-pytest.importorskip("peft", reason="PEFT is not installed here")
-
-from tests.sharded import peft_worker, training
+needs("peft")
 
 
 @pytest.mark.parametrize("save_head", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,24 +28,9 @@ def _hang_on(rank: int) -> None:
         time.sleep(60)
 
 
-def _import_breaks(folder: str, times: int) -> int:
-    tried = Path(folder, f"{dist.get_rank()}")
-    count = len(tried.read_text()) if tried.exists() else 0
-    tried.write_text("x" * (count + 1))
-    if count < times:
-        raise AssertionError("Artifact of type=autotune already registered in mega-cache artifact factory")
-    return count
-
-
 def test_every_rank_answers(two_ranks: Ranks, one_rank: Ranks) -> None:
     assert two_ranks.run(_sum) == [(0, 3.0), (1, 3.0)]
     assert one_rank.run(_sum) == [(0, 1.0)]
-
-
-def test_a_broken_import_of_torch_is_tried_once_more(one_rank: Ranks, tmp_path: Path) -> None:
-    assert one_rank.run(_import_breaks, str(tmp_path), 1) == [1]
-    with pytest.raises(RankError, match="already registered"):
-        one_rank.run(_import_breaks, str(tmp_path), 9)
 
 
 def test_what_a_rank_raises_names_it_and_the_next_run_works(two_ranks: Ranks) -> None:

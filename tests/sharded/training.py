@@ -25,6 +25,7 @@ from placement import Manager
 from placement.memory.base import Device
 from placement.memory.cuda import CudaDevice
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
@@ -147,7 +148,7 @@ def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str = "
         AssertionError: what differs.
     """
     losses, values = _run_plain(build, steps)
-    torch.manual_seed(0)
+    seed(0)
     program = build()
     managed = Manager(device=device_of(device), **manager)
     program.reshard()
@@ -161,7 +162,7 @@ def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str = "
     keys: list[set[int]] = []
     for step in range(steps):
         for phase, method in program.phases:
-            torch.manual_seed(1 + step)
+            seed(1 + step)
             with managed.phase(phase):
                 loss = getattr(program, method)(step)
                 seen.append(as_bytes(loss))
@@ -231,12 +232,12 @@ def _addresses(tensor: torch.Tensor) -> list[int]:
 
 
 def _run_plain(build: Callable[[], Program], steps: int) -> tuple[list[bytes], dict[str, str]]:
-    torch.manual_seed(0)
+    seed(0)
     program = build()
     losses: list[bytes] = []
     for step in range(steps):
         for _, method in program.phases:
-            torch.manual_seed(1 + step)
+            seed(1 + step)
             losses.append(as_bytes(getattr(program, method)(step)))
     assert len(set(losses)) > steps // 2, "the program learns nothing, so nothing could be seen to go wrong"
     program.reshard()

@@ -97,7 +97,8 @@ class FakeDriver(ModuleType):
 
     def cuMemCreate(self, nbytes: int, *_: object) -> tuple[Any, ...]:
         self._next += 1
-        self.memory[self._next] = nbytes
+        if self.refused != "cuMemCreate":
+            self.memory[self._next] = nbytes
         return self._answer("cuMemCreate", nbytes % STEP == 0, self._next)
 
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from placement.memory import cuda, cuda_pool
 from placement.memory.base import Addresses, Chunk
 from placement.memory.cuda import CudaDevice
 from placement.memory.cuda_driver import Driver
+from placement.memory.select import select_device
 from tests.contract.interrupter import Interrupter, at_each_point
 from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
 
@@ -306,6 +307,14 @@ def test_a_range_that_dies_during_a_capture_goes_later(driver: FakeDriver, devic
     monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
     device.create(STEP)
     assert base not in driver.reserved
+
+
+@pytest.mark.parametrize(("is_tight", "chunk_bytes"), [(False, 256 << 20), (True, 128 << 20)])
+def test_where_memory_was_portioned_out_chunks_are_smaller(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, is_tight: bool, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert select_device("cuda:0", is_tight=is_tight).chunk_bytes == chunk_bytes
 
 
 def test_a_machine_without_what_it_takes_is_told_what_to_install(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,6 +253,23 @@ def test_from_settings_takes_a_mapping_and_objects() -> None:
         Manager.from_settings({"polciy": "resident"}, device=device)
     with pytest.raises(ValueError, match="worker_role"):
         make_manager(worker_role="learner")
+
+
+@pytest.mark.parametrize(
+    ("given", "is_tight"), [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)]
+)
+def test_the_device_is_told_whether_its_memory_was_portioned_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], is_tight: bool
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def select(name: str, *, is_tight: bool) -> SimulatedDevice:
+        asked.append((name, is_tight))
+        return SimulatedDevice(1 << 30, shared_with=tmp_path / "device")
+
+    monkeypatch.setattr("placement.manager.select_device", select)
+    Manager(device="cuda:0", **{key: str(tmp_path / value) if key == "leases" else value for key, value in given.items()}).close()
+    assert asked == [("cuda:0", is_tight)]
 
 
 def test_without_an_accelerator_the_error_names_the_simulated_device() -> None:

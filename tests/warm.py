@@ -1,17 +1,27 @@
-"""What the process that ranks are forked from has done once for all of them: torch and everything that a first manager imports."""
+"""What the process that others are forked from has done once for all of them: torch and everything that a first manager imports.
+
+It has a single thread and no CUDA context, because neither lives through a fork.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read once; a store that dies is what is wanted here, and no stack trace
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a step of torch's optimizers asks CUDA, where there is one
 
 import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 
 from placement import Manager
 from placement.testing import SimulatedDevice
 
+with contextlib.suppress(ImportError):  # where it is not installed, its tests are skipped and say so
+    importlib.import_module("ray")
 torch.set_num_threads(1)
 
 

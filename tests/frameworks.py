@@ -1,0 +1,34 @@
+"""Frameworks that a test needs, imported where it runs: every process that runs tests loads every test file, and few of them run it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from typing import Any
+
+import pytest
+
+
+class Later:
+    """A module that is imported at the first look into it, without its warnings."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(importlib.import_module(self._name), attribute)
+
+
+def needs(name: str) -> Any:
+    """For the head of a test file: the module, to be imported later; skips the file where its package is not installed."""
+    package = ".".join(name.split(".")[:2])  # to look for a module imports the packages around it
+    try:
+        is_there = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        pytest.skip(f"{package} is not installed here", allow_module_level=True)
+    return Later(name)
