@@ -16,6 +16,8 @@ setup: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
 
+# Bytecode is kept: many tests start interpreters of their own.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(FRAMEWORKS)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 _TOGETHER = {
+    "ray": ("tests/ray/test_fleet.py", "tests/ray/test_faults.py", "tests/ray/test_examples.py"),
     "peft": (
         "tests/sharded/test_one_of_each.py",
         "tests/sharded/test_checkpoint.py",
@@ -30,15 +31,13 @@ _TOGETHER = {
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _FIRST = (
-    "tests/ray/test_fleet.py",
+    "ray",
     "peft",
     "tests/observe/test_prometheus.py",
     "megatron",
-    "tests/ray/test_faults.py",
     "tests/faults/test_interrupts.py",
     "tests/group/test_faults.py",
     "tests/sharded/test_fsdp1.py",
-    "tests/ray/test_examples.py",
     "tests/engines/test_tagged.py",  # xdist gives a process its next file when two tests are left: one that is short
     "tests/group/test_lease_swaps.py",
     "tests/unit/test_phases.py",

@@ -18,6 +18,8 @@ def cluster() -> Iterator[Any]:
     """A head and a second node on this machine, and this process connected to them."""
     ray = pytest.importorskip("ray", reason="ray is not installed here")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
+    # Ray's workers are nice to others by default: beside other tests they would get a thirtieth of a core, and miss every deadline.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
     from ray.cluster_utils import Cluster
 
     cluster = None
