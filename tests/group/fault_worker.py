@@ -199,15 +199,27 @@ class Rank:
             self.problems.append(f"{type(error).__name__}: {error}")
 
 
-def run_rank(connection: Connection, case: Case, deadline_seconds: float, join: Callable[..., Group], *place: Any) -> None:
-    """`join(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met."""
+def run_rank(connection: Connection, case: Case, deadline_seconds: float, join: Callable[..., Group], place: Sequence[Any]) -> bool:
+    """`join(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met. Whether all is as before."""
     try:
         member = Rank(join(*place), case, deadline_seconds)
     except Exception as error:
         connection.send(("end", [], [f"did not join: {type(error).__name__}: {error}"], False))
-        return
+        return False
     try:
         member.run(connection.send, connection.recv)
+        if is_well := not (member.problems or member.group.is_in_doubt):
+            member.manager.close()
     except Exception as error:
         member.problems.append(f"{type(error).__name__}: {error}")
+        is_well = False
+    failpoints.arm("")
     connection.send(("end", member.events, member.problems, member.board.has_happened))
+    return is_well
+
+
+def run_ranks(connection: Connection) -> None:
+    """A rank of each case that comes, until one leaves something behind: nobody may be in doubt because of an earlier case."""
+    with suppress(EOFError):
+        while run_rank(connection, *connection.recv()):
+            connection.send(("next",))

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from placement.group import failpoints
-from tests.forked import processes
-from tests.group.fault_worker import Case, run_rank
+from tests.group.fault_worker import Case
+from tests.group.rank_processes import RankProcess, RankProcesses
 from tests.group.services import SERVICES, Service, wait_until_stopped
 
 WORLD = 3
@@ -45,6 +45,7 @@ MESSAGES = [
     if rank == 0 or name != "basis"
 ]
 _generations = count(1)
+PROCESSES = RankProcesses()
 
 
 @pytest.fixture(scope="module", params=SERVICES)
@@ -57,6 +58,7 @@ def service(engine: str) -> Iterator[Service]:
     """One for all cases that leave it alone."""
     made = SERVICES[engine]()
     yield made
+    PROCESSES.close()
     made.close()
 
 
@@ -73,19 +75,18 @@ class Ranks:
         self.case, self.service = case, service
         self.said: list[Any] = [None] * WORLD
         self.borders = [0] * WORLD
-        self._connections, self.processes = [], []
         generation = next(_generations)
         to_join = STOPPED_SECONDS if case.fault == "board stopped" else max(AMPLE_SECONDS, DEADLINE_SECONDS)
+        self._ranks: list[RankProcess] = []
         for rank in range(WORLD):
-            ours, theirs = processes.Pipe()
-            place = (service.address, rank, WORLD, to_join, generation)
-            arguments = (theirs, case, deadline_of(case), service.join, *place)
-            process = processes.Process(target=run_rank, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self.processes.append(process)
+            self._ranks.append(PROCESSES.take(service.join))
+            self._ranks[-1].begin(case, deadline_of(case), service.join, service.address, rank, WORLD, to_join, generation)
         self._open = set(range(WORLD))
+        self._well: set[int] = set()
+
+    @property
+    def processes(self) -> list[Any]:
+        return [rank.process for rank in self._ranks]
 
     def listen(self, until: Callable[[], bool]) -> bool:
         """Hear what ranks say. False when nothing more comes although it is not so yet: a hang."""
@@ -93,33 +94,41 @@ class Ranks:
         while not until():
             if time.monotonic() > deadline:
                 return False
-            by_connection = {self._connections[rank]: rank for rank in self._open}
+            by_connection = {self._ranks[rank].connection: rank for rank in self._open}
             for connection in wait(list(by_connection), timeout=0.05):
-                rank = by_connection[connection]  # type: ignore[index]
-                try:
-                    self.said[rank] = connection.recv()  # type: ignore[union-attr]
-                    self.borders[rank] = len(self.said[rank][1])
-                except (EOFError, ConnectionError):
-                    self._open.discard(rank)
+                self._hear(by_connection[connection])  # type: ignore[index]
         return True
+
+    def _hear(self, rank: int) -> None:
+        try:
+            said = self._ranks[rank].connection.recv()
+        except (EOFError, ConnectionError):
+            self._open.discard(rank)
+            return
+        if said[0] == "next":
+            self._open.discard(rank)
+            self._well.add(rank)
+        else:
+            self.said[rank] = said
+            self.borders[rank] = len(said[1])
 
     def start(self) -> bool:
         """Let them go into the border of the fault together, as soon as all have come to it."""
         if not self.listen(lambda: bool(min(self.borders)) or len(self._open) < WORLD) or not min(self.borders):
             return False
-        for connection in self._connections:
-            connection.send(None)
+        for rank in self._ranks:
+            rank.connection.send(None)
         return True
 
     def has_ended(self, rank: int) -> bool:
         return rank not in self._open
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        for connection in self._connections:
-            connection.close()
+        for rank, each in enumerate(self._ranks):
+            if rank in self._well:
+                PROCESSES.give(self.service.join, each)
+            else:
+                each.kill()
 
 
 class NotReached(AssertionError):

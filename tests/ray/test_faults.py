@@ -1,6 +1,6 @@
 """What tests/group/test_faults.py does to the ranks of a store, on a Ray board; and that board killed or stopped at every step.
 
-A board takes seconds to start, so all cases share one, and all ranks are at their steps when it dies.
+A board takes seconds to start, so many cases share one, and all their ranks are at their steps when it dies.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from tests.group.services import wait_until_stopped
 from tests.ray.service import RayService
 
 WAIT_SECONDS = 90.0
-STEPS = [step for step in faults.STEPS if step[0] < 2 or os.environ.get("SWEEP") == "all"]
-"""The last rank does what the second does; its cases come with SWEEP=all."""
+AT_ONCE = 14
+"""Cases: the most of each is waiting for deadlines, and a rank is a driver of its own."""
 
 
 @pytest.fixture(scope="module")
 def service(cluster: Any) -> Iterator[RayService]:
-    before, faults.AT_ONCE = faults.AT_ONCE, 14  # the most of a case is waiting for deadlines
+    before, faults.AT_ONCE = faults.AT_ONCE, AT_ONCE
     service = RayService(cluster)
     yield service
+    faults.PROCESSES.close()
     service.close()
     faults.AT_ONCE = before
 
@@ -40,7 +41,7 @@ def service(cluster: Any) -> Iterator[RayService]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_rank_at_every_step(fault: str, service: RayService, counted: Callable[[str], None]) -> None:
-    cases = [Case(fault, *step) for step in STEPS]
+    cases = [Case(fault, *step) for step in faults.STEPS]
     seen = faults.sweep(cases, service, "ray")
     verdicts = [{verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen]
     assert {"commit"} in verdicts
@@ -80,10 +81,12 @@ def test_the_board_is_killed_at_every_step_and_all_agree(
 ) -> None:
     """It comes back empty, hears from all what they know, and every rank reads what the others read."""
     monkeypatch.setattr(faults, "DEADLINE_SECONDS", 60.0)
-    before = service.pid()
-    cases = [Case("board killed", *step) for step in STEPS]
-    seen = disturbed(cases, service, service.kill)
-    assert service.pid() != before
+    cases = [Case("board killed", *step) for step in faults.STEPS]
+    seen = []
+    for begin in range(0, len(cases), AT_ONCE):
+        before = service.pid()
+        seen += disturbed(cases[begin : begin + AT_ONCE], service, service.kill)
+        assert service.pid() != before
     verdicts = Counter(verdict for ranks in seen for events in ranks for _, verdict in events)
     assert set(verdicts) == {"commit", "abort"}, "a rank is in doubt although every rank lives"
     ended = [all(events[-1][1] == "commit" for events in ranks) for ranks in seen]
