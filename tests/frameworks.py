@@ -17,6 +17,8 @@ class Later:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks everything in a test file whether it is a fixture
+            raise AttributeError(attribute)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return getattr(importlib.import_module(self._name), attribute)
