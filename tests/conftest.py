@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.order import make_scheduler, ordered
+from tests.programs import Programs
 from tests.ranks import RankError, Ranks
 from tests.seeds import seed
 
@@ -83,6 +84,14 @@ def counted(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append((COUNTED, text))
 
     return note
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Interpreters of their own, for programs whose end is looked at."""
+    programs = Programs()
+    yield programs
+    programs.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 _TOGETHER = {
+    "programs": ("tests/unit/test_processes.py", "tests/unit/test_host.py", "tests/unit/test_host_reserve.py"),
     "ray": ("tests/ray/test_fleet.py", "tests/ray/test_faults.py", "tests/ray/test_examples.py"),
     "peft": (
         "tests/sharded/test_one_of_each.py",
@@ -44,7 +45,7 @@ _FIRST = (
     "tests/model/test_barrier_spin.py",
     "tests/faults/test_allocations.py",
     "tests/sharded/test_adversary.py",
-    "tests/unit/test_processes.py",
+    "programs",
     "tests/integrations/test_demo.py",
     "tests/unit/test_steady.py",
     "tests/model/test_manager_machine.py",

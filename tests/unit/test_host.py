@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from placement.errors import HostMemoryError
 from placement.memory import host
 from placement.memory.host import PAGE, Slab
 from placement.memory.host_available import available_bytes, free_huge_bytes, left_in_cgroups
+from tests.programs import Programs
 
 
 def mapped(address: int) -> bool:
@@ -181,7 +180,7 @@ def test_a_forked_child_that_reads_a_slab_dies_and_one_that_drops_it_does_not_un
     assert (view == 0).all()
 
 
-def test_the_interpreter_exits_in_peace_with_live_memory() -> None:
+def test_the_interpreter_exits_in_peace_with_live_memory(programs: Programs) -> None:
     program = """
 import torch
 from placement.memory.host import Slab
@@ -192,6 +191,4 @@ device.map(addresses, [chunk])
 torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), Slab(10, lambda *a: None, lambda a: print("driver call"))]
 raise SystemExit(7)
 """
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=root)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+    assert programs.run(program) == (7, "", "")

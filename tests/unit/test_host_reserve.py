@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +18,8 @@ from placement.memory.base import Copy
 from placement.memory.cuda_pinning import Pinning
 from placement.memory.host import PAGE, Slab
 from placement.memory.host_reserve import cut_at, promised_bytes, wait_until_ready
+from tests.programs import Programs
 
-ROOT = Path(__file__).resolve().parents[2]
 LONG = 60
 """Seconds after which something that must happen has not happened."""
 
@@ -392,7 +390,7 @@ def test_a_forked_child_begins_with_threads_and_promises_of_its_own(gate: thread
 
 
 @pytest.mark.parametrize("ending", ["", "del slab", "raise SystemExit(0)", "import os, signal; signal.raise_signal(signal.SIGTERM)"])
-def test_the_process_may_end_while_threads_are_at_work(ending: str) -> None:
+def test_the_process_may_end_while_threads_are_at_work(programs: Programs, ending: str) -> None:
     program = f"""
 import signal, sys, threading, time
 from placement.memory import host, host_reserve
@@ -407,5 +405,4 @@ slab = host.Slab(64 << 20, register, lambda address: None if begun.is_set() else
 begun.wait()
 {ending}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=LONG)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert programs.run(program) == (0, "", "")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 
 from placement import PlacementError
 from placement.testing import assert_nothing_resident
+from tests.programs import Programs
 from tests.unit.worker import Worker, assert_same, batch, in_a_range, learn, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -158,12 +156,11 @@ with manager.phase("train"):
         ("manager.me = manager; actor.me = actor; model.me = [model]; del manager, actor, model, adam", 0, ""),
     ],
 )
-def test_the_exit_code_is_the_programs(code: str, status: int, error: str) -> None:
-    program = textwrap.dedent(BEGIN) + code
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == status, done.stderr
+def test_the_exit_code_is_the_programs(programs: Programs, code: str, status: int, error: str) -> None:
+    done = programs.run(BEGIN + code)
+    assert done.status == status, done.errors
     if error:
-        assert done.stderr.strip().endswith(error)
-        assert "Exception ignored" not in done.stderr
+        assert done.errors.strip().endswith(error)
+        assert "Exception ignored" not in done.errors
     else:
-        assert done.stderr == ""
+        assert done.errors == ""
