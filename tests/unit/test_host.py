@@ -189,6 +189,7 @@ device = SimulatedDevice(1 << 20)
 addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)
 device.map(addresses, [chunk])
 torch.kept = [device.view(addresses, 0, 1 << 18), device.host(100).view(0, 100), Slab(10, lambda *a: None, lambda a: print("driver call"))]
+assert torch.kept[2].ready.wait(60) and torch.kept[2].pinned
 raise SystemExit(7)
 """
     assert programs.run(program) == (7, "", "")
