@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,29 +24,36 @@ def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_losses_are_bit_identical_with_and_without_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    managed, resident = tmp_path / "managed.json", tmp_path / "resident.json"
-    demo(capsys, "--device", "simulated", "--json", str(managed))
-    demo(capsys, "--device", "simulated", "--no-placement", "--json", str(resident))
-    with_placement, without = json.loads(managed.read_text()), json.loads(resident.read_text())
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """One managed run, which also serves: the text it printed, and the file it wrote."""
+    file = tmp_path_factory.mktemp("demo") / "run.json"
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert main(["demo", "--steps", "2", "--device", "simulated", "--serve", "0", "--json", str(file)]) == 0
+    return text.getvalue(), json.loads(file.read_text())
+
+
+def test_losses_are_bit_identical_with_and_without_placement(
+    managed: tuple[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo(capsys, "--device", "simulated", "--no-placement", "--json", str(tmp_path / "resident.json"))
+    with_placement, without = managed[1], json.loads((tmp_path / "resident.json").read_text())
     assert with_placement["placement"]
     assert not without["placement"]
     for key in ("losses", "rewards", "weights_sha256"):
         assert with_placement[key] == without[key]
 
 
-def test_output_shows_phases_timeline_and_an_empty_device(capsys: pytest.CaptureFixture[str]) -> None:
-    text = demo(capsys, "--device", "simulated")
+def test_output_shows_phases_timeline_and_an_empty_device(managed: tuple[str, dict[str, Any]]) -> None:
+    text, _ = managed
     assert "would not fit" in text
     for word in ("rollout", "log_prob", "train", "weight_sync", "idle", "skipped", "stall ms", "TRAINING"):
         assert word in text
     assert "audit: 0 bytes left on the device" in text
 
 
-def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.json"
-    demo(capsys, "--device", "simulated", "--json", str(file))
-    result = json.loads(file.read_text())
+def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(managed: tuple[str, dict[str, Any]]) -> None:
+    _, result = managed
     seen = dict(result["phases"])
     on_device = {name: {h for h, state in row["states"].items() if state != "CPU_OFFLOADED"} for name, row in seen.items()}
     assert on_device["rollout"] == {"rollout"}
@@ -57,8 +65,8 @@ def test_every_phase_holds_only_what_it_needs_and_the_step_ends_empty(tmp_path: 
     assert result["resident_bytes"] == 0
 
 
-def test_serves_metrics_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "metrics at http://127.0.0.1:" in demo(capsys, "--device", "simulated", "--serve", "0")
+def test_serves_metrics_while_it_runs(managed: tuple[str, dict[str, Any]]) -> None:
+    assert "metrics at http://127.0.0.1:" in managed[0]
 
 
 def test_the_model_may_come_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,10 +84,11 @@ def test_the_model_may_come_from_a_directory(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_output_falls_back_to_ascii_where_the_encoding_has_no_blocks() -> None:
-    command = [sys.executable, "-m", "placement", "demo", "--device", "simulated", "--steps", "1"]
-    environment = {"PYTHONIOENCODING": "ascii", "PATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=environment)
-    assert "#" in done.stdout.decode("ascii")
+    printed = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(printed, encoding="ascii")) as text:
+        assert main(["demo", "--device", "simulated", "--steps", "1"]) == 0
+        text.flush()
+    assert "#" in printed.getvalue().decode("ascii")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

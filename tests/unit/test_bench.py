@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,10 +31,18 @@ def _whole_packages() -> Iterator[None]:
             del sys.modules[name]
 
 
+@functools.cache
+def file_of(name: str) -> dict[str, Any]:
+    """What a benchmark writes. Run once."""
+    with tempfile.TemporaryDirectory() as folder:
+        importlib.import_module(f"bench.{name}").main(["--device", "simulated", "--size", "tiny", "--out", folder])
+        content: dict[str, Any] = json.loads(Path(folder, f"{name}_simulated.json").read_text(encoding="utf-8"))
+    return content
+
+
 @pytest.mark.parametrize("name", run.LIMITS)
-def test_every_benchmark_writes_a_valid_file(name: str, tmp_path: Path) -> None:
-    importlib.import_module(f"bench.{name}").main(["--device", "simulated", "--size", "tiny", "--out", str(tmp_path)])
-    content = json.loads((tmp_path / f"{name}_simulated.json").read_text(encoding="utf-8"))
+def test_every_benchmark_writes_a_valid_file(name: str) -> None:
+    content = file_of(name)
     assert content["benchmark"] == name
     assert content["machine"]["device"] == "simulated"
     assert content["rows"]
@@ -42,6 +53,14 @@ def test_every_benchmark_writes_a_valid_file(name: str, tmp_path: Path) -> None:
     assert {row["system"] for row in content["rows"] if row["metric"] == "error"} <= PEERS
     assert {error["system"] for error in content.get("errors", [])} <= PEERS
     assert all(row["value"] == 1 for row in content["rows"] if row["metric"] == "bit-exact")
+
+
+def test_what_a_rollout_only_worker_saves_is_measured() -> None:
+    """Registered as they are, the trainer's objects take their size in host memory; as `Lazy` they take none (verl 4229)."""
+    found = {(row["system"], row["metric"]): row["value"] for row in file_of("rollout_only")["rows"]}
+    assert (found["placement, built", "objects built"], found["placement, Lazy", "objects built"]) == (3, 0)
+    parameters = 8 * 256 * 256 * 4 / 1e6  # of the actor; the reference has as many, AdamW two moments of each
+    assert found["placement, built", "host copies reserved"] - found["placement, Lazy", "host copies reserved"] >= 4 * parameters
 
 
 def test_a_system_that_fails_is_a_row_and_the_next_one_goes_on(tmp_path: Path) -> None:
