@@ -6,6 +6,7 @@ returned, the kernel has taken back what the process had.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -119,12 +120,15 @@ class Processes:
 
 def fork_on_demand(address: str) -> None:
     import torch
+    import torch._dynamo  # an optimizer imports it, which takes a second
 
     import placement.group
     import placement.testing  # noqa: F401
     import tests.group.lease_worker  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # else the first collection in each child copies every page
     control = Client(address, "AF_UNIX")
     while True:
         try:
