@@ -29,7 +29,9 @@ def needs(name: str) -> Any:
     package = ".".join(name.split(".")[:2])  # to look for a module imports the packages around it
     try:
         is_there = importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise  # something else is missing, which a package around it needs
         is_there = False
     if not is_there:
         pytest.skip(f"{package} is not installed here", allow_module_level=True)

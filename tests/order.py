@@ -39,7 +39,6 @@ _FIRST = (
     "tests/faults/test_interrupts.py",
     "tests/group/test_faults.py",
     "tests/sharded/test_fsdp1.py",
-    "tests/engines/test_tagged.py",  # xdist gives a process its next file when two tests are left: one that is short
     "tests/group/test_lease_swaps.py",
     "tests/unit/test_phases.py",
     "tests/model/test_barrier_spin.py",
@@ -51,7 +50,7 @@ _FIRST = (
     "tests/model/test_manager_machine.py",
     "tests/observe/test_discovery.py",
 )
-"""Files and groups of files that take half a minute or more, those that mostly wait between those that compute."""
+"""Files and groups of files that take long, those that mostly wait between those that compute."""
 
 
 def scope_of(place: str) -> str:

@@ -220,6 +220,6 @@ def run_rank(connection: Connection, case: Case, deadline_seconds: float, join: 
 
 def run_ranks(connection: Connection) -> None:
     """A rank of each case that comes, until one leaves something behind: nobody may be in doubt because of an earlier case."""
-    with suppress(EOFError):
+    with suppress(EOFError):  # the test needs no more of it
         while run_rank(connection, *connection.recv()):
             connection.send(("next",))

@@ -15,8 +15,6 @@ import torch
 from placement.cli import main
 from placement.cli.demo import pick
 
-ROOT = Path(__file__).parents[2]
-
 
 def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run the demo in this process; the text it printed."""
