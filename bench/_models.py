@@ -116,8 +116,8 @@ class Consumer:
         self._out: torch.Tensor | None = None
 
     @torch.no_grad()
-    def read(self, tensors: Sequence[torch.Tensor]) -> None:
-        last = tensors[-1].detach().reshape(-1)[-1:]
+    def read(self, tensor: torch.Tensor) -> None:
+        last = tensor.detach().reshape(-1)[-1:]
         if self._out is None:
             self._out = torch.empty_like(last)
         torch.neg(last, out=self._out)

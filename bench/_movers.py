@@ -38,6 +38,8 @@ class Mover:
         self.moved_to_device = 0
         self._make = make
         self._tensors = tensors
+        self._nbytes = 0
+        self._last: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -46,6 +48,14 @@ class Mover:
     def build(self) -> None:
         """Make the object on the device."""
         self.object = self._make()
+        tensors = self.tensors
+        self._nbytes, self._last = nbytes_of(tensors), tensors[-1]
+
+    @property
+    def last_tensor(self) -> torch.Tensor:
+        """What the first kernel reads. To walk over a module takes time that is not the mover's, and its parameters are the same objects
+        wherever their bytes are; an optimizer's state may be others after each move."""
+        return self._last if self._last is not None and isinstance(self.object, torch.nn.Module) else self.tensors[-1]
 
     def first_offload(self) -> None:
         self.offload()
@@ -53,11 +63,11 @@ class Mover:
     def offload(self) -> None:
         """As a user calls it, up to the moment where the host goes on."""
         self._offload()
-        self.moved_to_host += nbytes_of(self.tensors)
+        self.moved_to_host += self._nbytes
 
     def load(self) -> None:
         self._load()
-        self.moved_to_device += nbytes_of(self.tensors)
+        self.moved_to_device += self._nbytes
 
     def _offload(self) -> None:
         raise NotImplementedError
@@ -73,7 +83,7 @@ class Mover:
         self._drop()
 
     def _drop(self) -> None:
-        self.object = None
+        self.object = self._last = None
         del self._make  # it may hold what the object was made over
 
 
@@ -240,7 +250,7 @@ class HandWritten(Mover):
     name = "hand-written"
 
     def first_offload(self) -> None:
-        tensors = self.tensors
+        self._moved = tensors = self.tensors  # the same objects from now on, wherever their bytes are
         flat = self.rig.pin(sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors))
         self._copies = []
         offset = 0
@@ -251,24 +261,23 @@ class HandWritten(Mover):
 
     @torch.no_grad()
     def _offload(self) -> None:
-        self._devices = [tensor.device for tensor in self.tensors]
-        for tensor, copy in zip(self.tensors, self._copies, strict=True):
+        for tensor, copy in zip(self._moved, self._copies, strict=True):
             copy.copy_(tensor, non_blocking=True)
         self.rig.sync()
-        for tensor, copy in zip(self.tensors, self._copies, strict=True):
+        for tensor, copy in zip(self._moved, self._copies, strict=True):
             tensor.data = copy
         self.rig.empty_cache()
 
     @torch.no_grad()
     def _load(self) -> None:
-        for tensor, copy in zip(self.tensors, self._copies, strict=True):
+        for tensor, copy in zip(self._moved, self._copies, strict=True):
             fresh = torch.empty_like(copy, device=self.rig.torch_device)
             fresh.copy_(copy, non_blocking=True)
             tensor.data = fresh
 
     def close(self) -> None:
         super().close()
-        self._copies = []
+        self._copies, self._moved = [], []
 
 
 class DeepSpeedStates(Mover):

@@ -44,7 +44,7 @@ class Job:
 
     def compute(self, module: torch.nn.Module, times: int = 1) -> None:
         """A forward (or `times` as much work) that reads the module. Returns while it runs."""
-        self._consumer.read(module_tensors(module))
+        self._consumer.read(module_tensors(module)[-1])
         self._products.enqueue(times * self._count)
 
     def step(self) -> None:

@@ -31,11 +31,17 @@ _GUESTS: WeakIdSet[torch.Tensor] = WeakIdSet()
 """Tensors that lay in storages of other objects at the last look at theirs, which may have left placement since."""
 
 
+def alias_tables() -> list[dict[int, int]]:
+    """Of each registered object, how many of its tensors use each storage (`_cdata`), as of the last look at it. None is ever changed:
+    another look that finds others makes another table."""
+    return [intake.aliases for intake in _INTAKES]
+
+
 def known_aliases(storages: Sequence[int]) -> list[int]:
     """How many tensors of registered objects use each storage (`_cdata`), as of the last look at each: a main shard is the optimizer's."""
     total = [0] * len(storages)
-    for intake in _INTAKES:  # tens of thousands of storages at every offload: all of them by functions of C
-        total = list(map(operator.add, total, map(intake.aliases.get, storages, itertools.repeat(0))))
+    for table in alias_tables():  # tens of thousands of storages at an offload: all of them by functions of C
+        total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
 
 

@@ -78,6 +78,8 @@ class Range:
         self.placed: tuple[Placed, ...] = ()
         self.counted: tuple[list[int], list[int]] | None = None
         """Of `placed`, the storages (`_cdata`) and their `use_count`, once all have been counted."""
+        self.without_strays: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
+        """What was looked at when strays were looked for last and there were none: `counted`, the tables of aliases, references."""
         self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
         """Of each chunk, bytes from the first address."""
         self.chunks: dict[int, Chunk] = {}

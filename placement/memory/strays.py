@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from placement.memory.intake import known_aliases
+from placement.memory.intake import alias_tables, known_aliases
 from placement.memory.range import Placed, Range, storage_use_count
 
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
@@ -33,23 +33,26 @@ def count(ranges: Iterable[Range]) -> None:
 def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
     """By name, the references beyond those, where they have been counted.
 
-    An offload asks for tens of thousands of storages at a time, so functions of C do the work.
+    An offload asks for tens of thousands of storages at a time, so functions of C do the work, and little of it where all counts are
+    those of the last time.
 
     Args:
         lasting: storages (`_cdata`) that a framework holds, as often as it likes.
     """
-    storages: list[int] = []
-    uses: list[int] = []
-    placed: list[Placed] = []
+    found: dict[str, int] = {}
     for r in ranges:
-        if r.counted is not None:
-            storages += r.counted[0]
-            uses += r.counted[1]
-            placed += r.placed
-    surplus = list(map(operator.sub, map(storage_use_count, storages), map(operator.add, known_aliases(storages), uses)))
-    if max(surplus, default=0) <= 0:
-        return {}
-    return {each.name: count for each, count in zip(placed, surplus, strict=True) if count > 0 and each.ref.cdata not in lasting}
+        if r.counted is None:
+            continue
+        storages, uses = r.counted
+        counts = list(map(storage_use_count, storages))
+        seen = (r.counted, alias_tables(), counts)
+        if seen == r.without_strays:
+            continue
+        surplus = list(map(operator.sub, counts, map(operator.add, known_aliases(storages), uses)))
+        r.without_strays = seen if max(surplus, default=0) <= 0 else None
+        if r.without_strays is None:
+            found |= {each.name: n for each, n in zip(r.placed, surplus, strict=True) if n > 0 and each.ref.cdata not in lasting}
+    return found
 
 
 def that_last(look: Callable[[], dict[str, int]]) -> dict[str, int]:

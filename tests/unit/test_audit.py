@@ -126,6 +126,25 @@ def test_strict_raises_for_stray_references_after_the_border_is_complete() -> No
     assert_nothing_resident(worker.manager)
 
 
+def test_who_was_known_and_is_no_more_is_a_stray() -> None:
+    """The references are as many as at the last border, where none was too many: only who holds them has changed."""
+    worker = Worker()
+    with worker.manager.phase("log_prob"):
+        worker.net.shadow = worker.net[0].weight.detach()
+    for _ in range(2):
+        with worker.manager.phase("log_prob"):
+            assert worker.manager.audit().ok
+    mine = worker.net.shadow
+    del worker.net.shadow
+    with worker.manager.phase("log_prob"):
+        pass
+    assert findings(worker.manager.audit()) == [("actor", "stray_reference")]
+    del mine
+    with worker.manager.phase("log_prob"):
+        pass
+    assert worker.manager.audit().ok
+
+
 def test_a_storage_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
     """What a handle knew of a tensor that is gone would count for whoever is born in its place: references too many, or too few."""
     worker = Worker()
