@@ -18,6 +18,9 @@ demo: $(STAMP)
 
 # Bytecode is kept: many tests start interpreters of their own.
 test: export PYTHONDONTWRITEBYTECODE =
+# Tensors come and go by the thousand: memory that malloc gives back at once is faulted in anew each time.
+test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
+test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 test: $(FRAMEWORKS)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from placement.engines.base import Engine, TorchEngine
 from placement.errors import (
     BrokenHandleError,
     CheckpointError,
@@ -22,17 +20,19 @@ from placement.errors import (
     PolicyError,
     RegistrationError,
 )
-from placement.handle import Handle, Lazy
-from placement.manager import Manager
-from placement.phases import Phase
-from placement.settings import Settings
-from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
+from placement.on_demand import on_demand
 from placement.states import PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
-from placement.sync import WeightInfo
 
 if TYPE_CHECKING:
     from placement import checkpoint, group, policies, testing
+    from placement.engines.base import Engine, TorchEngine
+    from placement.handle import Handle, Lazy
+    from placement.manager import Manager
     from placement.observe.trace import write_trace as trace
+    from placement.phases import Phase
+    from placement.settings import Settings
+    from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
+    from placement.sync import WeightInfo
 
 __all__ = [
     "PHASES",
@@ -76,10 +76,24 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """What loads when it is first used: nothing here imports a policy, a server or a checkpoint's writer."""
-    if name in ("checkpoint", "group", "policies", "testing"):
-        return importlib.import_module(f"placement.{name}")
-    if name == "trace":
-        return importlib.import_module("placement.observe.trace").write_trace
-    raise AttributeError(f"module 'placement' has no attribute {name!r}")
+__getattr__ = on_demand(
+    __name__,
+    {
+        **dict.fromkeys(("Engine", "TorchEngine"), "engines.base"),
+        **dict.fromkeys(("Handle", "Lazy"), "handle"),
+        **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "snapshot"),
+        "Manager": "manager",
+        "Phase": "phases",
+        "Settings": "settings",
+        "WeightInfo": "sync",
+        "checkpoint": "checkpoint",
+        "group": "group",
+        "policies": "policies",
+        "testing": "testing",
+        "trace": "observe.trace:write_trace",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

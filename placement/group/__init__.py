@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from placement.group.agreement import Group
 from placement.group.base import Board, BoardLost
 from placement.group.lease import Lease
 from placement.group.ray import RayGroup, start_board
-from placement.group.store import StoreGroup, from_environment
+from placement.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from placement.group.store import StoreGroup, from_environment
 
 __all__ = ["Board", "BoardLost", "Group", "Lease", "RayGroup", "StoreGroup", "from_environment", "start_board"]
+
+__getattr__ = on_demand(__name__, dict.fromkeys(("StoreGroup", "from_environment"), "store"))

@@ -34,6 +34,8 @@ from placement.group.failpoints import failpoint
 from placement.group.messages import Basis, Decision, Proposal, Vote, abort, decode, named
 from placement.states import Plan
 
+DEADLINE_SECONDS = 600.0
+"""As torch's collectives wait for NCCL."""
 _M = TypeVar("_M", Proposal, Vote)
 _POLL_SECONDS = (0.0005, 0.05)
 """Between two looks of rank 0 at the votes: at first, and after a while."""

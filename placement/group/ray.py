@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from placement.errors import PlacementError
-from placement.group.agreement import Group, check_place
+from placement.group.agreement import DEADLINE_SECONDS, Group, check_place
 from placement.group.base import Board, BoardLost
 from placement.group.messages import decode
 from placement.group.ray_board import MAX_MESSAGE_BYTES, WAIT_SECONDS, Answer, BoardActor, Operation, Request
-from placement.group.store import DEADLINE_SECONDS
 
 _CALLERS = 100_000
 """Requests that may wait in the actor at once: one of each rank of each group."""

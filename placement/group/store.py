@@ -11,12 +11,10 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store, TCPStore
 
 from placement.errors import CoordinatorLost
-from placement.group.agreement import Group, check_place
+from placement.group.agreement import DEADLINE_SECONDS, Group, check_place
 from placement.group.base import Board, BoardLost
 from placement.group.calls import BoundedCalls
 
-DEADLINE_SECONDS = 600.0
-"""As torch's collectives wait for NCCL."""
 _ANSWER_SECONDS = 60.0
 """For one call. A store that is alive answers in a fraction of a millisecond, one that thousands of ranks ask at once in seconds."""
 _FIRST_PAUSE_SECONDS = 0.0005

@@ -21,8 +21,17 @@ In a worker:
 
 from __future__ import annotations
 
-from placement.ray.fleet import Fleet, FleetPhase
+from typing import TYPE_CHECKING
+
+from placement.on_demand import on_demand
 from placement.ray.messages import WorkerStatus
-from placement.ray.worker import Worker, in_phase
+
+if TYPE_CHECKING:
+    from placement.ray.fleet import Fleet, FleetPhase
+    from placement.ray.worker import Worker, in_phase
 
 __all__ = ["Fleet", "FleetPhase", "Worker", "WorkerStatus", "in_phase"]
+
+__getattr__ = on_demand(
+    __name__, {**dict.fromkeys(("Fleet", "FleetPhase"), "fleet"), **dict.fromkeys(("Worker", "in_phase"), "worker")}
+)

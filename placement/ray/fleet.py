@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from placement.errors import CoordinatorLost, GroupError, PhaseError, PlacementError
+from placement.group.agreement import DEADLINE_SECONDS
 from placement.group.messages import decode, shortened
 from placement.group.ray import import_ray, start_board
-from placement.group.store import DEADLINE_SECONDS
 from placement.journal import logger
 from placement.phases import checked, names_of
 from placement.ray.coordinator import address_of, board_name, start_coordinator

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from placement.errors import PlacementError
+from placement.group.agreement import DEADLINE_SECONDS
 from placement.group.messages import decode
 from placement.group.ray import import_ray
-from placement.group.store import DEADLINE_SECONDS
 from placement.journal import logger
 from placement.manager import Manager
 from placement.observe.discovery import Identity
