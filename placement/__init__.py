@@ -20,7 +20,7 @@ from placement.errors import (
     PolicyError,
     RegistrationError,
 )
-from placement.on_demand import on_demand
+from placement.on_demand import on_demand as _on_demand
 from placement.states import PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 
-__getattr__ = on_demand(
+__getattr__ = _on_demand(
     __name__,
     {
         **dict.fromkeys(("Engine", "TorchEngine"), "engines.base"),

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placement.on_demand import on_demand
+from placement.on_demand import on_demand as _on_demand
 from placement.ray.messages import WorkerStatus
 
 if TYPE_CHECKING:
@@ -32,6 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fleet", "FleetPhase", "Worker", "WorkerStatus", "in_phase"]
 
-__getattr__ = on_demand(
+__getattr__ = _on_demand(
     __name__, {**dict.fromkeys(("Fleet", "FleetPhase"), "fleet"), **dict.fromkeys(("Worker", "in_phase"), "worker")}
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import placement
 
 ROOT = Path(placement.__file__).parent
 LAYERS = (
-    ("states", "errors", "weak"),
+    ("states", "errors", "on_demand", "weak"),
     ("settings", "snapshot", "machine", "journal", "memory", "adapters", "annotate", "summary"),
     ("initial_step", "method_call", "handle"),
     (
@@ -100,6 +101,7 @@ def test_all_is_sorted_and_names_everything_public() -> None:
         for node in ast.parse((ROOT / "__init__.py").read_text()).body
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("placement")
         for alias in node.names
+        if not (alias.asname or alias.name).startswith("_")
     }
     lazy = set(placement.__all__) - imported
     assert imported <= set(placement.__all__)
@@ -148,12 +150,27 @@ def test_the_documented_names_are_there() -> None:
     assert not [name for name in placement.__all__ if "sleep" in name.lower() or "park" in name.lower()]
 
 
+def test_all_names_are_found_on_demand_and_listed() -> None:
+    for name in ("placement", "placement.group", "placement.ray"):
+        package = importlib.import_module(name)
+        assert {each for each in package.__all__ if getattr(package, each) is None} == set()
+    assert set(placement.__all__) <= set(dir(placement))
+    assert placement.trace.__module__ == "placement.observe.trace"
+
+
+@pytest.mark.parametrize("module", ["group.ray_board", "ray.coordinator", "cli.explain", "cli.timeline", "cli.top", "observe.fleet"])
+def test_what_only_talks_and_shows_needs_no_torch(module: str) -> None:
+    """They start anew beside a job, some of them after a crash that the job waits out."""
+    program = f"import sys, placement.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Manger'"):
         placement.Manger  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["states", "errors", "weak"])
+@pytest.mark.parametrize("name", ["states", "errors", "on_demand", "weak"])
 def test_the_words_import_the_standard_library_only(name: str) -> None:
     roots = {module.split(".")[0] for module in imports(ROOT / f"{name}.py", at_runtime=False)}
     assert roots <= sys.stdlib_module_names
