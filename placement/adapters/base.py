@@ -48,9 +48,9 @@ class Adapter(abc.ABC):
     def owned(self) -> Iterator[Owned]:
         """Every tensor that has to move with the object; what stays on the CPU by right is not among them."""
 
-    def unchanged(self) -> Sequence[torch.Tensor] | None:
-        """The tensors of the last `owned()`, in its order, where it is quickly seen that they are the same and that none is loose or
-        wrapped; None where it is not, which proves nothing."""
+    def unchanged(self) -> tuple[Sequence[torch.Tensor], list[int]] | None:
+        """The tensors of the last `owned()`, in its order, and their version counters, where it is quickly seen that they are the same
+        and that none is loose or wrapped; None where it is not, which proves nothing."""
         return None
 
     def with_gradients(self) -> Iterator[torch.Tensor]:

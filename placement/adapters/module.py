@@ -128,7 +128,7 @@ class ModuleAdapter(Adapter):
             self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
-    def unchanged(self) -> Sequence[torch.Tensor] | None:
+    def unchanged(self) -> tuple[Sequence[torch.Tensor], list[int]] | None:
         module = self._module()
         return None if module is None or self._steady is None else self._steady.look(module)
 

@@ -92,7 +92,7 @@ class OptimizerAdapter(Adapter):
         self._steady = self._as_steady(found)
         return iter(found)
 
-    def unchanged(self) -> Sequence[torch.Tensor] | None:
+    def unchanged(self) -> tuple[Sequence[torch.Tensor], list[int]] | None:
         return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self._leaves()])
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:

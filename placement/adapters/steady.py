@@ -32,20 +32,32 @@ class Steady:
         place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
         self._owned = [place[id(tensor)] for tensor in owned]
         self._tensors = [index for index, kind in enumerate(self._types) if issubclass(kind, torch.Tensor)]
+        mine = {*self._owned}
+        self._others = [index for index in self._tensors if index not in mine]
         self._containers = [place[key] for key in containers]
+        self._versions: list[int] = []
+        """Of the owned tensors at the last look."""
 
-    def look(self, root: torch.nn.Module) -> list[torch.Tensor] | None:
-        """The owned tensors, in their order, if nothing changed and none of them has a gradient or a graph; else None."""
+    def look(self, root: torch.nn.Module) -> tuple[list[torch.Tensor], list[int]] | None:
+        """The owned tensors and their version counters, in their order, if nothing changed and no tensor has a gradient or a graph; else
+        None."""
         values = _values(root)
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
         tensors = [values[index] for index in self._tensors]
-        if any(map(operator.is_not, map(_GRADIENT, tensors), [None] * len(tensors))) or not all(map(_IS_LEAF, tensors)):
+        owned, others = [values[index] for index in self._owned], [values[index] for index in self._others]
+        versions = list(map(_VERSION, owned))
+        # A tensor becomes part of a graph by being written in place, which its counter counts. Before gradients: torch warns who asks for
+        # that of a tensor inside a graph.
+        if not all(map(_IS_LEAF, others if versions == self._versions else tensors)):
+            return None
+        if any(map(operator.is_not, map(_GRADIENT, tensors), itertools.repeat(None))):
             return None
         for index in self._containers:
             if values[index] and next(nested_tensors(values[index], ""), None) is not None:
                 return None
-        return [values[index] for index in self._owned]
+        self._versions = versions
+        return owned, versions
 
 
 class SteadyState:
@@ -67,8 +79,9 @@ class SteadyState:
         moved = {*map(id, owned)}
         self._staying = [key not in moved for key in self._tensor_ids]
 
-    def look(self, optimizers: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The owned tensors, in their order, if nothing changed and what stayed on the CPU is still a number there; else None."""
+    def look(self, optimizers: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]] | None:
+        """The owned tensors and their version counters, in their order, if nothing changed and what stayed on the CPU is still a number
+        there; else None."""
         ids, values = _state(optimizers)
         if ids != self._ids or list(map(type, values)) != self._types:
             return None
@@ -78,7 +91,8 @@ class SteadyState:
         staying = list(itertools.compress(tensors, self._staying))
         if not all(map(_IS_CPU, staying)) or any(map(torch.Tensor.dim, staying)):
             return None
-        return [tensors[index] for index in self._owned]
+        owned = [tensors[index] for index in self._owned]
+        return owned, list(map(_VERSION, owned))
 
     @staticmethod
     def fits(optimizers: Sequence[Any]) -> bool:
@@ -113,6 +127,7 @@ _WHERE_COUNTERS_ARE = ("fused", "capturable")
 _IS_CPU = operator.attrgetter("is_cpu")
 _GRADIENT = operator.attrgetter("grad")
 _IS_LEAF = operator.attrgetter("is_leaf")
+_VERSION = operator.attrgetter("_version")
 
 
 def _values(root: torch.nn.Module) -> list[Any]:

@@ -25,7 +25,6 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-_VERSION = operator.attrgetter("_version")
 _INTAKES: WeakIdSet[Intake] = WeakIdSet()
 _GUESTS: WeakIdSet[torch.Tensor] = WeakIdSet()
 """Tensors that lay in storages of other objects at the last look at theirs, which may have left placement since."""
@@ -68,8 +67,8 @@ class Intake:
         """Tensors of the object by storage at the last look, storages of other objects included."""
         self._alive: list[StorageWeakRef] = []
         """Of the keys of `aliases`: while it is weakly held, no new storage gets the address of a dead one and its count."""
-        self._last: tuple[tuple[Range, ...], Sequence[int], list[int]] | None = None
-        """The last look, where it found everything in its place: the ranges, and of each tensor its storage and its address."""
+        self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
+        """The last look, where it found everything in its place: the ranges, and of each tensor its storage, address and version."""
         self.reserved: HostSlab | None = None
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
@@ -121,17 +120,22 @@ class Intake:
 
     def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
         """Remember a look that found everything in its place, for the next one."""
-        tensors = self._adapter.unchanged() if storages else None
-        self._last = None if tensors is None else (ranges, storages, list(map(torch.Tensor.data_ptr, tensors)))
+        self._last = None
+        if storages and (found := self._adapter.unchanged()) is not None:
+            tensors, versions = found
+            self._last = ranges, storages, list(map(torch.Tensor.data_ptr, tensors)), versions
 
     def _is_as_before(self, ranges: tuple[Range, ...]) -> bool:
         """Whether the object owns what it owned at the last look, all in its place; brings the version counters up to date."""
-        if self._last is None or self._last[0] is not ranges or (tensors := self._adapter.unchanged()) is None:
+        if self._last is None or self._last[0] is not ranges or (found := self._adapter.unchanged()) is None:
             return False
-        _, storages, addresses = self._last
+        tensors, versions = found
+        _, storages, addresses, last_versions = self._last
         if list(map(torch.Tensor.data_ptr, tensors)) != addresses:
             return False
-        versions = list(map(_VERSION, tensors))
+        if versions == last_versions:
+            return True
+        self._last = ranges, storages, addresses, versions
         self.versions = dict(zip(storages, versions, strict=True))
         if len(self.versions) < len(storages):
             for key, version in zip(storages, versions, strict=True):
