@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.order import make_scheduler, ordered
+from tests.forked import import_before
+from tests.order import imports_of, make_scheduler, ordered
 from tests.programs import Programs
 from tests.ranks import RankError, Ranks
 from tests.seeds import seed
@@ -27,6 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's stores look up the name of each peer, a loopback one too, and serve nobody meanwhile: 5 s where a name server does not answer.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 torch.set_num_threads(1)
+# Checkpoints are synced to the disk, and the cores wait for it: temporary files lie in memory where that has room.
+_MEMORY, _ROOM_BYTES = "/dev/shm", 1 << 30
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _ROOM_BYTES:
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = _MEMORY
 
 COUNTED = "counted"
 _looked_at: dict[str, int] = {}
@@ -54,6 +60,11 @@ def _freeze() -> None:
         gc.collect()
         gc.freeze()
         _looked_at["modules"] = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    import_before(*imports_of(item.location[0]))
 
 
 @pytest.hookimpl(trylast=True)

@@ -9,4 +9,10 @@ from __future__ import annotations
 import multiprocessing
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.warm", "tests.group.fault_worker"])
+_IMPORTED = ("tests.warm", "tests.group.fault_worker")
+processes.set_forkserver_preload([*_IMPORTED])
+
+
+def import_before(*modules: str) -> None:
+    """What the next tests import besides, each of their processes: once instead, where no process has been forked yet."""
+    processes.set_forkserver_preload([*modules, *_IMPORTED])  # before those, which freeze what there is for the collector

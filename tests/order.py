@@ -31,11 +31,16 @@ _TOGETHER = {
     ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
+_IMPORTS = {
+    "peft": ("peft",),
+    "megatron": ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer"),
+}
+"""What ranks of these import that takes seconds."""
 _FIRST = (
     "ray",
     "peft",
-    "tests/observe/test_prometheus.py",
     "megatron",
+    "tests/observe/test_prometheus.py",
     "tests/faults/test_interrupts.py",
     "tests/group/test_faults.py",
     "tests/sharded/test_fsdp1.py",
@@ -56,6 +61,11 @@ _FIRST = (
 def scope_of(place: str) -> str:
     """What runs in one process: a file, or a group of files."""
     return _SCOPES.get(place, place)
+
+
+def imports_of(place: str) -> tuple[str, ...]:
+    """The modules that the processes of a scope need."""
+    return _IMPORTS.get(scope_of(place), ())
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
