@@ -135,11 +135,12 @@ class Intake:
             return False
         if versions == last_versions:
             return True
-        self._last = ranges, storages, addresses, versions
-        self.versions = dict(zip(storages, versions, strict=True))
-        if len(self.versions) < len(storages):
+        by_storage = dict(zip(storages, versions, strict=True))
+        if len(by_storage) < len(storages):
             for key, version in zip(storages, versions, strict=True):
-                self.versions[key] = max(self.versions[key], version)
+                by_storage[key] = max(by_storage[key], version)
+        self.versions = by_storage
+        self._last = ranges, storages, addresses, versions  # last: what an interrupt leaves out is made up for by the next look
         return True
 
     def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
