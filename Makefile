@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 FRAMEWORKS := $(VENV)/.frameworks
 # pip's own compiling doubles its time: one package is compiled while the next is fetched, and the rest when it is first imported.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-COMPILE := $(BIN)/python -m compileall -q
+# So bytecode is kept, whatever the caller's environment says; many tests start interpreters of their own.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test lint bench setup
@@ -36,7 +36,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { test -n "$(PYTHON)" || { echo "placement needs Python 3.11 or newer with venv"; exit 1; }; $(PYTHON) -m venv $(VENV); }
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(COMPILE) $(VENV)/lib/*/site-packages/torch >/dev/null 2>&1 & $(PIP) -c constraints.txt -e ".[dev]"; status=$$?; wait; exit $$status
+	@$(BIN)/python -m compileall -q $(VENV)/lib/*/site-packages/torch >/dev/null 2>&1 & $(PIP) -c constraints.txt -e ".[dev]"; status=$$?; wait; exit $$status
 	@touch $@
 
 # What only tests need: together, or one by one where one of them cannot be had; its tests are then skipped and say so.

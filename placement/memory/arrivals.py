@@ -92,7 +92,7 @@ class Arrivals:
 
         Where N ranks gather, each brings 1/N of a chunk, which covers hardly more than the mapping of that chunk: on a host of four
         busy H200s 1.7 ms of copying, 1.3 ms of creating and mapping. There the link has work from the first chunk on only if no
-        burst is long: four ranks load 8.6 GB in 63 ms, and in 70 where half is mapped first.
+        burst is long: four ranks load 8.6 GB in 63 ms, and in 67 to 70 where half is mapped first.
         """
         waiting = self._full or self._tails
         is_gathered = self._together and any(isinstance(r, SharedRange) and r.shares.world_size > 1 for _, r, _ in waiting)

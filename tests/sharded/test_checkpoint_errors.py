@@ -357,7 +357,8 @@ def test_extra_state_and_a_file_that_torch_load_reads(tmp_path: Path) -> None:
 
 
 def test_importing_placement_does_not_import_torchs_checkpoints() -> None:
-    code = "import sys, torch; of_torch = set(sys.modules); import placement; new = set(sys.modules) - of_torch\n"
+    code = "import sys, torch; of_torch = set(sys.modules); import placement; placement.Manager, placement.WeightInfo\n"
+    code += "new = set(sys.modules) - of_torch\n"
     code += "print([name for name in new if name.startswith('torch.distributed.checkpoint')]); print(placement.checkpoint.save.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[]", "save"]

@@ -138,6 +138,7 @@ def test_a_refused_object_is_as_it_was() -> None:
 def test_no_framework_is_imported() -> None:
     program = (
         "import sys, torch\n"
+        "from placement import Manager, WeightInfo\n"
         "from placement.adapters import adapter_for\n"
         "module = torch.nn.Linear(2, 2)\n"
         "assert 'torch.distributed.fsdp' not in sys.modules\n"

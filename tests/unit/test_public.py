@@ -211,6 +211,7 @@ def test_importing_and_using_the_core_brings_in_nothing_optional() -> None:
 import sys, torch
 of_torch = set(sys.modules)  # where cuda-bindings is installed, torch imports it
 import placement
+placement.Manager, placement.Engine, placement.WeightInfo  # loaded when they are first used
 optional = ("placement.policies", "placement.testing", "prometheus_client", "ray", "vllm", "sglang", "verl", "transformers", "cuda")
 print([name for name in optional if name in sys.modules and name not in of_torch])
 from placement.testing import SimulatedDevice

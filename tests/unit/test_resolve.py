@@ -173,5 +173,5 @@ class TestLayers:
                 assert not name.startswith("placement.policies"), f"{file.name} imports {name}"
 
     def test_importing_placement_and_resolve_loads_no_policy(self) -> None:
-        code = "import sys, placement, placement.resolve; sys.exit('placement.policies' in sys.modules)"
+        code = "import sys, placement, placement.resolve; placement.Manager; sys.exit('placement.policies' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": str(PACKAGE.parent)}).returncode == 0
