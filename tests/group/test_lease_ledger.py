@@ -162,7 +162,8 @@ def test_who_is_stopped_while_it_waits_loses_its_turn_until_it_goes_on(processes
     until_it_waits(folder, first)
     second.begin("wait", 40)
     assert second.is_busy()
-    first.stop()
+    with Ledger.of(folder, "GPU-1").turn():  # so that it is between two looks, not in the middle of one
+        first.stop()
     assert second.answer() == 40
     first.go_on()
     holder.call("settle", 0)
