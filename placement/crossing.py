@@ -89,16 +89,17 @@ class Crossing:
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
+        decisions = [_decision(handle, plan) for handle in handles.values()]
         # An offload waits for the device anyway; what only loads, or moves nothing, must not.
-        if self.poison_was_written(wait=any(h.node[1] and not plan.on_device(h.name) for h in handles.values())):
+        if self.poison_was_written(wait="offload" in decisions):
             raise IntegrityError(_WRONG_WRITE)
-        self._count_decisions(plan)
+        self._journal.decisions.update(decisions)
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
         self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
         if self._journal.num_changes != before:  # asking torch and the driver is much of what a border costs that moves nothing
-            self.measure()
+            self._measure_moved()
         self.leased.settle(name)
         return plan
 
@@ -111,7 +112,7 @@ class Crossing:
         room_bytes = check_fits(self.planner.view(name, None, kept), plan)
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)
-        self.measure()
+        self._measure_moved()
         self.leased.settle(name)
 
     def retreat(self, plan: Plan, name: str, *, patiently: bool = False, together: bool = False) -> list[Exception]:
@@ -131,7 +132,7 @@ class Crossing:
         if name == IDLE:
             self.leased.trim()
         if self.leased.is_shared or self._journal.num_changes != before:
-            self.measure()
+            self._measure_moved()
         self.leased.settle(name)
         if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
             failures.append(IntegrityError(_WRONG_WRITE))
@@ -151,9 +152,13 @@ class Crossing:
         return self.leased.within(self.planner.budget_bytes(name))
 
     def measure(self) -> None:
+        """What others, and handles that others move, have on the device now."""
         self.planner.memory = self._device.memory()
         for handle in self._handles.values():
             handle.measure()
+
+    def _measure_moved(self) -> None:
+        self.measure()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
     def poison_was_written(self, wait: bool = True) -> bool:
@@ -171,6 +176,7 @@ class Crossing:
 
     def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, wanted.within, wanted.kept)
+        self.peak_bytes = max(self.peak_bytes, sum([handle.resident_bytes for handle in view.handles.values()]))
         chosen = views.meant(wanted.only, self._handles)
         return view, plan if chosen is None else plan.limited_to(chosen, wanted.enclosing)
 
@@ -197,7 +203,7 @@ class Crossing:
                     f"with manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
                 )
 
-    def _count_decisions(self, plan: Plan) -> None:
-        for handle in self._handles.values():
-            on, wanted = handle.node[1], plan.on_device(handle.name)
-            self._journal.decisions["keep" if on is wanted else "load" if wanted else "offload"] += 1
+
+def _decision(handle: Handle, plan: Plan) -> str:
+    on, wanted = handle.node[1], plan.on_device(handle.name)
+    return "keep" if on is wanted else "load" if wanted else "offload"

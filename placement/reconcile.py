@@ -80,6 +80,9 @@ class Reconciler:
                 raise error
         handles, engines = _apart(handles)
         together, agree = agree is not None, agree or _nobody
+        if not together and not engines and all(handle.node == target_of(handle, plan) for handle in handles.values()):
+            self._finish(handles.values())
+            return
         sources = {handle.name: handle.node for handle in handles.values()}
         self._moves.begin(room_bytes, _leaving_training(handles.values(), plan))
         try:

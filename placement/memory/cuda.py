@@ -273,7 +273,7 @@ class CudaDevice(Device):
             self._driver.call("cuMemsetD8", addresses.base, POISON_BYTE, addresses.nbytes)
             self._driver.call("cuCtxSynchronize")  # the fill is on a stream that torch's do not wait for
         try:
-            return Poison(full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
+            return Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
         except torch.OutOfMemoryError as exc:
             raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
 
