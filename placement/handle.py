@@ -232,6 +232,17 @@ class Handle:
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         return sum(id(parameter) not in known for parameter in self.adapter.parameters())
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether its state, its bytes and the journal agree, so that there is nothing to make good; of an engine never known."""
+        state, holding = self.state, self.holding
+        if self.residency is not None or self.broken is not None or self.counters.state is not state:
+            return False
+        if holding is None or self.external:
+            return True
+        on_device = holding.on_device if state is State.SYNCING else state is not State.CPU_OFFLOADED
+        return holding.is_settled and holding.on_device is on_device
+
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")

@@ -39,6 +39,11 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handl
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
+def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
+    """Whether there is nothing to do at all, which is so at most borders of nested phases. Engines are asked."""
+    return all(handle.is_settled and handle.node == target_of(handle, plan) for handle in handles.values())
+
+
 def _nobody(_: Plan) -> None:
     """In place of a group's agreement, where there is none to be had."""
 
@@ -75,14 +80,14 @@ class Reconciler:
             Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
                 its target state; complete either way.
         """
+        if agree is None and _is_there(handles, plan):
+            self._finish(handles.values())
+            return
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
                 raise error
         handles, engines = _apart(handles)
         together, agree = agree is not None, agree or _nobody
-        if not together and not engines and all(handle.node == target_of(handle, plan) for handle in handles.values()):
-            self._finish(handles.values())
-            return
         sources = {handle.name: handle.node for handle in handles.values()}
         self._moves.begin(room_bytes, _leaving_training(handles.values(), plan))
         try:
@@ -145,6 +150,9 @@ class Reconciler:
         Returns:
             What went wrong; empty when every handle is at its target.
         """
+        if _is_there(handles, plan):
+            self._finish(handles.values())
+            return []
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
         errors += self._retreat_others(others, plan, together)

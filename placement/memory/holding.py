@@ -46,7 +46,7 @@ class Holding:
         """Whether it began to leave placement for good: an interrupted `rehome` must be called again before anything moves."""
         self._dropped: tuple[Range, ...] | None = None
         """Ranges of gradients that die with the decision of this offload; None: gradients move."""
-        self._is_settled = True
+        self.is_settled = True
         """Whether everything is in line with the decision. False from before the first change of a move to the end of `settle`."""
         self._is_vacating = False
         """Whether chunks may have been given up that no decision has taken from us yet."""
@@ -104,7 +104,7 @@ class Holding:
         fresh = self.adopted.take_in_to_stay()
         if fresh is not None:
             self.device.sync()
-            self._is_settled = False
+            self.is_settled = False
             self.adopted.keep((*self.ranges, fresh))
             self.settle(Stock(self.device))
             self.adopted.align_wrappers()
@@ -125,7 +125,7 @@ class Holding:
         if not self.on_device and self.adopted.dead():
             # Before the dead are dropped, with the only good values in them.
             self.adopted.refuse_poisoned(self.adopted.newborn())
-        self._is_settled = False
+        self.is_settled = False
         self._is_copying = not self.on_device
         if self.on_device:
             self.adapter.ready()
@@ -202,7 +202,7 @@ class Holding:
 
         What was given up and cannot be had back decides otherwise: then the rest goes to the host, too.
         """
-        if self._is_settled:
+        if self.is_settled:
             return
         if self.on_device:
             for r in self.ranges:
@@ -232,7 +232,7 @@ class Holding:
             self.adopted.look_at_foreign()
         self._is_copying = self._is_vacating = False
         self._dropped, self.adopted.moving_in = None, frozenset()
-        self._is_settled = True
+        self.is_settled = True
 
     def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
@@ -314,7 +314,7 @@ class Holding:
         self.loans.wait()
         if self.on_device or self._is_copying:
             self.device.sync()
-        if not self.on_device and self._is_settled:  # nothing of it may leave with poison for values
+        if not self.on_device and self.is_settled:  # nothing of it may leave with poison for values
             poisoned.put_back(self.device, self.adopted.newborn(), self.ranges)
         self.is_leaving = True
         rehome(self.device, self.adapter, self.adopted, on_device=self.on_device)
