@@ -12,6 +12,7 @@ from placement.handle import Handle
 from placement.journal import Journal
 from placement.leased import Leased, giving_way
 from placement.memory.base import Device, DeviceMemory
+from placement.memory.holding import Holding
 from placement.planner import Planner
 from placement.reconcile import Reconciler
 from placement.registry import Registry
@@ -126,7 +127,9 @@ class Crossing:
         within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
         before = self._journal.num_changes
         leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
-        failures += self._reconciler.retreat(self._handles, within, together=together)
+        if leaves:
+            self._take_zeroed()  # before the comparison: it is no wrong write
+        failures += self._reconciler.retreat(self._handles, within, together=together, meanwhile=self._device.compare_poison)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
@@ -163,16 +166,23 @@ class Crossing:
 
     def poison_was_written(self, wait: bool = True) -> bool:
         """Whether something wrote into offloaded memory; without waiting, a late answer comes at a later border."""
-        holdings = [handle.holding for handle in self._handles.values() if handle.holding is not None]
-        zeroed = [(holding, places) for holding in holdings if (places := holding.zeroed())]
-        for holding, places in zeroed:  # zero_grad() may be called anywhere: no wrong write
-            holding.take_zeroed(places)
-        written = self._device.heal_poison(wait or bool(zeroed))  # a load must not change what is under the refilling
+        was_zeroed = self._take_zeroed()
+        written = self._device.heal_poison(wait or was_zeroed)  # a load must not change what is under the refilling
         self._journal.wrong_writes += written
         if written:  # reported once: by its bytes now, not by its counter later
-            for holding in holdings:
+            for holding in self._holdings():
                 holding.forget_writes()
         return written
+
+    def _take_zeroed(self) -> bool:
+        """Whether gradients were zeroed while offloaded, which zero_grad() may do anywhere; their host copies are zero then."""
+        zeroed = [(holding, places) for holding in self._holdings() if (places := holding.zeroed())]
+        for holding, places in zeroed:
+            holding.take_zeroed(places)
+        return bool(zeroed)
+
+    def _holdings(self) -> list[Holding]:
+        return [handle.holding for handle in self._handles.values() if handle.holding is not None]
 
     def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, wanted.within, wanted.kept)

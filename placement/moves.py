@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from placement.annotate import Annotate, marker
@@ -13,7 +13,7 @@ from placement.handle import Handle
 from placement.journal import Journal, Record
 from placement.machine import Node, path
 from placement.memory.base import Device
-from placement.memory.exchange import Exchange
+from placement.memory.exchange import Exchange, nothing
 from placement.memory.holding import Holding
 from placement.memory.moved import Moved
 from placement.memory.stock import Stock
@@ -72,6 +72,7 @@ class Moves:
         self.engines = EngineMoves(journal, self.fire, self.record, target_of)
         self.dropping: tuple[Holding, ...] = ()
         """Whose gradients die at the present border."""
+        self._meanwhile: Callable[[], None] = nothing
         self._moved: dict[Handle, Moved] = {}
         """What the present border's exchange has moved, until the handles' transitions take it over."""
         self._complaints: list[Exception] = []
@@ -82,14 +83,15 @@ class Moves:
 
     # --- a border
 
-    def begin(self, room_bytes: int, dropping: tuple[Holding, ...]) -> None:
+    def begin(self, room_bytes: int, dropping: tuple[Holding, ...], meanwhile: Callable[[], None] = nothing) -> None:
         """A border begins.
 
         Args:
             room_bytes: by how much a swap may be ahead of what is on the device now.
+            meanwhile: called while bytes are on their way to the host.
         """
         self.stock.room_bytes = room_bytes
-        self.dropping = dropping
+        self.dropping, self._meanwhile = dropping, meanwhile
 
     def forget(self) -> None:
         """Of the border that is over, or was broken off. What was given up stays in the stock."""
@@ -165,6 +167,7 @@ class Moves:
             early_release=early_release,
             dropping=self.dropping,
             together=together,
+            meanwhile=self._meanwhile,
         )
         texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]
         with self._mark(f"placement: {'; '.join(texts)}"):

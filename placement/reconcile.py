@@ -16,6 +16,7 @@ from placement.handle import Handle
 from placement.journal import Journal
 from placement.machine import Node, path
 from placement.memory.base import Device
+from placement.memory.exchange import nothing
 from placement.memory.holding import Holding
 from placement.memory.verify import Verify
 from placement.moves import Moves, target_of
@@ -141,10 +142,13 @@ class Reconciler:
                 handle.holding.adopted.look()
         self._moves.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
-    def retreat(self, handles: Mapping[str, Handle], plan: Plan, *, together: bool = False) -> list[Exception]:
+    def retreat(
+        self, handles: Mapping[str, Handle], plan: Plan, *, together: bool = False, meanwhile: Callable[[], None] = nothing
+    ) -> list[Exception]:
         """Bring every handle as far towards its target as it goes.
 
         Args:
+            meanwhile: called while bytes are on their way to the host, if any are.
             together: the ranks of the group will be asked whether all of them came so far, and `complete` called with the answer.
 
         Returns:
@@ -155,7 +159,7 @@ class Reconciler:
             return []
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
-        errors += self._retreat_others(others, plan, together)
+        errors += self._retreat_others(others, plan, together, meanwhile)
         # One that could not leave is not asked again, and waited for again, at the same border.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
@@ -172,9 +176,9 @@ class Reconciler:
             return [error, *self._settle_all(handles)]
         return []
 
-    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan, together: bool) -> list[Exception]:
+    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan, together: bool, meanwhile: Callable[[], None]) -> list[Exception]:
         errors: list[Exception] = []
-        self._moves.begin(0, _leaving_training(handles.values(), plan))
+        self._moves.begin(0, _leaving_training(handles.values(), plan), meanwhile)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
             for handle in handles.values():

@@ -160,6 +160,9 @@ class Faults(Device):
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return self.device.ask(values)
 
+    def compare_poison(self) -> None:
+        self.device.compare_poison()
+
     def heal_poison(self, wait: bool = True) -> bool:
         return self.device.heal_poison(wait)
 

@@ -291,11 +291,16 @@ class Device(abc.ABC):
         """Of `DeviceMemory.torch_reserved_bytes`, what tensors use now. Looks at every adopted storage: not at every border."""
         return 0
 
+    def compare_poison(self) -> None:
+        """Begin the comparison whose answer the next `heal_poison` that waits gives. For the middle of a move: the device compares while
+        bytes are on their way. A device that has the answer at once has nothing to begin."""
+
     @abc.abstractmethod
     def heal_poison(self, wait: bool = True) -> bool:
         """Compare the poison with what it must be and refill it. True when something had written into it.
 
-        The comparison comes after all work that the calling thread's current stream holds now. Each damage is reported once.
+        The comparison comes after all work that the calling thread's current stream holds now, or held at `compare_poison`. Each damage
+        is reported once.
 
         Args:
             wait: wait for the answer. Otherwise the host waits for nothing: what an earlier call began is reported if it is

@@ -277,6 +277,10 @@ class CudaDevice(Device):
         except torch.OutOfMemoryError as exc:
             raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
 
+    def compare_poison(self) -> None:
+        if self._poison is not None:
+            self._poison.begin()
+
     def heal_poison(self, wait: bool = True) -> bool:
         return self._poison is not None and self._poison.heal(wait)
 

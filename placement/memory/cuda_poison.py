@@ -47,30 +47,43 @@ class Poison:
             finally:
                 self._comparison.capture_end()
         self._is_comparing = False
+        self._is_ahead = False
+        """Whether the comparison under way was begun for the next `heal` that waits."""
         self.heal(wait=True)
+
+    def begin(self) -> None:
+        """See `Device.compare_poison`."""
+        self._launch(self._follow())
+        self._is_ahead = True
 
     def heal(self, wait: bool) -> bool:
         """See `Device.heal_poison`."""
         if not wait and self._is_comparing and not self._answered.query():
             return False  # what this comparison misses, the next one finds: a damage stays until it is refilled
-        current = torch.cuda.current_stream(self._device.index)
-        self._asked.record(current)
-        self._stream.wait_event(self._asked)
+        current = self._follow()
         if wait:
-            self._begin(current)  # finds also what an answer that nobody has read yet has found
+            if not self._is_ahead:
+                self._launch(current)  # finds also what an answer that nobody has read yet has found
             self._answered.synchronize()
         is_damaged = self._is_comparing and self._answer.host.tolist() != [-1, -1]
-        self._is_comparing = False
+        self._is_comparing = self._is_ahead = False
         if is_damaged:
             with torch.cuda.stream(self._stream):
                 self._words.fill_(-1)
             if wait:
                 self._stream.synchronize()
         if not wait:
-            self._begin(current)
+            self._launch(current)
         return is_damaged
 
-    def _begin(self, current: torch.cuda.Stream) -> None:
+    def _follow(self) -> torch.cuda.Stream:
+        """Come after all work of the current stream, which is returned."""
+        current = torch.cuda.current_stream(self._device.index)
+        self._asked.record(current)
+        self._stream.wait_event(self._asked)
+        return current
+
+    def _launch(self, current: torch.cuda.Stream) -> None:
         self._is_comparing = False
         here = torch.cuda.current_stream()  # perhaps another device's
         try:
