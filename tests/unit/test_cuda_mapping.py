@@ -27,7 +27,7 @@ SIZE = 4 * STEP
 class UnwatchedPoison:
     """Poison without the GPU that compares it."""
 
-    def __init__(self, driver: Any, full: Chunk, tail: Chunk, view: Addresses, answer: None) -> None:
+    def __init__(self, driver: object, full: Chunk, tail: Chunk, view: Addresses, answer: None) -> None:
         self.chunks = SimpleNamespace(full=full, tail=tail)
         self.nbytes = full.nbytes + tail.nbytes
         self._view = view
