@@ -97,6 +97,11 @@ class Results:
         self.add(scenario, system, "error", 1, "failures")
         self.errors.append({"scenario": scenario, "system": system, "message": message})
 
+    def read(self) -> None:
+        """Take over what the file holds: another process has written it."""
+        content = json.loads(self.path.read_text(encoding="utf-8"))
+        self.rows, self.errors = [Row(**row) for row in content["rows"]], content.get("errors", [])
+
     def write(self) -> None:
         content: dict[str, Any] = {"benchmark": self.benchmark, "machine": machine(self.device), "rows": [asdict(row) for row in self.rows]}
         content["machine"]["size"] = self.size

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bench import _peers
-from bench._results import FOLDER, Results, Row, read
+from bench._results import FOLDER, Results, read
 
 # In this order: memory that the machine has not touched yet is there only at first. Seconds: quick, full.
 LIMITS: dict[str, tuple[int, int]] = {
@@ -79,8 +79,7 @@ def _record(out: Path, name: str, device: str, size: str, problem: str) -> None:
     results = Results(name, device, size, out)
     known = read(out).get(name) if results.path.exists() else None
     if known is not None and known["machine"]["size"] == size:
-        results.rows = [Row(**row) for row in known["rows"]]
-        results.errors = known.get("errors", [])
+        results.read()
     results.failed("all" if known is None else "what came after", "placement" if known is None else "not measured", problem)
     results.write()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from bench._movers import HandWritten, MemorySaverRetained, ModuleTo, Mover, Pla
 from bench._results import Results
 from bench._rig import Rig
 
-# torch_memory_saver last: it ends the process when another pool's memory dies after its own.
 _SYSTEMS: Sequence[type[Mover]] = (Placement, HandWritten, VerlModel, ModuleTo, MemorySaverRetained)
 
 
@@ -31,8 +29,13 @@ def measure(rig: Rig, results: Results) -> None:
 
 
 def _in_own_process(device: str, size: str, folder: Path, kib: int) -> Results:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-        return own.submit(_one_size, device, size, folder, kib).result()
+    results = Results("small_tensors", device, size, folder)
+    results.path.unlink(missing_ok=True)
+    own = multiprocessing.get_context("spawn").Process(target=_one_size, args=(device, size, folder, kib))
+    own.start()
+    own.join()
+    results.read()  # whatever its exit status: torch_memory_saver ends the process when another pool's memory dies after its own
+    return results
 
 
 def _one_size(device: str, size: str, folder: Path, kib: int) -> Results:

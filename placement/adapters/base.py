@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,15 @@ class Owned:
         return self.tensor._version + (0 if self.wrapper is None else self.wrapper._version)
 
 
+class Seen(NamedTuple):
+    """The owned tensors in the order of the walk, and what was asked of each."""
+
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    addresses: list[int]
+    """`data_ptr()`."""
+
+
 class Adapter(abc.ABC):
     """The contract of every adapter.
 
@@ -48,9 +57,9 @@ class Adapter(abc.ABC):
     def owned(self) -> Iterator[Owned]:
         """Every tensor that has to move with the object; what stays on the CPU by right is not among them."""
 
-    def unchanged(self) -> tuple[Sequence[torch.Tensor], list[int]] | None:
-        """The tensors of the last `owned()`, in its order, and their version counters, where it is quickly seen that they are the same
-        and that none is loose or wrapped; None where it is not, which proves nothing."""
+    def unchanged(self) -> Seen | None:
+        """The tensors of the last `owned()`, in its order, where it is quickly seen that they are the same and that none is loose or
+        wrapped; None where it is not, which proves nothing."""
         return None
 
     def with_gradients(self) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placement.adapters.base import Adapter, Owned
+from placement.adapters.base import Adapter, Owned, Seen
 from placement.adapters.detect import refuse_module
 from placement.adapters.framework import Framework
 from placement.adapters.frameworks import frameworks_of
@@ -128,7 +128,7 @@ class ModuleAdapter(Adapter):
             self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
-    def unchanged(self) -> tuple[Sequence[torch.Tensor], list[int]] | None:
+    def unchanged(self) -> Seen | None:
         module = self._module()
         return None if module is None or self._steady is None else self._steady.look(module)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from placement.adapters import deepspeed, hybrid
-from placement.adapters.base import Adapter, Owned
+from placement.adapters.base import Adapter, Owned, Seen
 from placement.adapters.detect import external_optimizer, refuse_optimizer
 from placement.adapters.leaves import WRAPPING, Leaf, find, is_born, parameters_of, state_of, wrapper_of
 from placement.adapters.megatron import (
@@ -92,7 +92,7 @@ class OptimizerAdapter(Adapter):
         self._steady = self._as_steady(found)
         return iter(found)
 
-    def unchanged(self) -> tuple[Sequence[torch.Tensor], list[int]] | None:
+    def unchanged(self) -> Seen | None:
         return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self._leaves()])
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:

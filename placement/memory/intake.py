@@ -122,16 +122,15 @@ class Intake:
         """Remember a look that found everything in its place, for the next one."""
         self._last = None
         if storages and (found := self._adapter.unchanged()) is not None:
-            tensors, versions = found
-            self._last = ranges, storages, list(map(torch.Tensor.data_ptr, tensors)), versions
+            self._last = ranges, storages, found.addresses, found.versions
 
     def _is_as_before(self, ranges: tuple[Range, ...]) -> bool:
         """Whether the object owns what it owned at the last look, all in its place; brings the version counters up to date."""
         if self._last is None or self._last[0] is not ranges or (found := self._adapter.unchanged()) is None:
             return False
-        tensors, versions = found
         _, storages, addresses, last_versions = self._last
-        if list(map(torch.Tensor.data_ptr, tensors)) != addresses:
+        versions = found.versions
+        if found.addresses != addresses:
             return False
         if versions == last_versions:
             return True

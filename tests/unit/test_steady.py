@@ -456,7 +456,8 @@ def unchanged(adapter: OptimizerAdapter) -> list[torch.Tensor] | None:
     """What the quick look finds, having checked the counters that it tells."""
     if (found := adapter.unchanged()) is None:
         return None
-    tensors, versions = found
+    tensors, versions, addresses = found
+    assert addresses == [each.data_ptr() for each in tensors]
     assert versions == [each._version for each in tensors]
     return list(tensors)
 

@@ -156,7 +156,8 @@ def looked(adapter: ModuleAdapter, addresses: list[int]) -> list[torch.Tensor] |
     """What the quick look says as its one caller believes it: `Intake` compares the addresses, too."""
     if (found := adapter.unchanged()) is None:
         return None
-    tensors, versions = found
+    tensors, versions, seen = found
+    assert seen == [tensor.data_ptr() for tensor in tensors]
     assert versions == [tensor._version for tensor in tensors]
     return list(tensors) if [tensor.data_ptr() for tensor in tensors] == addresses else None
 
