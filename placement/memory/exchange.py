@@ -160,7 +160,7 @@ class Exchange:
         self._limit_room(holdings, coming)
         leaving = [_Leaving(holding, dropped=self._dropped(holding)) for holding in holdings]
         parts = self._start(leaving)
-        # Only now look at every tensor of every object.
+        # Only now look at every tensor of every object, and only then vacate: what was loaded from a state dict may lie in the same memory.
         for each in leaving:
             each.take_in_newborn()
         for holding in coming:
@@ -177,8 +177,7 @@ class Exchange:
         return self._decide(leaving)
 
     def _start(self, leaving: Sequence[_Leaving]) -> list[Iterator[None]]:
-        """Give the link work, and the driver what is clean. Returns what is still to be asked of each, which is nothing where something has
-        to be copied."""
+        """Give the link work. Returns what is still to be asked of each, which is nothing where something has to be copied."""
         parts = [self._enqueue(each) for each in leaving]
         for part in parts:
             next(part, None)
@@ -192,8 +191,6 @@ class Exchange:
                 deque(part, maxlen=0)
         if leaving:
             self._meanwhile()
-        for each in leaving:
-            self._vacate(each, waits=False)
         return parts
 
     def _vacate(self, leaving: _Leaving, *, waits: bool) -> None:

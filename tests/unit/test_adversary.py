@@ -283,3 +283,18 @@ def test_a_state_dict_read_poison_after_the_parameters_got_other_storages() -> N
     assert_same(dict(worker.net.state_dict()), dict(worker.values))
     assert len(worker.actor.holding.ranges if worker.actor.holding else ()) == 1
     assert worker.manager.audit().ok
+
+
+def test_another_storage_over_the_same_clean_memory_was_saved_as_poison() -> None:
+    """Its chunks were known to be clean, and vacated before it was seen that something was to be taken in from there."""
+    manager = make_manager(SimulatedDevice(capacity_bytes=1 << 24, chunk_bytes=1 << 12))
+    model = torch.nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    manager.register("reward", model, role="reward")
+    for _ in range(2):
+        with manager.phase("reward"):
+            model.weight.data = torch.from_numpy(model.weight.detach().numpy())
+            model.bias = torch.nn.Parameter(torch.zeros(64))  # so that every tensor is looked at
+        with manager.phase("reward"):
+            assert torch.equal(model.weight, before)
+    assert_nothing_resident(manager)
