@@ -287,7 +287,7 @@ def test_a_state_dict_read_poison_after_the_parameters_got_other_storages() -> N
 
 def test_another_storage_over_the_same_clean_memory_was_saved_as_poison() -> None:
     """Its chunks were known to be clean, and vacated before it was seen that something was to be taken in from there."""
-    manager = make_manager(SimulatedDevice(capacity_bytes=1 << 24, chunk_bytes=1 << 12))
+    manager = make_manager(device=SimulatedDevice(capacity_bytes=1 << 24, chunk_bytes=1 << 12))
     model = torch.nn.Linear(64, 64)
     before = model.weight.detach().clone()
     manager.register("reward", model, role="reward")
