@@ -82,7 +82,7 @@ class Reconciler:
                 its target state; complete either way.
         """
         if agree is None and _is_there(handles, plan):
-            self._finish(handles.values())
+            self._rest(handles)
             return
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
@@ -134,6 +134,11 @@ class Reconciler:
                 handle.holding.commit_load()
                 handle.holding.settle(self._moves.stock)
 
+    def _rest(self, handles: Mapping[str, Handle]) -> None:
+        """Nothing moves. What a border without a decision has left in the stock goes, as at any other."""
+        self._finish(handles.values())
+        self._moves.end()
+
     def _finish(self, handles: Iterable[Handle]) -> None:
         """The border is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
         for handle in handles:
@@ -155,7 +160,7 @@ class Reconciler:
             What went wrong; empty when every handle is at its target.
         """
         if _is_there(handles, plan):
-            self._finish(handles.values())
+            self._rest(handles)
             return []
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from placement import Manager
 from placement.errors import CoordinatorLost, GroupError
 from placement.group import StoreGroup
 from placement.group.base import BoardLost
 from placement.states import Plan, State
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from placement.together import Together
 from tests.threads import in_threads
 
@@ -158,6 +161,25 @@ def test_a_board_that_is_lost_leaves_the_rank_in_doubt() -> None:
     with pytest.raises(CoordinatorLost, match="make the group anew"):
         group.propose("enter train", 100)
     assert group.abort(ValueError("anything")) is None
+
+
+class LosesItsBoard(StoreGroup):
+    """At the decision of a plan that wants nothing on the device."""
+
+    def agree(self, plan: Plan) -> None:
+        Silent.is_gone = not any(map(plan.on_device, plan.targets))
+        super().agree(plan)
+
+
+def test_a_rank_in_doubt_that_leaves_its_phase_keeps_nothing_on_the_device() -> None:
+    """Everything was off the device when the decision was lost, and leaving had nothing to move."""
+    Silent.is_gone = False
+    manager = Manager(device=SimulatedDevice(1 << 20), group=LosesItsBoard(Silent(), 0, 1, 0.5))
+    model = torch.nn.Linear(64, 64)
+    manager.register("ref", model, role="ref")
+    with pytest.raises(CoordinatorLost), manager.phase("log_prob") as phase:
+        phase.switch("reward")
+    assert_nothing_resident(manager)
 
 
 def test_keys_do_not_pile_up() -> None:
