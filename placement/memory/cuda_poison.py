@@ -15,7 +15,7 @@ from placement.memory.cuda_mapping import DriverChunk, PoisonChunks
 class Poison:
     """A full chunk and one of the granularity, filled with `POISON_BYTE`.
 
-    They are compared at every border, by a graph captured once: to replay it costs the host a quarter of calling torch (H200).
+    They are compared at every border, by a graph captured once: to replay it costs the host a third of calling torch (H200).
 
     Args:
         view: all bytes of both, on the device.
