@@ -84,7 +84,7 @@ def test_every_run_keeps_every_property(defines: dict[str, int], tmp_path: Path,
         ("COUNTER", "barrier"),  # votes are counted, and a client asks again after a lost answer
         ("REUSE", "fence"),  # a restarted process takes its place without ending the open epoch
         ("EARLYFREE", "nothing_lost"),  # the source is given up with the move, before the decision
-        pytest.param("FORGET", "agreement", marks=on_demand),  # keys are forgotten by their age, with a stopped rank still to ask
+        ("FORGET", "agreement"),  # keys are forgotten by their age, with a stopped rank still to ask
         ("DESERT", "agreement"),  # a rank that is interrupted after its vote goes back and asks nobody
     ],
 )
