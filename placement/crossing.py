@@ -100,7 +100,7 @@ class Crossing:
         before = self._journal.num_changes
         self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
         if self._journal.num_changes != before:  # asking torch and the driver is much of what a border costs that moves nothing
-            self._measure_moved()
+            self.measure()
         self.leased.settle(name)
         return plan
 
@@ -113,7 +113,7 @@ class Crossing:
         room_bytes = check_fits(self.planner.view(name, None, kept), plan)
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)
-        self._measure_moved()
+        self.measure()
         self.leased.settle(name)
 
     def retreat(self, plan: Plan, name: str, *, patiently: bool = False, together: bool = False) -> list[Exception]:
@@ -135,7 +135,7 @@ class Crossing:
         if name == IDLE:
             self.leased.trim()
         if self.leased.is_shared or self._journal.num_changes != before:
-            self._measure_moved()
+            self.measure()
         self.leased.settle(name)
         if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
             failures.append(IntegrityError(_WRONG_WRITE))
@@ -155,13 +155,10 @@ class Crossing:
         return self.leased.within(self.planner.budget_bytes(name))
 
     def measure(self) -> None:
-        """What others, and handles that others move, have on the device now."""
+        """What others, and handles that others move, have on the device now, and the most of all handles together so far."""
         self.planner.memory = self._device.memory()
         for handle in self._handles.values():
             handle.measure()
-
-    def _measure_moved(self) -> None:
-        self.measure()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
     def poison_was_written(self, wait: bool = True) -> bool:
@@ -186,7 +183,6 @@ class Crossing:
 
     def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, wanted.within, wanted.kept)
-        self.peak_bytes = max(self.peak_bytes, sum([handle.resident_bytes for handle in view.handles.values()]))
         chosen = views.meant(wanted.only, self._handles)
         return view, plan if chosen is None else plan.limited_to(chosen, wanted.enclosing)
 

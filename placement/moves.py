@@ -95,7 +95,7 @@ class Moves:
 
     def forget(self) -> None:
         """Of the border that is over, or was broken off. What was given up stays in the stock."""
-        self._moved, self.dropping = {}, ()
+        self._moved, self.dropping, self._meanwhile = {}, (), nothing
 
     def end(self) -> None:
         """The border is over: nothing is remembered of it, and no memory is kept back."""

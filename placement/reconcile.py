@@ -41,7 +41,7 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handl
 
 
 def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
-    """Whether there is nothing to do at all, which is so at most borders of nested phases. Engines are asked."""
+    """Whether there is nothing to do at all. With an engine among them never: it is asked."""
     return all(handle.is_settled and handle.node == target_of(handle, plan) for handle in handles.values())
 
 
