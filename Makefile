@@ -23,7 +23,7 @@ demo: $(STAMP)
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 test: $(FRAMEWORKS)
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

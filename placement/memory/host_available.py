@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,14 @@ _HUGE_ORDER = 9
 def available_bytes() -> int:
     """Bytes that new allocations of this process can get: the machine's, or what its control groups leave if that is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return max(0, min([int(meminfo["MemAvailable"].split()[0]) << 10, *left_in_cgroups()]))
+    total, available = (int(meminfo[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    return max(0, min([available, *left_in_cgroups(below=total)]))
 
 
-def left_in_cgroups(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group around this process leaves, both versions. One without a limit says nothing."""
+def left_in_cgroups(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup"), below: int = sys.maxsize
+) -> Iterator[int]:
+    """What each control group around this process leaves, both versions. One without a limit `below` so many bytes says nothing."""
     if not membership.exists():
         return
     for line in membership.read_text().splitlines():
@@ -31,7 +35,7 @@ def left_in_cgroups(membership: Path = Path("/proc/self/cgroup"), root: Path = P
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             value = _read(folder / limit)
-            if value.isdigit():
+            if value.isdigit() and int(value) < below:  # version 1 writes a large number for none
                 yield int(value) - int(_read(folder / usage) or 0) + _reclaimable(folder)
             if folder == base:
                 break

@@ -233,7 +233,7 @@ class SimulatedDevice(Device):
         self.sync()
 
     def sync(self) -> None:
-        time.sleep(max(0.0, max(self._link_free_at.values()) - time.monotonic()))
+        _sleep_until(max(self._link_free_at.values()))
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
@@ -246,7 +246,7 @@ class SimulatedDevice(Device):
     def wait(self, mark: Mark) -> None:
         if not isinstance(mark, _Time):
             raise TypeError(f"not of this device: {mark!r}")
-        time.sleep(max(0.0, mark.seconds - time.monotonic()))
+        _sleep_until(mark.seconds)
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, addresses.nbytes)
@@ -301,3 +301,9 @@ class SimulatedDevice(Device):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise PlacementError("the simulated device belongs to the parent process; a forked child cannot use it")
+
+
+def _sleep_until(seconds: float) -> None:
+    """Until a time of the monotonic clock. A link without a limit is free at once, and a sleep of 0 s costs 85 us."""
+    if (left := seconds - time.monotonic()) > 0:
+        time.sleep(left)

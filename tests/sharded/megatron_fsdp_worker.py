@@ -98,8 +98,7 @@ def build(version: str, strategy: str, device: str = "cpu") -> Program:
 
 def compare(version: str, strategy: str, **options: Any) -> training.Outcome:
     """The 20 steps of `training.compare`."""
-    with pretend_cuda():
-        return training.compare(functools.partial(build, version, strategy), **options)
+    return training.compare(functools.partial(build, version, strategy), within=pretend_cuda, **options)
 
 
 def nothing_is_left(strategy: str) -> int:

@@ -222,8 +222,7 @@ def build(kind: Kind, device: str = "cpu") -> Program:
 
 def compare(kind: Kind, **options: Any) -> training.Outcome:
     """The 20 steps of `training.compare`."""
-    with pretend_cuda():
-        return training.compare(functools.partial(build, kind), **options)
+    return training.compare(functools.partial(build, kind), within=pretend_cuda, **options)
 
 
 def make_manager(program: Program, **options: Any) -> Manager:

@@ -80,6 +80,14 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
+_NAMES = {
+    "current_device": mock.MagicMock(return_value=0),
+    "stream": mock.MagicMock(return_value=contextlib.nullcontext()),
+    **{name: mock.MagicMock() for name in ("synchronize", "empty_cache", "Stream", "current_stream", "default_stream", "Event")},
+}
+"""Of torch.cuda. On a CPU everything is in order by itself."""
+
+
 @contextlib.contextmanager
 def pretend_cuda(*, only_marked: bool = False) -> Iterator[None]:
     """The context. Only marked tensors are of CUDA, or all of them."""
@@ -87,11 +95,6 @@ def pretend_cuda(*, only_marked: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Megatron warns of TransformerEngine and Apex, which are not there
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=0))
-        for name in ("synchronize", "empty_cache"):
-            stack.enter_context(mock.patch.object(torch.cuda, name))
-        for name in ("Stream", "current_stream", "default_stream", "Event"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))  # on a CPU everything is in order by itself
-        stack.enter_context(mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()))
+        stack.enter_context(mock.patch.multiple(torch.cuda, **_NAMES))
         stack.enter_context(_Marked() if only_marked else _Everything())
         yield

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,13 @@ from tests.seeds import seed
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
 STEPS = 20
+SYNC_EVERY = 4
+"""Weights are synchronised after one step of so many, as an asynchronous trainer does it."""
 
 
 @dataclass
 class Program:
-    """A model, what steps it, and its loss. A subclass may override every method; `phases` is what one step consists of."""
+    """A model, what steps it, and its loss. A subclass may override every method; `phases` is what a step consists of."""
 
     model: torch.nn.Module
     optimizer: Any
@@ -44,6 +47,10 @@ class Program:
     """Further objects to register, by name, after model and optimizer (keywords of `register` as a pair: (object, {...}))."""
     phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
     """Phase and method, in the order of a step. By default gradients of the first backward pass cross a border."""
+
+    def phases_of(self, step: int) -> list[tuple[str, str]]:
+        """What a step consists of."""
+        return [each for each in self.phases if each[0] != "weight_sync" or step % SYNC_EVERY == 0]
 
     # --- a step
 
@@ -136,20 +143,29 @@ def device_of(name: str) -> Device:
     return CudaDevice(torch.cuda.current_device(), chunk_bytes=2 << 20)
 
 
-def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str = "cpu", **manager: Any) -> Outcome:
+def compare(
+    build: Callable[[], Program],
+    steps: int = STEPS,
+    *,
+    device: str = "cpu",
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **manager: Any,
+) -> Outcome:
     """Run what `build` makes plain, then under a manager, and compare. For `Ranks.run`.
 
     Args:
         build: called twice, each time from the same random state.
         device: of the manager, as `device_of` says.
+        within: makes the context in which the program is built and computes; placement is outside of it.
         manager: keywords of `Manager` besides the device (a policy, a setting).
 
     Raises:
         AssertionError: what differs.
     """
-    losses, values = _run_plain(build, steps)
-    seed(0)
-    program = build()
+    with within():
+        losses, values = _run_plain(build, steps)
+        seed(0)
+        program = build()
     managed = Manager(device=device_of(device), **manager)
     program.reshard()
     ids = {name: id(tensor) for name, tensor in program.tensors()}
@@ -161,10 +177,11 @@ def compare(build: Callable[[], Program], steps: int = STEPS, *, device: str = "
     peaks = dict.fromkeys(managed.handles, 0)
     keys: list[set[int]] = []
     for step in range(steps):
-        for phase, method in program.phases:
+        for phase, method in program.phases_of(step):
             seed(1 + step)
             with managed.phase(phase):
-                loss = getattr(program, method)(step)
+                with within():
+                    loss = getattr(program, method)(step)
                 seen.append(as_bytes(loss))
                 shown.append(float(loss))
                 peaks = {name: max(peaks[name], handle.resident_bytes) for name, handle in managed.handles.items()}
@@ -236,7 +253,7 @@ def _run_plain(build: Callable[[], Program], steps: int) -> tuple[list[bytes], d
     program = build()
     losses: list[bytes] = []
     for step in range(steps):
-        for _, method in program.phases:
+        for _, method in program.phases_of(step):
             seed(1 + step)
             losses.append(as_bytes(getattr(program, method)(step)))
     assert len(set(losses)) > steps // 2, "the program learns nothing, so nothing could be seen to go wrong"
