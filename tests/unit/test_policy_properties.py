@@ -28,35 +28,41 @@ def after(before: View, plan: Plan) -> View:
     )
 
 
+# Made once: Hypothesis asks each new strategy what it is made of.
+NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)
+HANDLE = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(KINDS),
+        "role": st.sampled_from([*ROLES, None]),
+        "state": st.sampled_from(State),
+        "num_bytes": st.integers(0, 20),
+        "owners": st.frozensets(st.integers(0, 7)),
+        "readonly": st.booleans(),
+        "external": st.booleans(),
+        "built": st.booleans(),
+        "kept": st.booleans(),
+    }
+)
+BUDGETS = st.integers(0, 80)
+WORKERS = st.sampled_from(WORKER_ROLES)
+
+
 @st.composite
 def views(draw: st.DrawFn, phases: st.SearchStrategy[str]) -> View:
-    names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8))
+    names = draw(NAMES)
     handles = []
     for name in names:
-        kind = draw(st.sampled_from(KINDS))
-        state = draw(st.sampled_from(State))
-        num_bytes = draw(st.integers(0, 20))
-        readonly = kind == "module" and draw(st.booleans())
-        handles.append(
-            HandleView(
-                name=name,
-                kind=kind,
-                role=draw(st.sampled_from([*ROLES, None])),
-                state=GPU if readonly and state is TRAIN else state,
-                num_bytes=num_bytes,
-                resident_bytes=0 if state is OFF else num_bytes,
-                owners=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if kind == "optimizer" else (),
-                readonly=readonly,
-                external=draw(st.booleans()),
-                built=draw(st.booleans()),
-                kept=draw(st.booleans()),
-            )
-        )
+        drawn = draw(HANDLE)
+        readonly = drawn["kind"] == "module" and drawn["readonly"]
+        state = GPU if readonly and drawn["state"] is TRAIN else drawn["state"]
+        owners = tuple(names[number] for number in sorted(drawn["owners"]) if number < len(names))
+        drawn |= {"owners": owners if drawn["kind"] == "optimizer" else (), "readonly": readonly, "state": state}
+        handles.append(HandleView(name=name, resident_bytes=0 if drawn["state"] is OFF else drawn["num_bytes"], **drawn))
     return View(
         phase=draw(phases),
         handles={h.name: h for h in handles},
-        budget_bytes=draw(st.integers(0, 80)),
-        worker_role=draw(st.sampled_from(WORKER_ROLES)),
+        budget_bytes=draw(BUDGETS),
+        worker_role=draw(WORKERS),
         phases=OWN_PHASES,
     )
 
