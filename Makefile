@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 FRAMEWORKS := $(VENV)/.frameworks
+SYSTEM := $(VENV)/.system
 # pip's own compiling doubles its time: one package is compiled while the next is fetched, and the rest when it is first imported.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # So bytecode is kept, whatever the caller's environment says; many tests start interpreters of their own.
@@ -22,7 +23,7 @@ demo: $(STAMP)
 # Tensors come and go by the thousand: memory that malloc gives back at once is faulted in anew each time.
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
-test: $(FRAMEWORKS)
+test: $(FRAMEWORKS) $(SYSTEM)
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
@@ -41,8 +42,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 # What only tests need: together, or one by one where one of them cannot be had; its tests are then skipped and say so.
 $(FRAMEWORKS): export DS_BUILD_OPS = 0
-$(FRAMEWORKS): $(STAMP) tests/frameworks.txt tests/system_packages.sh
-	@sh tests/system_packages.sh
+$(FRAMEWORKS): $(STAMP) tests/frameworks.txt
 	@$(PIP) --no-deps -r tests/frameworks.txt || grep -v '^#' tests/frameworks.txt | while read -r package; do \
 		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
 	@touch $@
+
+# What tests need of the system is fetched while pip fetches the rest.
+MAKEFLAGS += --jobs=2
+$(SYSTEM): tests/system_packages.sh
+	@sh tests/system_packages.sh
+	@mkdir -p $(VENV) && touch $@
