@@ -21,6 +21,7 @@ demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
 
 # Tensors come and go by the thousand: memory that malloc gives back at once is faulted in anew each time.
+# Four processes keep two cores busy: now and then one waits for a server, a deadline or a rank.
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 test: $(FRAMEWORKS) $(SYSTEM)
