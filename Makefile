@@ -24,7 +24,9 @@ demo: $(STAMP)
 # Four processes keep two cores busy: now and then one waits for a server, a deadline or a rank.
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
-test: $(FRAMEWORKS) $(SYSTEM)
+# What tests need of the system is fetched while pip fetches the rest.
+test:
+	@$(MAKE) --no-print-directory --jobs=2 $(FRAMEWORKS) $(SYSTEM)
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
@@ -48,8 +50,6 @@ $(FRAMEWORKS): $(STAMP) tests/frameworks.txt
 		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
 	@touch $@
 
-# What tests need of the system is fetched while pip fetches the rest.
-MAKEFLAGS += --jobs=2
 $(SYSTEM): tests/system_packages.sh
 	@sh tests/system_packages.sh
 	@mkdir -p $(VENV) && touch $@

@@ -21,7 +21,7 @@ def available_bytes() -> int:
 def left_in_cgroups(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup"), below: int = sys.maxsize
 ) -> Iterator[int]:
-    """What each control group around this process leaves, both versions. One without a limit `below` so many bytes says nothing."""
+    """What each control group around this process leaves, both versions. A limit that is not `below` so many bytes says nothing."""
     if not membership.exists():
         return
     for line in membership.read_text().splitlines():
@@ -35,7 +35,7 @@ def left_in_cgroups(
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             value = _read(folder / limit)
-            if value.isdigit() and int(value) < below:  # version 1 writes a large number for none
+            if value.isdigit() and int(value) < below:  # no limit is "max", in version 1 a large number
                 yield int(value) - int(_read(folder / usage) or 0) + _reclaimable(folder)
             if folder == base:
                 break
