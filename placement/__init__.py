@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.sync import WeightInfo
 
+__version__ = "0.1.0"
+
 __all__ = [
     "PHASES",
     "TRANSITIONS",

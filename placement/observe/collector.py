@@ -10,7 +10,6 @@ decisions, and the reasons of a failed attempt (`placement.journal.REASONS`).
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
@@ -20,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from placement import __version__
 from placement.journal import REASONS
 from placement.snapshot import DurationHistogram, HandleSnapshot, LeaseSnapshot, Snapshot
 from placement.states import IDLE, PHASES, State, Trigger
@@ -102,7 +102,7 @@ class SnapshotCollector:
             if not _LABEL.fullmatch(label) or label in _WORKER_LABELS:
                 raise ValueError(f"worker_info: {label!r} cannot be a label; use [a-z][a-z0-9_]* and none of {', '.join(_WORKER_LABELS)}")
         self._read = read
-        self._worker_info = {"version": _version(), **worker_info}
+        self._worker_info = {"version": __version__, **worker_info}
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples: what a registry checks for name clashes."""
@@ -213,10 +213,3 @@ def _add_lease(families: _Families, lease: LeaseSnapshot) -> None:
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("placement")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # run from a checkout that is not installed
