@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from placement import guards
 from placement.annotate import Annotate, marker
 from placement.engines.moves import EngineMoves
 from placement.errors import BrokenHandleError, IntegrityError, PhaseError
@@ -150,6 +151,8 @@ class Moves:
         moved = self._moved.pop(handle, None)
         if moved is None:  # not part of a border's exchange: recovery, or what the exchange could not do
             moved = self._exchange([handle] if trigger is Trigger.OFFLOAD else [], [handle] if trigger is Trigger.LOAD else [])[handle]
+        if handle.kind == "engine" and trigger is Trigger.OFFLOAD:
+            guards.install_on_new(handle)
         self._complain(handle, moved)
         return moved
 

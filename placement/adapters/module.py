@@ -132,6 +132,10 @@ class ModuleAdapter(Adapter):
         module = self._module()
         return None if module is None or self._steady is None else self._steady.look(module)
 
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        """This one."""
+        return (self,)
+
     def key_objects(self) -> Sequence[Any]:
         """The module and, for a compiled one, the module it wraps; without those that are gone."""
         return [key for key in (alive() for alive in self._keys) if key is not None]

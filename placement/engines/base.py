@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from placement.adapters.base import Adapter, Owned
+from placement.adapters.composite import CompositeAdapter
 from placement.adapters.module import ModuleAdapter
 from placement.errors import EngineError
 
@@ -66,42 +66,22 @@ class TorchEngine(Engine):
                 target.copy_(tensor)
 
 
-class EngineAdapter(Adapter):
+class EngineAdapter(CompositeAdapter):
     """The tensors of an engine's modules."""
 
     kind = "engine"
 
-    def __init__(self, engine: Engine, *, name: str, compute_device: torch.device) -> None:
-        self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device)
-        self._modules = [self._adapt(module) for module in engine.modules()]
+    def __init__(self, engine: Engine, *, name: str, compute_device: torch.device, external: bool = False) -> None:
         self._engine = weakref.ref(engine)
+        adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
+        super().__init__(name, adapt, engine.modules())
 
-    def owned(self) -> Iterator[Owned]:
-        """Of the modules that the engine has now: it may have made itself another model since.
-
-        Raises:
-            RegistrationError: one of them cannot be moved.
-        """
-        if (engine := self._engine()) is not None:
-            known = {id(key): adapter for adapter in self._modules for key in adapter.key_objects()}
-            self._modules = [known.get(id(module)) or self._adapt(module) for module in engine.modules()]
-        for adapter in self._modules:
-            yield from adapter.owned()
-
-    def ready(self) -> None:
-        for adapter in self._modules:
-            adapter.ready()
-
-    def foreign(self) -> Iterator[tuple[str, int]]:
-        for adapter in self._modules:
-            yield from adapter.foreign()
-
-    def drop_caches(self) -> None:
-        for adapter in self._modules:
-            adapter.drop_caches()
+    def current_modules(self) -> Sequence[torch.nn.Module] | None:
+        """Those that the engine names now: it may have made itself another model since."""
+        engine = self._engine()
+        return None if engine is None else engine.modules()
 
     def key_objects(self) -> Sequence[Any]:
         """The modules and the engine."""
-        engine = self._engine()
-        keys = [key for adapter in self._modules for key in adapter.key_objects()]
+        engine, keys = self._engine(), super().key_objects()
         return keys if engine is None else [*keys, engine]
