@@ -96,6 +96,10 @@ class Adapter(abc.ABC):
         """The adapters of the modules that the object consists of: a module's own, each of an engine's, none of an optimizer."""
         return ()
 
+    def sparse(self) -> Iterator[torch.Tensor]:
+        """The sparse tensors of the last walk, which may lie in storages of others: see `sparse.own_storages`."""
+        return iter(())
+
     def immovable(self) -> Iterator[tuple[str, str]]:
         """Name and problem of the gradients that cannot be moved as bytes, as of the last walk. They stay where they are."""
         return iter(())

@@ -117,6 +117,9 @@ class CompositeAdapter(Adapter):
     def foreign(self) -> Iterator[tuple[str, int]]:
         return (each for adapter in self._adapters for each in adapter.foreign())
 
+    def sparse(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.sparse())
+
     def immovable(self) -> Iterator[tuple[str, str]]:
         return (each for adapter in self._adapters for each in adapter.immovable())
 
