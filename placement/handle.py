@@ -100,7 +100,12 @@ class Handle:
     @property
     def foreign_bytes(self) -> int:
         """Device bytes that a framework keeps for it, offloaded or not (a reducer's buckets); `audit()` names them."""
-        return 0 if self.holding is None else sum(nbytes for _, nbytes in self.holding.adopted.foreign)
+        return sum(nbytes for _, nbytes in self.foreign)
+
+    @property
+    def foreign(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of each of these, as of the last offload."""
+        return () if self.holding is None else self.holding.adopted.foreign
 
     @property
     def external(self) -> bool:

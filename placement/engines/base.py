@@ -12,7 +12,7 @@ import torch
 
 from placement.adapters.composite import CompositeAdapter
 from placement.adapters.module import ModuleAdapter
-from placement.errors import EngineError
+from placement.engines.taker import WeightTaker
 
 
 class Engine(abc.ABC):
@@ -39,11 +39,14 @@ class TorchEngine(Engine):
     """A plain module that generates: the default where no engine of another project is used.
 
     Args:
-        module: The model, with the names and shapes that are published to it.
+        module: The model, with the names and shapes that are published to it: plain, compiled, with adapters, under DDP, FSDP1,
+            FSDP2 or tensor parallelism. Who registers the engine makes the manager hold it, and with it the module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self._taker: WeightTaker | None = None
+        """Of the sync that is under way."""
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return (self.module,)
@@ -53,17 +56,17 @@ class TorchEngine(Engine):
         return dict(self.module.state_dict())
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy published weights into the module, cast to its types."""
-        own: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        own.update(self.module.named_buffers(remove_duplicate=False))
-        with torch.no_grad():
-            for name, tensor in bucket:
-                target = own.get(name)
-                if target is None:
-                    raise EngineError(f"published weight {name!r} is not in the engine's module")
-                if target.shape != tensor.shape:
-                    raise EngineError(f"published weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}")
-                target.copy_(tensor)
+        """Copy published weights into the module, cast to its types; of a sharded module each rank takes its part.
+
+        A name is one that the module is published under, or the module's own. Calls no collective.
+        """
+        number = getattr(bucket, "number", None)
+        taker = self._taker
+        if taker is None or not number or taker.module is not self.module:
+            taker = self._taker = WeightTaker(self.module)
+        taker.take(bucket)
+        if number is None or getattr(bucket, "is_last", False):
+            self._taker = None
 
 
 class EngineAdapter(CompositeAdapter):

@@ -109,7 +109,7 @@ class Managed(SimpleNamespace):
 
 
 def managed(device: Faults, *, phases: tuple[str, ...] = (), ok: bool = True, **handles: tuple[State, int, str | None]) -> Any:
-    views = {n: SimpleNamespace(state=s, resident_bytes=b, external=e) for n, (s, b, e) in handles.items()}
+    views = {n: SimpleNamespace(state=s, resident_bytes=b, external=e, foreign=()) for n, (s, b, e) in handles.items()}
     return Managed(device=device, handles=views, phases=phases, ok=ok)
 
 
