@@ -20,8 +20,8 @@ __all__ = ["Faults", "InjectedFault", "SimulatedDevice", "assert_nothing_residen
 
 
 _ALLOW_FOREIGN = (
-    "Buckets of DistributedDataParallel move if it is made with gradient_as_bucket_view=True, once a backward pass has shown them; what is "
-    "meant to stay is allowed by allow_foreign=True"
+    "What frameworks keep cannot be moved. Buckets of DistributedDataParallel can, if it is made with gradient_as_bucket_view=True, once a "
+    "backward pass has shown them. Where it is meant to stay, allow it: allow_foreign=True"
 )
 
 
@@ -199,13 +199,13 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     """
     in_phase = bool(manager.snapshot().phases)
     handles = {name: handle for name, handle in manager.handles.items() if not handle.external}
-    problems = []
+    problems: list[str] = []
+    foreign: list[str] = []
     for name, handle in handles.items():
         if handle.state is State.CPU_OFFLOADED:
             if handle.resident_bytes:
                 problems.append(f"{name} is CPU_OFFLOADED and holds {handle.resident_bytes:,} bytes")
-            for what, nbytes in () if allow_foreign else handle.foreign:
-                problems.append(f"{name} is CPU_OFFLOADED, and {nbytes:,} bytes are kept for it on the device: {what}. {_ALLOW_FOREIGN}")
+            foreign += [f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}" for what, n in handle.foreign]
         elif not in_phase and name not in except_for:
             problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
     declared = sum(handle.resident_bytes for handle in handles.values())
@@ -216,5 +216,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     audit = manager.audit()
     if not audit.ok:
         problems.append(audit.report)
+    if foreign and not allow_foreign:
+        problems += [*foreign, _ALLOW_FOREIGN]
     if problems:
         raise AssertionError("\n".join(problems))

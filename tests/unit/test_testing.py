@@ -135,6 +135,18 @@ def test_assert_nothing_resident_names_who_is(faults: Faults) -> None:
         assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 0, None)))
 
 
+def test_what_a_framework_keeps_is_named_unless_it_is_allowed(faults: Faults) -> None:
+    keeping = managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.TRAINING, 7, None))
+    keeping.phases = ("train",)
+    for handle in keeping.handles.values():
+        handle.foreign = (("reducer's buckets", 4096),)
+    with pytest.raises(AssertionError, match=r"^a is CPU_OFFLOADED, and its framework keeps 4,096 bytes on the device: reducer's buckets\n"):
+        assert_nothing_resident(keeping)
+    assert_nothing_resident(keeping, allow_foreign=True)
+    with pytest.raises(AssertionError, match="a is CPU_OFFLOADED and holds 5 bytes"):
+        assert_nothing_resident(managed(faults, a=(State.CPU_OFFLOADED, 5, None)), allow_foreign=True)
+
+
 def test_assert_nothing_resident_on_a_manager(faults: Faults) -> None:
     manager = placement.Manager(device=faults)
     model = torch.nn.Linear(8, 8)
