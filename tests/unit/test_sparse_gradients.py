@@ -60,10 +60,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def build(optimizer: str) -> Program:
-    model = Bag()
+def build(optimizer: str, device: str = "cpu") -> Program:
+    model = Bag().to(training.here(device))
     stepped = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Program(model, OPTIMIZERS[optimizer](stepped), lambda number: model(tokens_of(number)).square().mean())
+    return Program(model, OPTIMIZERS[optimizer](stepped), lambda number: model(tokens_of(number).to(device)).square().mean())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad's own step
