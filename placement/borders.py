@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from placement.group.lease import Lease
 
 
+_GONE = (
+    "%r is registered no more: its object (kind %s) was garbage-collected, because nobody held it. Keep a reference to what you register; "
+    "where it is meant to go, call unregister() first"
+)
+
+
 class Borders:
     """Everything about one manager that changes at a border. Public names are used by the manager and by `Phase`."""
 
@@ -56,6 +62,8 @@ class Borders:
         self._busy = False
         self.pid = os.getpid()
         self.is_closed = False
+        self.is_closing = False
+        """Whether the manager is going: objects that are gone by now went with it, and nobody has to be told."""
         self.stack: tuple[Open, ...] = ()
         self.kept: frozenset[str] = frozenset()
 
@@ -256,14 +264,18 @@ class Borders:
         """
         if self.is_closed:
             return
-        with self.border():
-            if self.stack:
-                raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
-            for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
-                self.forget(handle)
-            self._device.close()
-            self.crossing.leased.close()
-            self.is_closed = True
+        self.is_closing = True
+        try:
+            with self.border():
+                if self.stack:
+                    raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
+                for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
+                    self.forget(handle)
+                self._device.close()
+                self.crossing.leased.close()
+                self.is_closed = True
+        finally:
+            self.is_closing = False
 
     def _extend_plans(self, handle: Handle) -> None:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
@@ -345,6 +357,8 @@ class Borders:
         while self._gone:
             handle = self._gone[0]
             if self._handles.get(handle.name) is handle:
+                if not self.is_closing:
+                    logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
             self._gone.popleft()  # only now: what failed is done again at the next border
         for handle in [h for h in self._handles.values() if h.holding is not None and h.holding.is_leaving]:

@@ -275,6 +275,17 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     return hooks
 
 
+def install_on_new(handle: Handle) -> None:
+    """Guard the modules that an engine has made itself since: its adapter has found them, and what they hold moves with it."""
+    objects = () if handle.adapter is None else handle.adapter.key_objects()
+    if new := [target for target in objects if isinstance(target, torch.nn.Module) and not _is_guarded(target, handle)]:
+        install(handle, new)
+
+
+def _is_guarded(module: torch.nn.Module, handle: Handle) -> bool:
+    return any(isinstance(hook, ForwardGuard) and hook.handle() is handle for hook in module._forward_pre_hooks.values())
+
+
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) -> None:
     """By torch's hooks, where its constructor has run; else on the methods themselves (the optimizers inside have hooks as well)."""
     if "_optimizer_step_pre_hooks" in getattr(target, "__dict__", {}):

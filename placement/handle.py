@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from placement.adapters.base import Adapter
-from placement.adapters.module import ModuleAdapter
 from placement.adapters.optimizer import OptimizerAdapter
 from placement.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.initial_step import no_initial_step
@@ -19,6 +18,7 @@ from placement.memory.holding import Holding
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
+    from placement.adapters.module import ModuleAdapter
     from placement.adapters.published import Adapters
     from placement.engines.residency import Residency
     from placement.sync import WeightInfo
@@ -64,7 +64,7 @@ class Handle:
         self.drift_bytes = 0
         self._external_bytes = 0
         self.built_object: Any = None
-        """What a `Lazy`'s factory made; nobody else may hold it."""
+        """What a `Lazy`'s factory made, and an engine: nobody else may hold it."""
         self._object: weakref.ref[Any] | None = None
 
     # --- what users read
@@ -100,7 +100,12 @@ class Handle:
     @property
     def foreign_bytes(self) -> int:
         """Device bytes that a framework keeps for it, offloaded or not (a reducer's buckets); `audit()` names them."""
-        return 0 if self.holding is None else sum(nbytes for _, nbytes in self.holding.adopted.foreign)
+        return sum(nbytes for _, nbytes in self.foreign)
+
+    @property
+    def foreign(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of each of these, as of the last offload."""
+        return () if self.holding is None else self.holding.adopted.foreign
 
     @property
     def external(self) -> bool:
@@ -196,7 +201,7 @@ class Handle:
     # --- what the manager does
 
     def attach(self, target: Any, adapter: Adapter, when_gone: Callable[[Handle], None]) -> None:
-        """Bind the object, weakly: a handle never keeps a model alive."""
+        """Bind the object, weakly: a handle keeps no model alive but one that it alone has (see `built_object`)."""
         me = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -210,6 +215,10 @@ class Handle:
         """Undo `attach`: the handle of a `Lazy` whose building failed has no object again, and none that could be collected."""
         self._object = None
         self.built_object = self.adapter = self.holding = self.residency = None
+
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        """The adapters of its modules: of a module its own, of an engine each one's, of an optimizer and of what is not built none."""
+        return () if self.adapter is None else self.adapter.module_adapters()
 
     def measure(self) -> None:
         """Look at what an external handle has on the accelerator, each storage once. What we place counts itself."""
@@ -226,7 +235,7 @@ class Handle:
         """Of an optimizer: how many parameters it steps that none of its owners has."""
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
-        modules = [owner.adapter for owner in self.owners if isinstance(owner.adapter, ModuleAdapter)]
+        modules = [adapter for owner in self.owners for adapter in owner.module_adapters()]
         if not modules:  # gone, and the optimizer is used on without them
             return 0
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}

@@ -37,6 +37,7 @@ def _leave_all(borders: Borders, entered: list[Phase]) -> None:
     """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
     if borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
         return
+    borders.is_closing = True
     while entered:
         phase = entered.pop()
         if borders.stack and borders.stack[-1] is phase._open:

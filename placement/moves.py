@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from placement import guards
 from placement.annotate import Annotate, marker
 from placement.engines.moves import EngineMoves
-from placement.errors import BrokenHandleError, IntegrityError, PhaseError
+from placement.errors import BrokenHandleError, IntegrityError, PhaseError, RegistrationError
 from placement.handle import Handle
 from placement.journal import Journal, Record
 from placement.machine import Node, path
@@ -150,6 +151,10 @@ class Moves:
         moved = self._moved.pop(handle, None)
         if moved is None:  # not part of a border's exchange: recovery, or what the exchange could not do
             moved = self._exchange([handle] if trigger is Trigger.OFFLOAD else [], [handle] if trigger is Trigger.LOAD else [])[handle]
+        if handle.kind == "engine" and trigger is Trigger.OFFLOAD:
+            guards.install_on_new(handle)
+        if trigger is Trigger.OFFLOAD:
+            self._complain_of_immovable(handle, holding)
         self._complain(handle, moved)
         return moved
 
@@ -173,6 +178,14 @@ class Moves:
         with self._mark(f"placement: {'; '.join(texts)}"):
             moved = exchange.run([h.holding for h in leaving if h.holding], [h.holding for h in coming if h.holding])
         return dict.fromkeys((*leaving, *coming), Moved()) | {by_holding[holding]: each for holding, each in moved.items()}
+
+    def _complain_of_immovable(self, handle: Handle, holding: Holding) -> None:
+        if holding in self.dropping:
+            return
+        for name, problem in holding.adapter.immovable():
+            self._complaints.append(
+                RegistrationError(f"{handle.name!r}: {name!r} {problem}. Everything else of it was offloaded; this stays where it is.")
+            )
 
     def _complain(self, handle: Handle, moved: Moved) -> None:
         """Note what must be raised once the border is complete."""

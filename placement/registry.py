@@ -14,7 +14,6 @@ from placement import guards
 from placement.adapters import adapter_for
 from placement.adapters.base import Adapter
 from placement.adapters.detect import captured_collectives
-from placement.adapters.module import ModuleAdapter
 from placement.adapters.optimizer import OptimizerAdapter
 from placement.adapters.tensors import plain_parts
 from placement.engines.base import Engine, EngineAdapter
@@ -147,7 +146,7 @@ class Registry:
                 raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
         if isinstance(adapter, OptimizerAdapter):
             self._find_owners(handle, adapter)
-            adapter.follow([owner.adapter for owner in handle.owners if owner.adapter is not None])
+            adapter.follow([each for owner in handle.owners for each in owner.module_adapters()])
         if isinstance(adapter, TaggedAdapter):
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
@@ -179,7 +178,8 @@ class Registry:
                 raise RegistrationError(f"{handle.name!r} places its own memory when it is told to; register it without external=True")
             return TaggedAdapter(target)
         if isinstance(target, Engine):
-            return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device)
+            handle.built_object = target  # the manager's alone, where it was made in the call of register()
+            return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
         return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
     def _reserve_state(self, holding: Holding, adapter: Adapter) -> None:
@@ -198,7 +198,7 @@ class Registry:
             owner = self._owner_of(parameter)
             if owner is None:
                 advice = "Register the modules first, then the optimizers that step them."
-                if any(isinstance(each.adapter, ModuleAdapter) and each.adapter.shows_for_now(parameter) for each in self.handles.values()):
+                if any(adapter.shows_for_now(parameter) for each in self.handles.values() for adapter in each.module_adapters()):
                     advice = "A sharded module shows it between a forward and reshard(): make the optimizer of the sharded parameters."
                 raise RegistrationError(
                     f"{handle.name!r}: parameter {index} of shape {tuple(parameter.shape)} belongs to no registered module. {advice}"
@@ -219,6 +219,6 @@ class Registry:
             if found is not None and found.holding is holding:
                 return found
         for other in self.handles.values():
-            if isinstance(other.adapter, ModuleAdapter) and any(each is parameter for each in other.adapter.parameters()):
+            if any(each is parameter for adapter in other.module_adapters() for each in adapter.parameters()):
                 return other
         return None

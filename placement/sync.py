@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from placement.adapters.module import ModuleAdapter
 from placement.adapters.published import Adapters, check_publishable, published
 from placement.adapters.weights import Reader, Weight
+from placement.engines.base import Engine
 from placement.errors import PhaseError, RegistrationError
 from placement.states import State, Trigger
 
@@ -86,10 +86,13 @@ def _root(handle: Handle, adapters: Adapters) -> torch.nn.Module | None:
     if adapters not in get_args(Adapters):
         raise ValueError(f"adapters={adapters!r} is none of {', '.join(get_args(Adapters))}")
     target = handle.object
-    module = getattr(target, "module", None) if handle.kind == "engine" else target
-    if target is not None and not isinstance(module, torch.nn.Module):
-        raise RegistrationError(f"{handle.name!r} is of kind {handle.kind} and publishes no weights")
-    return module
+    if target is None:
+        return None
+    modules = target.modules() if isinstance(target, Engine) else [target]
+    if len(modules) != 1 or not isinstance(modules[0], torch.nn.Module):
+        many = f" with {len(modules)} modules" if len(modules) > 1 else ""
+        raise RegistrationError(f"{handle.name!r} is of kind {handle.kind}{many} and publishes no weights")
+    return modules[0]
 
 
 def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
@@ -137,8 +140,7 @@ class _Sync:
         handle = self._handle
         if handle.holding is not None:
             return Reader(handle.holding.device.torch_device, handle.holding.over_host if handle.is_streaming else None)
-        assert isinstance(handle.adapter, ModuleAdapter)
-        return Reader(handle.adapter.compute_device)
+        return Reader(handle.module_adapters()[0].compute_device)
 
     def _finish_with_the_others(self) -> None:
         """Closed early, here alone perhaps: take part in what is left to gather, so that ranks that go on wait for nobody."""

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["Faults", "InjectedFault", "SimulatedDevice", "assert_nothing_resident"]
 
 
+_ALLOW_FOREIGN = (
+    "What frameworks keep cannot be moved. Buckets of DistributedDataParallel can, if it is made with gradient_as_bucket_view=True, once a "
+    "backward pass has shown them. Where it is meant to stay, allow it: allow_foreign=True"
+)
+
+
 class InjectedFault(RuntimeError):
     """A copy or a wait that `Faults` failed, as a driver would."""
 
@@ -176,26 +182,30 @@ class Faults(Device):
         self.device.close()
 
 
-def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = ()) -> None:
+def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (), allow_foreign: bool = False) -> None:
     """Assert that what should be off the device is off it: measured, not declared.
 
     Outside every phase each handle must be CPU_OFFLOADED; inside one, those that are not may be on the device. An offloaded
-    handle holds no byte, no chunk of the device is without a handle that holds it, and `audit()` finds nothing. External handles
-    do not count.
+    handle holds no byte, no framework keeps any for it there (`Handle.foreign_bytes`), no chunk of the device is without a handle that
+    holds it, and `audit()` finds nothing. External handles do not count.
 
     Args:
         except_for: names of handles that the policy keeps on the device when idle.
+        allow_foreign: frameworks may keep what they do for offloaded handles: the buckets of `DistributedDataParallel` as it is by
+            default, as large as its gradients.
 
     Raises:
         AssertionError: naming the handles and the bytes.
     """
     in_phase = bool(manager.snapshot().phases)
     handles = {name: handle for name, handle in manager.handles.items() if not handle.external}
-    problems = []
+    problems: list[str] = []
+    foreign: list[str] = []
     for name, handle in handles.items():
         if handle.state is State.CPU_OFFLOADED:
             if handle.resident_bytes:
                 problems.append(f"{name} is CPU_OFFLOADED and holds {handle.resident_bytes:,} bytes")
+            foreign += [f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}" for what, n in handle.foreign]
         elif not in_phase and name not in except_for:
             problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
     declared = sum(handle.resident_bytes for handle in handles.values())
@@ -206,5 +216,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     audit = manager.audit()
     if not audit.ok:
         problems.append(audit.report)
+    if foreign and not allow_foreign:
+        problems += [*foreign, _ALLOW_FOREIGN]
     if problems:
         raise AssertionError("\n".join(problems))

@@ -9,9 +9,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from placement.adapters.module import ModuleAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,18 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def key_objects(self) -> Sequence[Any]:
         """The objects whose identity names this registration: the module and what it wraps, the leaf optimizers, the engine."""
+
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        """The adapters of the modules that the object consists of: a module's own, each of an engine's, none of an optimizer."""
+        return ()
+
+    def sparse(self) -> Iterator[torch.Tensor]:
+        """The sparse tensors of the last walk, which may lie in storages of others: see `sparse.own_storages`."""
+        return iter(())
+
+    def immovable(self) -> Iterator[tuple[str, str]]:
+        """Name and problem of the gradients that cannot be moved as bytes, as of the last walk. They stay where they are."""
+        return iter(())
 
     @property
     def external(self) -> str | None:

@@ -56,6 +56,25 @@ class FlatWeight(Weight):
         return full.view(self.shape) if self._stride is None else full.as_strided(self.shape, self._stride)
 
 
+    def write(self, value: torch.Tensor) -> None:
+        if self.problem is not None:
+            raise ValueError(self.problem)
+        handle, flat = self._handle, self._handle.flat_param
+        shard = getattr(flat, "_local_shard", flat).detach()
+        begin = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
+        first, last = max(self._start, begin), min(self._start + self.shape.numel(), begin + shard.numel())
+        if first < last:
+            laid_out = value.reshape(-1) if self._stride is None else _as_laid_out(value, self._stride)
+            shard[first - begin : last - begin].copy_(laid_out[first - self._start : last - self._start])
+
+
+def _as_laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The elements of a value in the order in which they lie in memory with these strides."""
+    flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
+    flat.as_strided(value.shape, stride).copy_(value)
+    return flat
+
+
 def flat_weights(handles: Iterable[Any]) -> dict[int, dict[str, Weight | None]]:
     """By the identity of a module and the name there, every original parameter; None for what shows a flat parameter."""
     found: dict[int, dict[str, Weight | None]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from placement.adapters.base import Adapter, Owned, Seen
 from placement.adapters.detect import refuse_module
 from placement.adapters.framework import Framework
 from placement.adapters.frameworks import frameworks_of
+from placement.adapters.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
 from placement.adapters.steady import Steady
 from placement.adapters.tensors import has_bytes, is_plain, nested_tensors, parts_of, problem_of, reference, with_index
 from placement.errors import RegistrationError
@@ -50,6 +52,10 @@ class ModuleAdapter(Adapter):
         self._kinds: dict[type, int] = {}
         self._shown: dict[int, torch.Tensor] = {}
         self._steady: Steady | None = None
+        self._sparse: list[weakref.ref[torch.Tensor]] = []
+        """Sparse gradients, as of the last walk."""
+        self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        """Gradients that cannot be moved, as of the last walk."""
         self._containers: set[int] = set()
         """Attributes of modules in which tensors may come to lie, as of the last walk."""
         self._nests = False
@@ -69,6 +75,8 @@ class ModuleAdapter(Adapter):
             for item in self._collect(inner):
                 if (problem := problem_of(item.tensor, self._device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
+            for path, problem in self.immovable():
+                raise RegistrationError(f"{name!r}: {path!r} {problem}.")
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
         """Whether CPU tensors stay on the CPU by right: the weights already lie on the accelerator without them.
@@ -103,7 +111,21 @@ class ModuleAdapter(Adapter):
         return next((reason for each in self._frameworks if (reason := each.away()) is not None), None)
 
     def foreign(self) -> Iterator[tuple[str, int]]:
-        return itertools.chain.from_iterable(each.foreign() for each in self._frameworks)
+        staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in self._staying())
+        return itertools.chain(itertools.chain.from_iterable(each.foreign() for each in self._frameworks), staying)
+
+    def sparse(self) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
+
+    def immovable(self) -> Iterator[tuple[str, str]]:
+        for path, tensor in self._staying():
+            part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
+            problem = problem_of(tensor, self._device) if part is None else problem_of_sparse(part, self._device)
+            if problem is not None:
+                yield path, problem
+
+    def _staying(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((path, tensor) for path, tensor in ((path, alive()) for path, alive in self._immovable) if tensor is not None)
 
     def drop_caches(self) -> None:
         for each in self._frameworks:
@@ -131,6 +153,10 @@ class ModuleAdapter(Adapter):
     def unchanged(self) -> Seen | None:
         module = self._module()
         return None if module is None or self._steady is None else self._steady.look(module)
+
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        """This one."""
+        return (self,)
 
     def key_objects(self) -> Sequence[Any]:
         """The module and, for a compiled one, the module it wraps; without those that are gone."""
@@ -186,7 +212,7 @@ class ModuleAdapter(Adapter):
         return {shown: own for each in self._frameworks for shown, own in each.stand_ins().items()}
 
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
-        self._containers, self._nests = set(), False
+        self._containers, self._nests, self._sparse, self._immovable = set(), False, [], []
         found: list[Owned] = []
         seen: set[int] = {id(cache) for each in self._frameworks for cache in each.caches()}
         self._shown = self._stand_ins()
@@ -250,7 +276,34 @@ class ModuleAdapter(Adapter):
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard is cut from padding that has to move
                     found.append(Owned(path, part, loose, wrapper))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
-            self._add(f"{name}.grad", gradient, found, seen, loose=True)
+            self._add_gradient(f"{name}.grad", gradient, found, seen)
+
+    def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: set[int]) -> None:
+        """Gradients come in whatever layout a backward pass gives them. One that cannot be moved must not keep the object where it is."""
+        if is_sparse(gradient):
+            if id(gradient) in seen:
+                return
+            seen.add(id(gradient))
+            parts = [Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)]
+            if self._external is not None:
+                found += parts
+            elif not (self._cpu_stays and gradient.is_cpu):
+                if any(problem_of_sparse(each.tensor, self._device) for each in parts):
+                    self._immovable.append((name, weakref.ref(gradient)))
+                else:
+                    self._sparse.append(weakref.ref(gradient))
+                    found += parts
+        elif self._external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
+            self._immovable.append((name, weakref.ref(gradient)))
+        else:
+            self._add(name, gradient, found, seen, loose=True)
+
+    def _can_go(self, part: torch.Tensor) -> bool:
+        return is_plain(part, self._device) or (self._cpu_stays and part.is_cpu)
+
+
+def _form_of(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout) if tensor.layout is not torch.strided else type(tensor).__qualname__
 
 
 def _kind_of(cls: type) -> int:

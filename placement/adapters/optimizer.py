@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from placement.adapters.megatron import (
     storages_of,
 )
 from placement.adapters.quantized import copied_parameters
+from placement.adapters.sparse import is_sparse, problem_of_sparse, sparse_parts
 from placement.adapters.steady import SteadyState
 from placement.adapters.tensors import is_plain, parts_of, plain_parts, problem_of, reference, with_index
 from placement.adapters.twin import twin_sizes
@@ -54,6 +56,8 @@ class OptimizerAdapter(Adapter):
         self._name = name
         self._device = with_index(compute_device)
         self._steady: SteadyState | None = None
+        self._sparse: list[weakref.ref[torch.Tensor]] = []
+        """Sparse state, as of the last walk."""
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
         # Megatron's wrappers hold no optimizer where this rank has nothing to step.
@@ -110,6 +114,7 @@ class OptimizerAdapter(Adapter):
         return SteadyState(optimizers, [each.tensor for each in owned])
 
     def _walk(self) -> Iterator[Owned]:
+        self._sparse = []
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
         models = model_parameters(objects)
@@ -129,12 +134,26 @@ class OptimizerAdapter(Adapter):
                 if id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
+                if is_sparse(tensor):
+                    yield from self._sparse_state(name, tensor)
+                    continue
                 if self._external is not None:
                     yield from (Owned(path, part, wrapper=wrapper_of(tensor, part)) for path, part in plain_parts(tensor, name))
                     continue
                 for path, part in parts_of(tensor, name):
                     if not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
                         yield from self._plain(Owned(path, part, wrapper=wrapper_of(tensor, part)), storages)
+
+    def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
+        """Momentum of sparse gradients: every step makes its storages anew, so it is as loose as these."""
+        self._sparse.append(weakref.ref(tensor))
+        for path, part in sparse_parts(tensor, name):
+            if self._external is None and (problem := problem_of_sparse(part, self._device)) is not None:
+                raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
+            yield Owned(path, part, True, tensor)
+
+    def sparse(self) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
 
     def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
         """A tensor that can be moved as bytes; nothing where it has none, or has them in one of these storages."""

@@ -25,6 +25,11 @@ def _is_layer(module: object) -> bool:
     return is_a(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
 
 
+def has_adapters(module: object) -> bool:
+    """Whether PEFT has put adapters into a module, or something of its own in its place."""
+    return _is_layer(module) or _is_saved(module)
+
+
 def _is_saved(module: object) -> bool:
     """Whether a module holds another one and what was trained in its place (modules_to_save, trainable tokens)."""
     return is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")

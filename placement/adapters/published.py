@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from placement.adapters import peft
 from placement.adapters.framework import is_a
 from placement.adapters.skeleton import Skeleton, key_of, named_places
-from placement.adapters.weights import Weight
+from placement.adapters.weights import Weight, weight_of
 from placement.errors import RegistrationError
 
 Adapters = Literal["merged", "separate", "base"]
@@ -42,6 +44,23 @@ def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weig
     for name, place in places:
         first.setdefault(key_of(place), name)
     return [(name, weights[key]) for key, name in first.items()]
+
+
+def writable(root: torch.nn.Module) -> dict[str, Weight]:
+    """The weights of a module by every name that one may be published under, by this module or its like, and by the module's own.
+
+    Raises:
+        ValueError: adapters are merged into the base weights, so that what is written there would be unmerged from.
+    """
+    skeleton = Skeleton(root)
+    places = dict(named_places(skeleton.root))
+    if "peft" in sys.modules and any(peft.has_adapters(part) for part in root.modules()):
+        with suppress(ValueError):  # several active adapters have no names of their own
+            places.update(peft.separate(skeleton))
+        base, _ = peft.without_adapters(skeleton, "base")
+        places.update(named_places(base))
+    found = {name: weight_of(buffer) for name, buffer in root.named_buffers(remove_duplicate=False)}
+    return found | {name: skeleton.weights[key_of(place)] for name, place in places.items()}
 
 
 def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str, Weight]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,14 @@ class Weight(abc.ABC):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """The weight in memory of its own on the reader's device. Called without gradients, outside inference mode."""
 
+    def write(self, value: torch.Tensor) -> None:
+        """Take over a whole value, or this rank's part of it. Calls no collective. Called as `whole`, with the weight on the device.
+
+        Raises:
+            ValueError: nothing can be written into such a weight; says why.
+        """
+        raise ValueError("is made of several weights")
+
 
 class LocalWeight(Weight):
     """A weight that this rank has whole: a plain tensor, or a wrapper of some (quantised)."""
@@ -80,6 +89,14 @@ class LocalWeight(Weight):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         value = read_parts(reader, self._tensor, dtype)
         return value if value.dtype is dtype else value.to(dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        if (problem := self.problem) is not None:
+            raise ValueError(problem)
+        if type(self._tensor) not in PLAIN_TYPES and type(value) is not type(self._tensor):
+            here, comes = type(self._tensor).__qualname__, type(value).__qualname__
+            raise ValueError(f"is a {here} here and comes as a {comes}: publish it from a module that is quantised alike")
+        self._tensor.copy_(value)
 
 
 class ShardedWeight(Weight):
@@ -110,6 +127,15 @@ class ShardedWeight(Weight):
         del local
         full: torch.Tensor = ours.full_tensor()
         return full if full.dtype is dtype else full.to(dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        sharded = self._tensor
+        if self.problem is not None or any(placement.is_partial() for placement in sharded.placements):
+            raise ValueError(self.problem or "is a sum over ranks, of which no rank knows its part")
+        distribute: Any = vars(sys.modules["torch.distributed.tensor"])["distribute_tensor"]
+        # Each rank cuts its part out of the whole value, which all of them have.
+        part = distribute(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
+        sharded._local_tensor.copy_(part._local_tensor)
 
 
 def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from placement.adapters import hybrid
 from placement.adapters.framework import is_a
-from placement.adapters.module import ModuleAdapter
 from placement.adapters.optimizer import OptimizerAdapter
 from placement.adapters.tensors import rewrapped
 from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_borders, some, under
@@ -185,14 +184,16 @@ class Optimizer(Part):
         return tensor.detach() if self.handle.holding is None else self.handle.holding.hand_out(tensor)
 
     def _names(self) -> dict[int, str]:
-        """Of every parameter of the modules that it steps, by identity. The owner's name stands before, where there are several."""
+        """Of every parameter of the modules that it steps, by identity. Where there are several owners the owner's name stands before,
+        where an engine has several modules the module's number."""
         names: dict[int, str] = {}
         owners = self.handle.owners
         for owner in owners:
-            if isinstance(owner.adapter, ModuleAdapter):
-                module = owner.adapter.key_objects()[-1]
-                prefix = f"{owner.name}." if len(owners) > 1 else ""
-                for name, parameter in owner.adapter.named_parameters():
+            adapters = owner.module_adapters()
+            for index, adapter in enumerate(adapters):
+                module = adapter.key_objects()[-1]
+                prefix = (f"{owner.name}." if len(owners) > 1 else "") + (f"{index}." if len(adapters) > 1 else "")
+                for name, parameter in adapter.named_parameters():
                     names.setdefault(id(parameter), prefix + fqn(module, name))
         return names
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from placement.adapters.base import Adapter, Owned
+from placement.adapters.composite import CompositeAdapter
 from placement.adapters.module import ModuleAdapter
-from placement.errors import EngineError
+from placement.engines.taker import WeightTaker
 
 
 class Engine(abc.ABC):
@@ -39,11 +39,14 @@ class TorchEngine(Engine):
     """A plain module that generates: the default where no engine of another project is used.
 
     Args:
-        module: The model, with the names and shapes that are published to it.
+        module: The model, with the names and shapes that are published to it: plain, compiled, with adapters, under DDP, FSDP1,
+            FSDP2 or tensor parallelism. Who registers the engine makes the manager hold it, and with it the module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
+        self._taker: WeightTaker | None = None
+        """Of the sync that is under way."""
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return (self.module,)
@@ -53,55 +56,35 @@ class TorchEngine(Engine):
         return dict(self.module.state_dict())
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy published weights into the module, cast to its types."""
-        own: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        own.update(self.module.named_buffers(remove_duplicate=False))
-        with torch.no_grad():
-            for name, tensor in bucket:
-                target = own.get(name)
-                if target is None:
-                    raise EngineError(f"published weight {name!r} is not in the engine's module")
-                if target.shape != tensor.shape:
-                    raise EngineError(f"published weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}")
-                target.copy_(tensor)
+        """Copy published weights into the module, cast to its types; of a sharded module each rank takes its part.
+
+        A name is one that the module is published under, or the module's own. Calls no collective.
+        """
+        number = getattr(bucket, "number", None)
+        taker = self._taker
+        if taker is None or not number or taker.module is not self.module:
+            taker = self._taker = WeightTaker(self.module)
+        taker.take(bucket)
+        if number is None or getattr(bucket, "is_last", False):
+            self._taker = None
 
 
-class EngineAdapter(Adapter):
+class EngineAdapter(CompositeAdapter):
     """The tensors of an engine's modules."""
 
     kind = "engine"
 
-    def __init__(self, engine: Engine, *, name: str, compute_device: torch.device) -> None:
-        self._adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device)
-        self._modules = [self._adapt(module) for module in engine.modules()]
+    def __init__(self, engine: Engine, *, name: str, compute_device: torch.device, external: bool = False) -> None:
         self._engine = weakref.ref(engine)
+        adapt = functools.partial(ModuleAdapter, name=name, compute_device=compute_device, external=external)
+        super().__init__(name, adapt, engine.modules())
 
-    def owned(self) -> Iterator[Owned]:
-        """Of the modules that the engine has now: it may have made itself another model since.
-
-        Raises:
-            RegistrationError: one of them cannot be moved.
-        """
-        if (engine := self._engine()) is not None:
-            known = {id(key): adapter for adapter in self._modules for key in adapter.key_objects()}
-            self._modules = [known.get(id(module)) or self._adapt(module) for module in engine.modules()]
-        for adapter in self._modules:
-            yield from adapter.owned()
-
-    def ready(self) -> None:
-        for adapter in self._modules:
-            adapter.ready()
-
-    def foreign(self) -> Iterator[tuple[str, int]]:
-        for adapter in self._modules:
-            yield from adapter.foreign()
-
-    def drop_caches(self) -> None:
-        for adapter in self._modules:
-            adapter.drop_caches()
+    def current_modules(self) -> Sequence[torch.nn.Module] | None:
+        """Those that the engine names now: it may have made itself another model since."""
+        engine = self._engine()
+        return None if engine is None else engine.modules()
 
     def key_objects(self) -> Sequence[Any]:
         """The modules and the engine."""
-        engine = self._engine()
-        keys = [key for adapter in self._modules for key in adapter.key_objects()]
+        engine, keys = self._engine(), super().key_objects()
         return keys if engine is None else [*keys, engine]

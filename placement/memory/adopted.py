@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from placement.adapters.base import Adapter
+from placement.adapters.sparse import own_storages
 from placement.adapters.tensors import align
 from placement.errors import IntegrityError
 from placement.memory import poisoned, strays
@@ -78,6 +79,17 @@ class Adopted:
         """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
         return self._intake.newborn(self.ranges, self.handed)
 
+    def _movable_newborn(self) -> poisoned.Born:
+        """The same, in storages that can be moved: nothing else uses those of sparse gradients."""
+        born = self.newborn()
+        sparse = list(self._adapter.sparse())
+        if not sparse:
+            return born
+        del born  # it uses them, too
+        for tensor in sparse:
+            own_storages(tensor)
+        return self.newborn()
+
     def look(self) -> None:
         """Measure what the object owns in torch's memory."""
         self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
@@ -113,7 +125,7 @@ class Adopted:
         Raises:
             Exception: what stopped it; the caller undoes what was done.
         """
-        stay, loose = self.newborn()
+        stay, loose = self._movable_newborn()
         fresh = self._take_in(stay, loose)
         self._device.sync()
         self.keep(fresh)
@@ -162,11 +174,10 @@ class Adopted:
         Args:
             drops: leave the gradients out; they die with the decision.
         """
-        stay, loose = self.newborn()
+        stay, loose = self._movable_newborn()
         self.note_versions()
         if drops:
-            dead = self.gradients.tensors()
-            loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
+            loose = self.gradients.besides(loose)
         self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
         return self._take_in(stay, loose), bool(stay)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from placement.adapters.base import Adapter
+from placement.adapters.sparse import is_sparse, sparse_parts
 from placement.adapters.tensors import parts_of
+from placement.memory.adopt import Claim
 from placement.memory.range import Range
+
+
+def _parts(gradient: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense tensors that hold a gradient's bytes."""
+    return sparse_parts(gradient, "") if is_sparse(gradient) else parts_of(gradient, "")
 
 
 class Gradients:
@@ -21,7 +28,16 @@ class Gradients:
         """The tensors that hold their bytes, by identity."""
         gradients = [owner.grad for owner in self._adapter.with_gradients() if owner.grad is not None]
         gradients += self._adapter.unreduced_gradients()
-        return {id(part): part for gradient in gradients for _, part in parts_of(gradient, "")}
+        return {id(part): part for gradient in gradients for _, part in _parts(gradient)}
+
+    def besides(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Those of loose claims that hold anything but gradients."""
+        dead = self.tensors()
+        # Indices and values of a sparse gradient are other objects each time, and nothing else is in their storages.
+        owners = self._adapter.with_gradients()
+        sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in _parts(owner.grad)]
+        theirs = {part.untyped_storage()._cdata for part in sparse}
+        return [c for c in claims if c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases)]
 
     def lasting(self) -> set[int]:
         """The storages that the framework goes on using when the gradients are dropped."""
@@ -29,7 +45,7 @@ class Gradients:
 
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """Ranges with nothing but gradients in them: what need not be saved when gradients are dropped."""
-        dead = {gradient.untyped_storage()._cdata for gradient in self.tensors().values()} | self.lasting()
+        dead = {part.untyped_storage()._cdata for part in self.tensors().values() if part.layout is torch.strided} | self.lasting()
         dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.loose}
         return tuple(r for r in among if r.loose and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from placement.adapters.sparse import is_sparse, made_of
 from placement.adapters.tensors import align, is_plain_type, is_wrapper, parts_of, rewrapped
 from placement.memory.base import Device
 from placement.memory.range import Range
@@ -67,13 +68,16 @@ class Handed:
     # --- where they point
 
     def hand_out(self, tensor: torch.Tensor, ranges: Sequence[Range], *, from_host: bool) -> torch.Tensor:
-        """A live tensor of the object as a state dict may show it.
+        """A live tensor of the object as a state dict may show it; of a sparse one a copy with the values of now.
 
         Args:
             from_host: its values are in the host copy now, and no longer on the device.
         """
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # asked for with keep_vars: the live parameter itself
+        if is_sparse(tensor):
+            indices, values = (self._now(part, ranges, from_host) for part in (tensor._indices(), tensor._values()))
+            return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
             # Of classes that we do not know (FSDP1's ShardedTensor) nothing can lie in a range: they were gathered and cut for this.
             is_ours = is_plain_type(type(tensor)) and tensor.untyped_storage().nbytes() > 0
@@ -83,6 +87,11 @@ class Handed:
             shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, ranges, from_host)).requires_grad_(False)
         self._wrappers = _add(self._wrappers, shown)
         return shown
+
+    def _now(self, part: torch.Tensor, ranges: Sequence[Range], from_host: bool) -> torch.Tensor:
+        """A copy: of a part of a sparse tensor, which cannot be pointed elsewhere when the bytes go there."""
+        host = self.over_host(part, ranges) if from_host and part.numel() else None
+        return (part if host is None else host).clone()
 
     def _hand_out_plain(self, tensor: torch.Tensor, ranges: Sequence[Range], from_host: bool) -> torch.Tensor:
         host = self.over_host(tensor, ranges) if from_host else None

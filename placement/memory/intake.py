@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.adapters.base import Adapter, Owned
+from placement.adapters.sparse import is_sparse
 from placement.errors import RegistrationError
 from placement.memory import adopt
 from placement.memory.base import Addresses, Copy, Device, HostSlab
@@ -143,11 +144,12 @@ class Intake:
         return True
 
     def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
-        """Whether another handle owns the storage: an optimizer leaves it there, a module must not claim it a second time."""
+        """Whether another handle owns the storage: an optimizer leaves it there, a module must not claim it a second time, and a sparse
+        gradient gets one of its own before it is moved."""
         owner = RANGES.owner_of(storage.data_ptr())
         if owner is None or owner is self._owner():
             return False
-        if self._adapter.kind == "optimizer":
+        if self._adapter.kind == "optimizer" or (owned.wrapper is not None and is_sparse(owned.wrapper)):
             return True
         raise RegistrationError(
             f"{owned.name!r} of {self._name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from placement.adapters.base import Adapter
+from placement.adapters.sparse import follow
 from placement.memory import adopt
 from placement.memory.adopted import Adopted
 from placement.memory.base import Device
@@ -27,7 +28,8 @@ def rehome(device: Device, adapter: Adapter, adopted: Adopted, *, on_device: boo
         r.move_in()
     target = device.torch_device if on_device else torch.device("cpu")
     aliases: dict[int, list[torch.Tensor]] = {}
-    for owned in adapter.owned():
+    everything = list(adapter.owned())
+    for owned in everything:
         aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
     for guest in guests():  # a shard of an optimizer's goes where the module's buffer goes
         if guest.untyped_storage()._cdata in aliases:
@@ -39,6 +41,7 @@ def rehome(device: Device, adapter: Adapter, adopted: Adopted, *, on_device: boo
                 continue
             known = aliases.get(storage._cdata, [])
             adopt.rehome(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
+    follow(everything)
     adopted.align_wrappers()
 
 

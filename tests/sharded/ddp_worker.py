@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from placement import Manager, RegistrationError
 from placement.policies import Colocated
-from placement.testing import SimulatedDevice
+from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 
 BUCKET_MB = 0.0003
@@ -183,6 +183,27 @@ def foreign(variant: Variant, steps: int) -> Seen:
     audit = manager.audit()
     (actor,) = [handle for handle in manager.snapshot().handles if handle.name == "actor"]
     return Seen(audit.foreign_bytes, audit.report, audit.ok, actor.foreign_bytes)
+
+
+def assertions(variant: Variant) -> tuple[str, str]:
+    """What `assert_nothing_resident` says after registration and after some steps; nothing where foreign memory is allowed."""
+    manager, program = managed(variant)
+    said = [_complaint(manager)]
+    for step in range(3):
+        with manager.phase("train"):
+            program.learn(step)
+    said.append(_complaint(manager))
+    assert_nothing_resident(manager, allow_foreign=True)
+    manager.close()
+    return said[0], said[1]
+
+
+def _complaint(manager: Manager) -> str:
+    try:
+        assert_nothing_resident(manager)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def gradient_bytes(variant: Variant) -> int:

@@ -70,6 +70,20 @@ def test_a_reducer_that_keeps_gradients_apart_is_foreign_and_named(two_ranks: Ra
         assert f"foreign: actor: reducer's buckets (gradient_as_bucket_view=False) ({nbytes:,} bytes)" in each.report
 
 
+@pytest.mark.parametrize("name", ["default", "views"])
+def test_the_assertion_that_nothing_is_resident_names_them(two_ranks: Ranks, name: str) -> None:
+    """DDP as it is by default keeps a copy of every gradient; with views it keeps nothing once a gradient has shown its bucket."""
+    variant = Variant() if name == "default" else VARIANTS["views"]
+    nbytes = two_ranks.run(worker.gradient_bytes, variant)[0]
+    for before, after in two_ranks.run(worker.assertions, variant):
+        wanted = "gradient_as_bucket_view=False" if name == "default" else "not shown by any gradient yet"
+        kept = f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: reducer's buckets ({wanted})"
+        assert before.startswith(kept)
+        assert "gradient_as_bucket_view=True" in before
+        assert "allow_foreign=True" in before
+        assert after == (before if name == "default" else "")
+
+
 def test_buckets_are_foreign_until_a_gradient_has_shown_them(two_ranks: Ranks) -> None:
     """They are seen at the step: at the border the gradients are None, and nothing leads to a bucket any more."""
     (nbytes, _) = two_ranks.run(worker.gradient_bytes, Variant())

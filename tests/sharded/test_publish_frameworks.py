@@ -74,7 +74,7 @@ def _experts(expert_parallel: int) -> None:
                 assert_same(read(actor, bucket_bytes=500), wanted)
             with manager.phase("log_prob"), torch.no_grad():
                 model(torch.ones(2, 6))  # the root stays unsharded
-        assert_nothing_resident(manager)
+        assert_nothing_resident(manager, allow_foreign=True)
         manager.close()
 
 
@@ -108,7 +108,7 @@ def _zero(stage: int) -> None:
             dist.broadcast(other, 0)
             assert other.equal(value)  # every rank has the same, and it is not what it was
         assert not trained["0.weight"].equal(plain[0].weight)
-    assert_nothing_resident(manager)
+    assert_nothing_resident(manager, allow_foreign=True)
 
 
 @pytest.mark.skipif(not is_installed("deepspeed"), reason="deepspeed is not installed")

@@ -292,12 +292,38 @@ def test_what_cannot_be_moved_is_an_error_when_it_is_added_later_too() -> None:
         adapter.owned()
 
 
-def test_a_sparse_gradient_is_named_with_what_to_do() -> None:
+def test_of_a_sparse_gradient_indices_and_values_are_owned() -> None:
     module = nn.Embedding(4, 2, sparse=True)
     adapter = adapt(module)
     module(torch.tensor([1])).sum().backward()
-    with pytest.raises(RegistrationError, match=r"'weight\.grad' has a torch\.sparse_coo layout.*zero_grad"):
-        adapter.owned()
+    assert [(owned.name, owned.loose) for owned in adapter.owned()] == [
+        ("weight", False), ("weight.grad.indices", True), ("weight.grad.values", True)
+    ]  # fmt: skip
+    assert [each is module.weight.grad for each in adapter.sparse()] == [True]
+    module.zero_grad(set_to_none=False)
+    assert names(adapter) == ["weight"]
+
+
+def test_a_gradient_that_cannot_be_moved_is_named_and_the_rest_is_owned() -> None:
+    module = nn.Linear(2, 2)
+    adapter = adapt(module)
+    with torch.inference_mode():
+        module.weight.grad = torch.ones(2, 2)
+    assert names(adapter) == ["weight", "bias"]
+    assert [name for name, _ in adapter.immovable()] == ["weight.grad"]
+    assert list(adapter.foreign()) == [("weight.grad (Tensor)", 16)]
+    with pytest.raises(RegistrationError, match=r"'weight\.grad' is an inference tensor"):
+        adapt(module)
+    assert names(adapt(module, external=True)) == ["weight", "weight.grad", "bias"]
+    module.zero_grad()
+    assert (names(adapter), list(adapter.immovable()), list(adapter.foreign())) == (["weight", "bias"], [], [])
+
+
+def test_sparse_tensors_of_an_external_module_are_no_bytes_that_could_be_measured() -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    module.register_buffer("graph", torch.eye(2).to_sparse())
+    module(torch.tensor([1])).sum().backward()
+    assert names(adapt(module, external=True)) == ["weight", "weight.grad.indices", "weight.grad.values"]
 
 
 def test_a_module_born_on_the_cpu_moves_whole_where_the_compute_device_is_another() -> None:

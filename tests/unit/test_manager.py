@@ -338,9 +338,10 @@ def test_a_closed_manager_says_so_and_its_objects_are_free() -> None:
 
 def _with_state_that_cannot_be_moved(worker: Worker) -> None:
     learn(worker.net, worker.adam)
-    worker.adam.state[worker.net[0].weight]["odd"] = torch.eye(4).to_sparse()
+    worker.adam.state[worker.net[0].weight]["odd"] = torch.eye(4).to_sparse_csr()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_the_users_exception_leaves_a_phase_even_where_newborn_state_cannot_be_moved() -> None:
     worker = Worker(policy="resident")
 

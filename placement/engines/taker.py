@@ -1,0 +1,67 @@
+"""Published weights on their way into a module of this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from placement.adapters.frameworks import frameworks_of
+from placement.adapters.published import writable
+from placement.adapters.tensors import plain_parts
+from placement.errors import EngineError
+from placement.memory.claims import RANGES
+from placement.memory.holding import Holding
+
+
+class WeightTaker:
+    """Takes the buckets of one sync into a module.
+
+    Args:
+        module: What its frameworks have gathered for computing is given up: what is written there would be lost.
+
+    Raises:
+        EngineError: the module is offloaded, or adapters are merged into its weights.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._require_resident()
+        frameworks = frameworks_of(module)
+        if frameworks and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        with torch.inference_mode(False), torch.no_grad():
+            for framework in frameworks:
+                framework.ready()
+        try:
+            self._weights = writable(module)
+        except ValueError as error:
+            raise EngineError(f"weights cannot be published to {type(module).__qualname__}: {error}") from error
+
+    def take(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write one bucket.
+
+        Raises:
+            EngineError: a name or shape that the module does not have, or a weight that cannot be written; what came before it in
+                the bucket has been taken over.
+        """
+        self._require_resident()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in bucket:
+                weight = self._weights.get(name)
+                if weight is None:
+                    raise EngineError(f"published weight {name!r} is not in the engine's module")
+                if weight.shape != tensor.shape:
+                    raise EngineError(f"published weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(weight.shape)}")
+                try:
+                    weight.write(tensor)
+                except (ValueError, RuntimeError, TypeError) as error:
+                    raise EngineError(f"published weight {name!r} cannot be written into the engine's: it {error}") from error
+
+    def _require_resident(self) -> None:
+        parts = itertools.chain.from_iterable(plain_parts(parameter, "") for parameter in self.module.parameters())
+        owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for _, part in parts)
+        holding = next((owner for owner in owners if isinstance(owner, Holding)), None)
+        if holding is not None and not holding.on_device:
+            raise EngineError(f"the weights of {holding.name!r} are offloaded: update them inside manager.phase('weight_sync')")

@@ -1,0 +1,209 @@
+"""An engine around a module of each framework, fed by an actor of each, on every rank of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement import EngineError, Manager, NotResidentError, TorchEngine
+from placement.adapters.published import published
+from placement.adapters.weights import Reader
+from placement.testing import assert_nothing_resident
+from tests.sharded import megatron_worker, one_of_each, training
+from tests.sharded.pretend_cuda import pretend_cuda
+
+GATHERING = {"fsdp1_original", "fsdp1_flat"}
+"""Whose state dict is torch's to gather, on the device."""
+EXTERNAL = {"cpu_offload"}
+BUCKET_BYTES = 4096
+
+
+def plain(device: str) -> training.Program:
+    return one_of_each.program(one_of_each.net(device), device)
+
+
+def compiled(device: str) -> training.Program:
+    return one_of_each.program(torch.compile(one_of_each.net(device), backend="eager"), device)
+
+
+def ddp_apart(device: str) -> training.Program:
+    """DDP as it is by default."""
+    return one_of_each.program(nn.parallel.DistributedDataParallel(one_of_each.net(device)), device)
+
+
+MADE = {each.__name__: each for each in (plain, compiled, ddp_apart)} | one_of_each.PROGRAMS
+
+
+def engine_module(kind: str, device: str) -> Any:
+    """A module of a kind, in inference, with other values than an actor of that kind has."""
+    model = MADE[kind](device).model.requires_grad_(False).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for _, part in training.local_parts(parameter):
+                part.mul_(0.5)
+    return model
+
+
+def local_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
+    return {f"{name}{path}": training.as_bytes(part) for name, tensor in tensors for path, part in training.local_parts(tensor)}
+
+
+def whole_weights(module: nn.Module, device: str, adapters: Any = "merged") -> dict[str, torch.Tensor]:
+    """The weights of a module that is on the device, gathered."""
+    reader = Reader(training.here(device))
+    with torch.no_grad():
+        return {name: weight.whole(reader, weight.dtype) for name, weight in published(module, adapters)}
+
+
+class Rig:
+    """An actor, its optimizer and an engine that nobody but the manager holds."""
+
+    def __init__(self, engine: str, actor: str, device: str = "cpu") -> None:
+        self.kind, self.device = engine, device
+        torch.manual_seed(0)
+        self.program = MADE[actor](device)
+        self.module = engine_module(engine, device)
+        with torch.no_grad():
+            self.first_answer = training.as_bytes(self.answer())
+        self.manager = Manager(device=training.device_of(device))
+        self.program.register(self.manager)
+        self.rollout = self.manager.register("rollout", TorchEngine(self.module), role="rollout")
+        self.actor = self.manager.handles["actor"]
+        self.published: tuple[Any, ...] = ("base", "separate") if engine == "lora" else ("merged",)
+
+    def answer(self) -> torch.Tensor:
+        out: torch.Tensor = self.module(one_of_each.rows(5, self.device, same_data=True))
+        return out
+
+    def assert_away(self) -> None:
+        """Outside the rollout: nothing of it on the device and every use refused; or its framework's, untouched."""
+        assert_nothing_resident(self.manager, allow_foreign=True)
+        training.assert_off(self.manager)
+        if self.kind in EXTERNAL:
+            assert self.rollout.external
+            assert all(value.isfinite().all() for p in self.module.parameters() for _, value in training.local_parts(p))
+            return
+        assert not self.rollout.external
+        assert (self.rollout.resident_bytes, bool(self.rollout.host_bytes)) == (0, True)
+        with pytest.raises(NotResidentError, match="'rollout' is CPU_OFFLOADED"):
+            self.answer()
+
+    def sync(self) -> dict[str, bytes]:
+        """Publish the actor's weights into the engine."""
+        seen: dict[str, bytes] = {}
+        for adapters in self.published:
+            for bucket in self.actor.weights(bucket_bytes=BUCKET_BYTES, adapters=adapters):
+                seen |= {name: training.as_bytes(tensor) for name, tensor in bucket}
+                self.rollout.object.update_weights(bucket)
+        return seen
+
+    def engine_weights(self) -> dict[str, bytes]:
+        found = [whole_weights(self.module, self.device, adapters) for adapters in self.published]
+        return {name: training.as_bytes(tensor) for each in found for name, tensor in each.items()}
+
+    def state_dict(self) -> dict[str, bytes] | None:
+        """This rank's part of the engine's state dict; None where its framework would have to gather it."""
+        try:
+            return local_bytes(self.rollout.state_dict().items())
+        except NotResidentError:
+            assert self.kind in GATHERING
+            return None
+
+
+def roll_out(engine: str, actor: str, device: str = "cpu") -> None:
+    """The life of an engine: rollouts and syncs in several orders; what it holds is right in every state."""
+    rig = Rig(engine, actor, device)
+    manager = rig.manager
+    rig.assert_away()
+    for step in range(2):
+        with manager.phase("rollout"), torch.no_grad():
+            answer = training.as_bytes(rig.answer())
+            assert step or answer == rig.first_answer
+            assert rig.rollout.resident_bytes > 0 or engine in EXTERNAL
+        rig.assert_away()
+        with manager.phase("train"):
+            rig.program.learn(step)
+        with manager.phase("rollout") as phase:
+            with torch.no_grad():
+                rig.answer()  # leaves a root of FSDP unsharded, which a sync must not write to
+            phase.switch("weight_sync")
+            published = rig.sync()
+            phase.switch("rollout")
+            with torch.no_grad():
+                new_answer = training.as_bytes(rig.answer())
+            assert new_answer != answer
+        with manager.phase("weight_sync"):
+            found = rig.engine_weights()
+            assert {name: len(value) for name, value in found.items()} == {name: len(value) for name, value in published.items()}
+            assert found == published, [name for name, value in published.items() if found[name] != value]
+            inside = rig.state_dict() if engine not in GATHERING else None
+            values = local_bytes(rig.module.named_parameters())
+        rig.assert_away()
+        assert rig.state_dict() == inside
+        manager.check_integrity()
+    refuses_what_it_should(rig)
+    module = rig.module
+    manager.close()
+    assert manager.device.memory().chunk_bytes == 0
+    assert local_bytes(module.named_parameters()) == values
+    if device == "cpu":  # elsewhere it has been left on the host
+        with torch.no_grad():
+            assert training.as_bytes(module(one_of_each.rows(5, device, same_data=True))) == new_answer
+
+
+def refuses_what_it_should(rig: Rig) -> None:
+    engine = rig.manager.handles["rollout"].object
+    name, value = next(iter(rig.rollout.weights_info())).name, torch.zeros(3, 1, 4)
+    if rig.kind not in EXTERNAL:
+        with pytest.raises(EngineError, match="'rollout' are offloaded"):
+            engine.update_weights([(name, value)])
+    with rig.manager.phase("weight_sync"):
+        for wrong in (name, "no.such"):
+            with pytest.raises(EngineError, match=f"published weight '{wrong}'"):
+                engine.update_weights([(wrong, value)])
+
+
+def roll_out_megatron() -> None:
+    """Megatron's DDP keeps parameters in buffers of its own."""
+    kind = megatron_worker.KINDS[0]
+    with pretend_cuda():
+        module = megatron_worker.build(kind).model.eval()
+        inputs = torch.randn(4, 16).to(kind.dtype)
+        with torch.no_grad():
+            answer = training.as_bytes(module(inputs))
+    manager = Manager(device=training.device_of("cpu"))
+    rollout = manager.register("rollout", TorchEngine(module), role="rollout")
+    for _ in range(2):
+        assert_nothing_resident(manager)
+        training.assert_off(manager)
+        with manager.phase("rollout"), pretend_cuda(), torch.no_grad():
+            assert training.as_bytes(module(inputs)) == answer
+    with manager.phase("weight_sync"):
+        weights = whole_weights(module, "cpu")
+        rollout.object.update_weights([(name, 2 * tensor) for name, tensor in weights.items()])
+        doubled = whole_weights(module, "cpu")
+    assert all(torch.equal(2 * weights[name], doubled[name]) for name in weights)
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def mixes_external_and_moved() -> str:
+    """An engine of two modules, of which FSDP2 keeps one on the CPU."""
+
+    class Two(TorchEngine):
+        def modules(self) -> tuple[nn.Module, ...]:
+            return (self.module, self.other)
+
+    engine = Two(engine_module("cpu_offload", "cpu"))
+    engine.other = nn.Linear(3, 3)
+    manager = Manager(device=training.device_of("cpu"))
+    with pytest.raises(placement.RegistrationError) as caught:
+        manager.register("rollout", engine)
+    assert not manager.handles
+    assert manager.register("rollout", engine, external=True).external
+    return str(caught.value)

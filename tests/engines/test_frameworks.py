@@ -1,0 +1,373 @@
+"""`TorchEngine` around modules of every framework: on two ranks with gloo, and alone. The modules are those of tests/sharded."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from placement import Engine, EngineError, Lazy, NotResidentError, RegistrationError, State, TorchEngine
+from placement.adapters.base import Adapter
+from placement.adapters.composite import CompositeAdapter
+from placement.adapters.module import ModuleAdapter
+from placement.engines.base import EngineAdapter
+from placement.testing import assert_nothing_resident
+from tests.engines import matrix_worker as worker
+from tests.ranks import Ranks
+from tests.sharded import test_quantized, training
+from tests.unit.worker import assert_same, batch, in_a_range, make_manager, net
+
+CPU = torch.device("cpu")
+
+
+# --- on ranks
+
+
+@pytest.mark.parametrize("engine", worker.MADE)
+def test_an_engine_of_each_framework_is_fed_by_an_actor_of_its_own(two_ranks: Ranks, engine: str) -> None:
+    two_ranks.run(worker.roll_out, engine, engine)
+
+
+@pytest.mark.parametrize("actor", [name for name in worker.MADE if name not in ("plain", "lora")])
+def test_and_a_plain_one_by_each(two_ranks: Ranks, actor: str) -> None:
+    two_ranks.run(worker.roll_out, "plain", actor)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "cpu_offload", "fsdp1_flat", "tensor_parallel"])
+def test_and_a_sharded_one_by_an_actor_that_is_whole_on_each_rank(two_ranks: Ranks, engine: str) -> None:
+    two_ranks.run(worker.roll_out, engine, "ddp_apart")
+
+
+def test_an_engine_around_megatrons_ddp(two_ranks: Ranks) -> None:
+    two_ranks.run(worker.roll_out_megatron)
+
+
+def test_modules_of_which_a_framework_places_some_are_refused_together(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(worker.mixes_external_and_moved):
+        assert "'rollout': of its 2 modules a framework places 1 (FSDP2's CPUOffloadPolicy" in message
+        assert "external=True" in message
+
+
+# --- alone
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        words = inputs.abs().mul(10).long().flatten().clamp(0, 10)
+        out: torch.Tensor = self.head(self.embed(words) * self.scale)
+        return out
+
+
+ALONE: dict[str, Callable[[], nn.Module]] = {
+    "plain": net,
+    "tied": Tied,
+    "compiled": lambda: torch.compile(net(), backend="eager"),  # type: ignore[return-value]
+    "torchao": lambda: test_quantized.torchao_model("int8"),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_an_engine_in_a_process_of_its_own(kind: str) -> None:
+    model, inner = ALONE[kind](), ALONE[kind]()
+    manager = make_manager()
+    actor = manager.register("actor", model, role="actor")
+    rollout = manager.register("rollout", TorchEngine(inner), role="rollout")
+    for _ in range(2):
+        with manager.phase("weight_sync") as phase, torch.no_grad():
+            for bucket in actor.weights(bucket_bytes=2000):
+                rollout.object.update_weights(bucket)
+            wanted = model(batch())
+            phase.switch("rollout")
+            assert_same(inner(batch()), wanted)
+        assert_nothing_resident(manager)
+        with pytest.raises(NotResidentError, match="'rollout' is CPU_OFFLOADED"):
+            inner(batch())
+        with pytest.raises(NotResidentError, match="'rollout' is CPU_OFFLOADED"):
+            inner.load_state_dict({})
+        assert hashes(inner) == hashes(model)
+        manager.check_integrity()
+    manager.close()
+    assert_same(inner(batch()).detach(), wanted)
+    assert not any(in_a_range(part) for parameter in inner.parameters() for _, part in training.local_parts(parameter))
+
+
+def hashes(module: nn.Module) -> list[bytes]:
+    return [training.as_bytes(part) for tensor in module.state_dict().values() for _, part in training.local_parts(tensor)]
+
+
+@pytest.mark.parametrize(("package", "kind"), test_quantized.CASES)
+def test_a_quantised_engine_rolls_out_and_refuses_values_that_it_cannot_hold(package: str, kind: str) -> None:
+    inner = test_quantized.BUILD[package](kind)
+    wanted = inner(test_quantized.batch(0)).detach()
+    manager = make_manager()
+    rollout = manager.register("rollout", TorchEngine(inner), role="rollout")
+    for _ in range(2):
+        with manager.phase("rollout"), torch.no_grad():
+            assert_same(inner(test_quantized.batch(0)), wanted)
+        assert_nothing_resident(manager, allow_foreign=kind == "nested")
+    name, weight = next((name, p) for name, p in inner.named_parameters() if type(p) is not nn.Parameter)
+    refusal = rf"published weight '{name}' cannot be written.*(quantised alike|whose values are not its bytes)"
+    with manager.phase("weight_sync"), pytest.raises(EngineError, match=refusal):
+        rollout.object.update_weights([(name, torch.zeros(weight.shape))])
+    with manager.phase("rollout"), torch.no_grad():
+        assert_same(inner(test_quantized.batch(0)), wanted)
+    manager.close()
+
+
+# --- who holds an engine
+
+
+def test_an_engine_that_is_made_in_the_call_is_held_by_the_manager() -> None:
+    manager, inner = make_manager(), net()
+    manager.register("rollout", TorchEngine(inner))
+    gc.collect()
+    assert list(manager.handles) == ["rollout"]
+    with manager.phase("rollout"):
+        assert manager.handles["rollout"].state is State.GPU_RESIDENT
+        assert inner(batch()).isfinite().all()
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("way", ["unregister", "close", "drop"])
+def test_it_goes_with_its_registration(way: str) -> None:
+    manager: Any = make_manager()
+    manager.register("rollout", TorchEngine(net()))
+    engine = weakref.ref(manager.handles["rollout"].object)
+    module = weakref.ref(engine().module)  # type: ignore[union-attr]
+    if way == "unregister":
+        manager.unregister("rollout")
+    elif way == "close":
+        manager.close()
+    else:
+        del manager
+    gc.collect()
+    assert engine() is None
+    assert module() is None
+
+
+def test_an_engine_that_a_lazy_makes_is_held_as_well() -> None:
+    manager = make_manager()
+    manager.register("rollout", Lazy(lambda: TorchEngine(net()), kind="engine"), role="rollout")
+    with manager.phase("rollout"):
+        gc.collect()
+        assert manager.handles["rollout"].resident_bytes
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("kind", ["module", "optimizer"])
+def test_an_object_that_is_collected_while_registered_is_told_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager, model = make_manager(), net()
+    optimizer = torch.optim.SGD(model.parameters())
+    manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    name = "actor" if kind == "module" else "actor.optimizer"
+    del optimizer
+    if kind == "module":
+        del model
+    gc.collect()
+    with caplog.at_level(logging.WARNING, logger="placement"), manager.phase("log_prob"):
+        assert name not in manager.handles
+    told = [record.getMessage() for record in caplog.records if repr(name) in record.getMessage()]
+    assert len(told) == 1
+    assert f"(kind {kind}) was garbage-collected" in told[0]
+
+
+@pytest.mark.parametrize("way", ["unregister", "close", "drop"])
+def test_one_that_goes_with_its_registration_is_not(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager: Any = make_manager()
+    model = net()
+    manager.register("actor", model, role="actor")
+    with caplog.at_level(logging.WARNING, logger="placement"):
+        if way == "unregister":
+            manager.unregister("actor")
+        del model
+        gc.collect()
+        if way == "close":
+            manager.close()
+        elif way == "drop":
+            del manager
+            gc.collect()
+        else:
+            with manager.phase("log_prob"):
+                pass
+    assert not caplog.records
+
+
+# --- an engine of several modules, and one that changes
+
+
+class Several(Engine):
+    """As many modules as it is told to have."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        self.parts: Sequence[nn.Module] = parts
+
+    def modules(self) -> Sequence[nn.Module]:
+        return self.parts
+
+    def update_weights(self, bucket: Any) -> None:
+        raise EngineError("not today")
+
+
+def test_a_model_that_replaces_another_is_moved_and_guarded() -> None:
+    engine = Several(net())
+    manager = make_manager()
+    rollout = manager.register("rollout", engine, role="rollout")
+    with manager.phase("rollout"):
+        old, new = engine.parts[0], net()
+        engine.parts = (new,)
+        wanted = new(batch()).detach()
+    assert rollout.resident_bytes == 0
+    for module in (old, new):
+        with pytest.raises(NotResidentError, match="'rollout' is CPU_OFFLOADED"):
+            module(batch())
+    assert all(tensor.isfinite().all() for tensor in new.state_dict().values())
+    with manager.phase("rollout"):
+        assert_same(new(batch()).detach(), wanted)
+    manager.close()
+    assert_same(new(batch()).detach(), wanted)
+
+
+def test_a_model_that_is_added_to_one_that_stays_as_it_was_is_seen() -> None:
+    """The others have not changed at all, so that nobody would look at each of their tensors."""
+    engine = Several(net())
+    manager = make_manager()
+    rollout = manager.register("rollout", engine, role="rollout")
+    for _ in range(3):
+        with manager.phase("rollout"):
+            pass
+    with manager.phase("rollout"):
+        engine.parts = (*engine.parts, net())
+    assert rollout.host_bytes >= 2 * sum(p.nbytes for p in engine.parts[0].parameters())
+    with pytest.raises(NotResidentError):
+        engine.parts[1](batch())
+    assert_nothing_resident(manager)
+
+
+def test_modules_that_share_a_trunk_are_one_object() -> None:
+    trunk = nn.Linear(64, 64)
+    engine = Several(nn.Sequential(trunk, nn.Linear(64, 2)), nn.Sequential(trunk, nn.Linear(64, 3)))
+    manager = make_manager()
+    rollout = manager.register("rollout", engine, role="rollout")
+    for _ in range(3):
+        with manager.phase("rollout"):
+            answers = [part(batch()).detach() for part in engine.parts]
+        assert rollout.stray_references == 0
+    assert_nothing_resident(manager)
+    manager.close()
+    for part, answer in zip(engine.parts, answers, strict=True):
+        assert_same(part(batch()).detach(), answer)
+
+
+def test_an_optimizer_of_an_engines_parameters_has_the_engine_as_its_owner() -> None:
+    engine = TorchEngine(net())
+    manager = make_manager()
+    rollout = manager.register("rollout", engine, role="actor")
+    optimizer = torch.optim.AdamW(engine.module.parameters())
+    handle = manager.register("rollout.optimizer", optimizer)
+    assert handle.owners == (rollout,)
+    with manager.phase("train"):
+        engine.module(batch()).square().mean().backward()
+        optimizer.step()
+    assert manager.audit().ok
+    engine.module = net()
+    with manager.phase("rollout"):
+        pass
+    assert any("no longer has" in finding.detail for finding in manager.audit().findings)
+
+
+def test_an_external_engine_is_tracked_and_never_moved() -> None:
+    manager, inner = make_manager(), net()
+    handle = manager.register("rollout", TorchEngine(inner), role="rollout", external=True)
+    assert handle.external
+    assert handle.state is State.CPU_OFFLOADED
+    assert inner(batch()).isfinite().all()
+    assert not in_a_range(inner[0].weight)
+
+
+def test_what_cannot_be_moved_is_refused_and_leaves_nothing() -> None:
+    manager, engine = make_manager(), Several(net(), nn.LazyLinear(3))
+    with pytest.raises(RegistrationError, match="has no shape yet"):
+        manager.register("rollout", engine)
+    assert not manager.handles
+    assert not any(in_a_range(parameter) for parameter in engine.parts[0].parameters())
+
+
+# --- an adapter of several modules answers everything itself
+
+
+def test_no_question_of_an_adapter_falls_through_to_a_default() -> None:
+    """A hook that is added to `Adapter` and not answered by the composite would be answered as if there were no framework."""
+    asked = {name for name, value in vars(Adapter).items() if not name.startswith("_") and (callable(value) or isinstance(value, property))}
+    answered = {name for name in vars(CompositeAdapter) if not name.startswith("_")}
+    assert len(asked) > 15
+    assert asked <= answered
+
+
+class Telling(ModuleAdapter):
+    """Notes what it was asked."""
+
+    told: ClassVar[list[Any]] = []
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, name="rollout", compute_device=CPU)
+        self.tensor = torch.ones(1)
+
+
+QUESTIONS = {
+    name: value
+    for name, value in vars(Adapter).items()
+    if not name.startswith("_") and name not in ("key_objects", "module_adapters", "owned", "unchanged")
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(self: Telling, *_: Any) -> Any:
+        self.told.append(self)
+        wanted = str(inspect.signature(question.fget if isinstance(question, property) else question).return_annotation)
+        if "Sequence[int]" in wanted:
+            return [1]
+        if "Iterator[torch.Tensor]" in wanted:
+            return iter((self.tensor,))
+        if "Iterator" in wanted:
+            return iter((("a", "1"),))
+        return None
+
+    parts, question = [net(), net()], QUESTIONS[name]
+    composite = CompositeAdapter("rollout", Telling, parts)
+    monkeypatch.setattr(Telling, name, property(answer) if isinstance(question, property) else answer)
+    Telling.told.clear()
+    found = getattr(composite, name) if isinstance(question, property) else getattr(composite, name)()
+    found = list(found) if isinstance(found, Iterator) else found
+    assert Telling.told == list(composite.module_adapters())
+    if isinstance(found, list):
+        assert len(found) == 2
+
+
+def test_unchanged_is_what_all_of_them_say() -> None:
+    engine = Several(net(), net())
+    adapter = EngineAdapter(engine, name="rollout", compute_device=CPU)
+    owned = list(adapter.owned())
+    seen = adapter.unchanged()
+    assert seen is not None
+    assert [id(tensor) for tensor in seen.tensors] == [id(each.tensor) for each in owned]
+    assert seen.addresses == [each.tensor.data_ptr() for each in owned]
+    engine.parts = engine.parts[:1]
+    assert adapter.unchanged() is None
