@@ -177,13 +177,13 @@ class Borders:
 
     @contextmanager
     def attempt(
-        self, together: Together | None = None, *, enters: bool = False, own: bool = False, error: BaseException | None = None
+        self, together: Together | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
     ) -> Iterator[None]:
         """While a border is tried: whatever stops it, also before it begins, every rank of the group hears of it, once.
 
         Args:
             together: as whom to tell the group; None: as whoever enters and leaves phases.
-            enters: a phase is to be entered.
+            begins: this rank may come to it after it has skipped borders of the others, unless it is in a phase.
             own: the rank that fails raises its own error; else all of them raise the same.
             error: that a phase is left with.
         """
@@ -196,7 +196,7 @@ class Borders:
                 yield
                 return
             is_outermost = all(each.is_abandoned for each in self.stack)
-            with together.attempt(catches_up=enters and is_outermost, error=error):
+            with together.attempt(catches_up=begins and is_outermost, error=error):
                 try:
                     yield
                 except BaseException as raised:

@@ -165,7 +165,7 @@ class Manager:
 
     def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
         """A change of the group where the ranks share the handle, also when it is refused before it begins."""
-        return nullcontext() if replicated is False else self._borders.attempt(self._replication.together, own=True)
+        return nullcontext() if replicated is False else self._borders.attempt(self._replication.together, begins=True, own=True)
 
     def unregister(self, handle: Handle | str) -> None:
         """Forget a handle. The same tensor objects get ordinary storage: on the device while resident, else on the host."""

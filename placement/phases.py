@@ -89,7 +89,7 @@ class Phase:
         try:
             self._wanted = (checked(name), names_of(only), holder)
         except Exception:
-            with borders.attempt(enters=True):
+            with borders.attempt(begins=True):
                 raise
         self._was_entered = False
 
@@ -99,7 +99,7 @@ class Phase:
         return self._wanted[0] if self._open is None else self._open.name
 
     def __enter__(self) -> Phase:
-        with self._borders.attempt(enters=True):
+        with self._borders.attempt(begins=True):
             if self._was_entered:
                 raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
             self._was_entered = True

@@ -29,16 +29,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
-import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeVar
 
-from placement.errors import CoordinatorLost, GroupError
+from placement.errors import GroupError
 from placement.group.base import Board, BoardLost
 from placement.group.failpoints import failpoint
+from placement.group.membership import REJOIN, RESTARTED, Membership
 from placement.group.messages import Basis, Decision, Outcome, Proposal, Vote, abort, decode, named, shortened
 from placement.group.reasons import failures_key, gather, outcome_key
 from placement.states import Plan
@@ -50,12 +49,10 @@ _POLL_SECONDS = (0.0005, 0.05)
 """Between two looks of rank 0 at the votes: at first, and after a while."""
 _GRACE = (0.1, 1.0)
 """What is waited for those who are about to say something: as a share of the deadline, and in seconds at most."""
-_RESTARTED = "was restarted, and knows nothing of what the others hold"
-_REJOIN = "make the group anew on all ranks, with a new generation, and pass it to manager.rejoin(group)"
 _logger = logging.getLogger("placement")
 
 
-class Group:
+class Group(Membership):
     """`world_size` ranks that change phase together.
 
     Args:
@@ -72,27 +69,13 @@ class Group:
     """
 
     def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
-        check_place(rank, world_size, deadline_seconds)
-        self.rank, self.world_size, self.deadline_seconds = rank, world_size, deadline_seconds
-        self.generation = generation
+        super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
         self.budget_rank = rank
         """Whose budget was the least in the last change."""
-        self._board = board
-        self._prefix = f"placement/g{generation}"
-        self.epoch = 0
-        """The next change."""
-        self._oldest = 0
-        """The first epoch of which keys may be left."""
-        self._said: list[str] = []
-        """Keys of what this rank has said in earlier epochs beside."""
         self._action = ""
         """What this rank has last proposed."""
         self._outcome: tuple[int, str | None] = (-1, None)
         """The last epoch of which this rank has left an outcome, and why it failed there."""
-        self.is_in_doubt = False
-        """Whether a decision could not be read: this rank may not take part any more."""
-        with self._reaching_the_board("join"):
-            self._join()
 
     # --- one change, in its order
 
@@ -137,7 +120,7 @@ class Group:
                 if (decided := self._board.look([self._key("decision")])) is not None:
                     self._obey(decode(Decision, decided[0]))
                 elif time.monotonic() >= deadline:
-                    self._obey(self._claim(self._late(what, self._missing(what, 0, self.world_size))))
+                    self._obey(self._claim(self._late(what, self._missing(what))))
                 time.sleep(_POLL_SECONDS[0])
             return [each.decode() for each in found]
 
@@ -230,7 +213,7 @@ class Group:
             if self._board.look([self._key("decision")]) is not None:
                 return None
             if time.monotonic() >= deadline:
-                self._claim(self._late(what, self._missing(what, 0, self.world_size)))
+                self._claim(self._late(what, self._missing(what)))
                 return None
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
@@ -269,7 +252,7 @@ class Group:
         found = self._board.wait(self._key(key), max(deadline - time.monotonic(), 0.0))
         if found is not None:
             return found
-        missing = self._missing(what, 0, self.world_size)
+        missing = self._missing(what)
         if not missing:  # the last has just come, and rank 0 is about to write
             found = self._board.wait(self._key(key), self._grace_seconds)
         return self._late(what, missing) if found is None else found
@@ -279,19 +262,10 @@ class Group:
         late = dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s")
         return abort(late, is_silent=True, missed=self._action if missing and what == "proposal" else None)
 
-    def _missing(self, what: str, first: int, end: int) -> list[int]:
-        if self._board.look([self._key(what, rank) for rank in range(first, end)]) is not None:
-            return []
-        middle = (first + end) // 2
-        return [first] if end - first == 1 else self._missing(what, first, middle) + self._missing(what, middle, end)
-
-    def _claim(self, decision: Decision) -> Decision:
-        failpoint("group.before_claim")
-        stands = decode(Decision, self._board.claim(self._key("decision"), decision.encode()))
-        failpoint("group.after_claim")
-        if stands.verdict == "abort":  # for who waits for the basis
-            self._board.claim(self._key("basis"), Basis(budget_bytes=None).encode())
-        return stands
+    def _missing(self, what: str) -> list[int]:
+        keys = [self._key(what, rank) for rank in range(self.world_size)]
+        found = self._board.present(keys)
+        return [rank for rank, key in enumerate(keys) if key not in found]
 
     def _obey(self, decision: Decision) -> None:
         """The epoch is over, for this rank as for all."""
@@ -314,7 +288,7 @@ class Group:
         self._leave_epoch()
         reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
         reasons += [f"and {unnamed:,} more ranks"] if unnamed else []
-        advice = f". A phase can only succeed again when you {_REJOIN}" if _RESTARTED in failures.values() else ""
+        advice = f". A phase can only succeed again when you {REJOIN}" if RESTARTED in failures.values() else ""
         return GroupError(f"the ranks did not change together, and all went back: {'; '.join(reasons)}{advice}", failures)
 
     def _leave_outcome(self, reason: str | None) -> None:
@@ -344,72 +318,10 @@ class Group:
             self._said.append(failures_key(self._key_of_epoch()))
         self._enter_next_epoch()
 
-    def _enter_next_epoch(self) -> None:
-        # Said first: an interrupt meanwhile is about the epoch that this rank has not left yet.
-        with suppress(BoardLost):  # a decision that was read is obeyed; only a successor of this process looks for this
-            self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
-        self.epoch += 1
-
     @property
     def _grace_seconds(self) -> float:
         share, most = _GRACE
         return min(share * self.deadline_seconds, most)
-
-    def _forget_before(self, end: int) -> None:
-        """All ranks are at epoch `end`."""
-        for epoch in range(self._oldest, end):
-            own = [self._key(what, self.rank, epoch=epoch) for what in ("proposal", "vote")]
-            self._board.remove(own + ([self._key(what, epoch=epoch) for what in ("basis", "decision")] if self.rank == 0 else []))
-        if self._said:
-            self._board.remove(self._said)
-            self._said = []
-        self._oldest = end
-
-    # --- membership
-
-    def _join(self) -> None:
-        """Take this rank's place; a restarted process finds it taken, and ends the epoch that its predecessor is missing in."""
-        mine = secrets.token_hex(8).encode()
-        if self._board.claim(f"{self._prefix}/member/{self.rank}", mine) == mine:
-            return
-        at = [self._board.look([f"{self._prefix}/at/{rank}"]) for rank in range(self.world_size)]
-        self.epoch = max((int(found[0]) for found in at if found), default=0)
-        own = abort({self.rank: _RESTARTED}, is_silent=True)
-        while self._claim(own) != own:
-            self.epoch += 1  # that epoch was decided without it; the next one ends
-        raise GroupError(
-            f"rank {self.rank} was restarted: its place is taken. What helps: {_REJOIN}", {self.rank: _RESTARTED}
-        )
-
-    def _require_certain(self) -> None:
-        if self.is_in_doubt:
-            raise CoordinatorLost(f"an earlier decision could not be read; {_REJOIN}")
-
-    def _key(self, name: str, rank: int | None = None, *, epoch: int | None = None) -> str:
-        key = f"{self._key_of_epoch(epoch)}/{name}"
-        return key if rank is None else f"{key}/{rank}"
-
-    def _key_of_epoch(self, epoch: int | None = None) -> str:
-        return f"{self._prefix}/e{self.epoch if epoch is None else epoch}"
-
-    @contextmanager
-    def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except (BoardLost, ValueError) as error:
-            self.is_in_doubt = True
-            kept = "what was prepared is kept, and nothing was entered" if in_doubt else "nothing was entered"
-            raise CoordinatorLost(
-                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}. What helps: {_REJOIN}"
-            ) from error
-
-
-def check_place(rank: int, world_size: int, deadline_seconds: float) -> None:
-    """Raises ValueError: a rank outside the world, or a deadline that is none."""
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    if not 0 < deadline_seconds < math.inf:
-        raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
 
 
 def _reason(error: BaseException) -> str:

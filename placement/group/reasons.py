@@ -48,7 +48,7 @@ def gather(board: Board, prefix: str, rank: int, world_size: int, decision: Deci
             _wait_for_all(board, [outcome_key(prefix, each) for each in speaking], seconds)
         elif (found := board.wait(key, seconds * _OTHERS_WAIT)) is not None:
             return decode(Failures, found)
-        found_by_all = board.claim(key, gathered(decision.failures | _reasons(board, prefix, 0, world_size)).encode())
+        found_by_all = board.claim(key, gathered(decision.failures | _reasons(board, prefix, world_size)).encode())
         return decode(Failures, found_by_all)
     return known
 
@@ -61,14 +61,11 @@ def _wait_for_all(board: Board, keys: list[str], seconds: float) -> None:
         pause = min(pause * 1.5, _POLL_SECONDS[1])
 
 
-def _reasons(board: Board, prefix: str, first: int, end: int) -> dict[int, str]:
-    """What is there, of the ranks from `first` to `end`."""
-    found = board.look([outcome_key(prefix, rank) for rank in range(first, end)])
-    if found is None:
-        middle = (first + end) // 2
-        return {} if end - first == 1 else _reasons(board, prefix, first, middle) | _reasons(board, prefix, middle, end)
-    outcomes = {rank: _reason(value) for rank, value in enumerate(found, first)}
-    return {rank: reason for rank, reason in outcomes.items() if reason is not None}
+def _reasons(board: Board, prefix: str, world_size: int) -> dict[int, str]:
+    """What the ranks that failed have said so far."""
+    found = board.present([outcome_key(prefix, rank) for rank in range(world_size)])
+    reasons = {rank: _reason(found[key]) for rank in range(world_size) if (key := outcome_key(prefix, rank)) in found}
+    return {rank: reason for rank, reason in reasons.items() if reason is not None}
 
 
 def _reason(value: bytes) -> str | None:

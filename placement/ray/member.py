@@ -157,7 +157,7 @@ class Member:
         if had_more and common == len(order.phases) and self.group is None:
             return  # it missed an exit, and nobody waits for it
         if self.group is not None and not had_more:
-            self.group.abort(error, waits=False)
+            self.group.abort(error, catches_up=True, waits=False)
         raise error
 
     def _see_own_phases(self, order: Order) -> None:
