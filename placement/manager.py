@@ -247,7 +247,7 @@ class Manager:
 
         Raises:
             PhaseError: a phase is open; leave it first. With a decision that is not known, that loses nothing.
-            ValueError: `group` is no group, or this manager was made without one.
+            ValueError: `group` is no group, it is in doubt, or this manager was made without one.
             Exception: a handle could not be brought in line; the old group stays.
         """
         with self._borders.border():

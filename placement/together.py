@@ -60,11 +60,13 @@ class Together:
         """Take a new group in place of the old one, of which nothing is known any more.
 
         Raises:
-            ValueError: `group` is no group, or there was none before.
+            ValueError: `group` is no group, it is in doubt, or there was none before.
         """
         if self._group is None:
             raise ValueError("this manager was made without a group: make it with Manager(group=...)")
-        self._group = checked(group)
+        if checked(group).is_in_doubt:
+            raise ValueError("this group is in doubt about a decision, and stays so: make one anew on all ranks, with a new generation")
+        self._group = group
         self._key = secrets.token_hex(8)
 
     @contextlib.contextmanager

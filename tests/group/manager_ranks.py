@@ -31,7 +31,7 @@ def joining(engine: str) -> Iterator[Join]:
         yield lambda rank, world_size, deadline, generation: StoreGroup(store, rank, world_size, deadline, generation=generation)
         return
     actor = Actor()
-    yield lambda rank, world_size, deadline, generation: actor.group(rank, world_size, deadline, generation)
+    yield actor.group
     actor.close()
 
 

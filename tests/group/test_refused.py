@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -278,7 +277,8 @@ def test_a_shared_registration(failing: int, join: Join) -> None:
     ranks = ranks_of(join, 2)
 
     def body(rank: Rank) -> str:
-        with capturing(rank) if rank.group.rank == failing else contextlib.nullcontext(), pytest.raises((PhaseError, RegistrationError)) as told:
+        refusing = capturing(rank) if rank.group.rank == failing else contextlib.nullcontext()
+        with refusing, pytest.raises((PhaseError, RegistrationError)) as told:
             rank.manager.register("teacher", rank.ref, role="teacher", readonly=True, replicated=True)
         return str(told.value)
 
