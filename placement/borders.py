@@ -184,6 +184,43 @@ class Borders:
     # --- one border
 
     @contextmanager
+    def attempt(
+        self, together: Together | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
+    ) -> Iterator[None]:
+        """While a border is tried: whatever stops it, also before it begins, every rank of the group hears of it, once.
+
+        Args:
+            together: as whom to tell the group; None: as whoever enters and leaves phases.
+            begins: this rank may come to it after it has skipped borders of the others, unless it is in a phase.
+            own: the rank that fails raises its own error; else all of them raise the same.
+            error: that a phase is left with.
+        """
+        together = self._together if together is None else together
+        if together.is_alone or os.getpid() != self.pid:  # a forked child is no rank
+            yield
+            return
+        with self._lock:
+            if self._busy:  # inside a border, which tells of itself
+                yield
+                return
+            is_outermost = all(each.is_abandoned for each in self.stack)
+            with together.attempt(catches_up=begins and is_outermost, error=error):
+                try:
+                    yield
+                except BaseException as raised:
+                    if (told := self._tell(together, raised, own)) is not None:
+                        raise told from raised
+                    raise
+
+    def _tell(self, together: Together, error: BaseException, own: bool) -> BaseException | None:
+        self._busy = True  # what is collected meanwhile must not begin a border
+        try:
+            told = together.failed(error, waits=not own)
+        finally:
+            self._busy = False
+        return None if own else told
+
+    @contextmanager
     def border(self) -> Iterator[None]:
         """One border at a time, in the right process, with the dead swept out and nothing captured."""
         with self._lock:
@@ -243,6 +280,22 @@ class Borders:
             for each, plan in zip(stack, plans, strict=True):
                 each.plan = plan
             raise
+
+    def rejoin(self, group: Group) -> None:
+        """See `Manager.rejoin`; the handles are in line afterwards.
+
+        Raises:
+            PhaseError: a phase is open.
+            Exception: a handle could not be brought in line. The old group stays.
+        """
+        if self.stack:
+            raise PhaseError(f"phase {self.phase_name!r} is open; leave it before rejoin()")
+        if failures := self.crossing.retreat(self.base_plan(), IDLE):
+            first, *others = failures
+            self._note(first, others)
+            raise first
+        self._together.rejoin(group)
+        self._planner.least = None
 
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from placement.errors import DeviceMemoryError
 from placement.memory.base import DeviceMemory
 from placement.states import IDLE, HandleView, Plan, View, bytes_under
+
+
+class LeastBudget(NamedTuple):
+    """What every rank of a group can have its handles hold."""
+
+    nbytes: int
+    rank: int
+    """Whose budget that is."""
+
+
+class OtherBudgetError(DeviceMemoryError):
+    """A plan does not fit the budget of another rank of the group.
+
+    Attributes:
+        rank: the other one.
+        reason: to say of it.
+    """
+
+    def __init__(self, message: str, rank: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank, self.reason = rank, reason
+
+    def __reduce__(self) -> tuple[type[OtherBudgetError], tuple[str, int, str]]:
+        return type(self), (str(self), self.rank, self.reason)
 
 
 class Budget:
@@ -50,8 +75,11 @@ class Budget:
         self._others_bytes[phase] = max(memory.torch_reserved_bytes, self._others_bytes.get(phase, 0))
 
 
-def check_fits(view: View, plan: Plan) -> int:
+def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     """Refuse a plan that does not fit, before a byte moves.
+
+    Args:
+        other_rank: of the group, whose budget it is; None: this process's own.
 
     Returns:
         Bytes that the budget leaves beside what the handles hold now.
@@ -62,6 +90,10 @@ def check_fits(view: View, plan: Plan) -> int:
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:
         return max(0, view.budget_bytes - sum(h.resident_bytes for h in view.handles.values() if not h.external))
+    if other_rank is not None:
+        reason = f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank"
+        advice = f"Name the handles that it needs together (only=[...]), or raise the budget of rank {other_rank}."
+        raise OtherBudgetError(f"rank {other_rank} {reason}. {advice}", other_rank, reason)
     raise DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'

@@ -79,14 +79,14 @@ class Crossing:
             action: what every rank of the group has to be about.
         """
         name, handles = wanted.name, self._handles
-        self.planner.least_bytes = self._together.propose(action, lambda: self.planner.budget_bytes(name))
+        self.planner.least = self._together.propose(action, lambda: self.planner.budget_bytes(name))
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
                     view, plan = self._ask(wanted)  # its bytes count from now on
-            room_bytes = check_fits(view, plan)
+            room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
@@ -110,7 +110,7 @@ class Crossing:
         """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing; with `agree` on all ranks."""
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
-        room_bytes = check_fits(self.planner.view(name, None, kept), plan)
+        room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)
         self.measure()

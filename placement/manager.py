@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ class Manager:
             HostMemoryError, DeviceMemoryError: no memory for it; the object is as before.
         """
         registry = self._borders.registry
-        with self._borders.border():
+        with self._trying_to_register(replicated), self._borders.border():
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, readonly, replicated) as replicas:
@@ -162,6 +163,10 @@ class Manager:
                     registry.remove(added)
                 raise
             return handle
+
+    def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
+        """A change of the group where the ranks share the handle, also when it is refused before it begins."""
+        return nullcontext() if replicated is False else self._borders.attempt(self._replication.together, begins=True, own=True)
 
     def unregister(self, handle: Handle | str) -> None:
         """Forget a handle. The same tensor objects get ordinary storage: on the device while resident, else on the host."""
@@ -225,9 +230,30 @@ class Manager:
                 self._entered.pop()
 
     def _last_entered(self, what: str) -> Phase:
-        if not self._entered:
-            raise PhaseError(f"cannot {what}: no phase was entered with enter()")
+        with self._borders.attempt(own=True):
+            if not self._entered:
+                raise PhaseError(f"cannot {what}: no phase was entered with enter()")
         return self._entered[-1]
+
+    def rejoin(self, group: Group) -> None:
+        """Go on with a group that was made anew on all ranks, with a new generation, in place of the old one.
+
+        That is what helps after a rank was restarted, and after `CoordinatorLost`: who did not hear a decision has kept what it had
+        prepared, and takes part in nothing more. What was kept is brought in line first: every handle goes where it belongs outside
+        every phase. The others of the old group do not hear of it: every rank that lives calls this, one that was restarted makes a
+        manager.
+
+        A replicated handle stays as it is. Where all ranks that share it live, they load it together, as before; where one was
+        restarted, each loads it over its own link, until it is unregistered and registered anew on all ranks.
+
+        Raises:
+            PhaseError: a phase is open; leave it first. With a decision that is not known, that loses nothing.
+            ValueError: `group` is no group, it is in doubt, or this manager was made without one.
+            Exception: a handle could not be brought in line; the old group stays.
+        """
+        with self._borders.border():
+            self._borders.rejoin(group)
+            self._replication.rejoin(group)
 
     # --- asking
 

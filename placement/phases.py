@@ -86,7 +86,11 @@ class Phase:
         self._open: Open | None = None
         self._manager = keeps_alive
         self._borders = borders
-        self._wanted = (checked(name), names_of(only), holder)
+        try:
+            self._wanted = (checked(name), names_of(only), holder)
+        except Exception:
+            with borders.attempt(begins=True):
+                raise
         self._was_entered = False
 
     @property
@@ -95,16 +99,18 @@ class Phase:
         return self._wanted[0] if self._open is None else self._open.name
 
     def __enter__(self) -> Phase:
-        if self._was_entered:
-            raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
-        self._was_entered = True
-        self._borders.enter(self, *self._wanted)
+        with self._borders.attempt(begins=True):
+            if self._was_entered:
+                raise PhaseError(f"phase {self.name!r} was entered before; call manager.phase() again")
+            self._was_entered = True
+            self._borders.enter(self, *self._wanted)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._open is None:
-            raise PhaseError(f"phase {self.name!r} is not open; it was left before or never entered")
-        self._borders.leave(self, error)
+        with self._borders.attempt(own=True, error=error):
+            if self._open is None:
+                raise PhaseError(f"phase {self.name!r} is not open; it was left before or never entered")
+            self._borders.leave(self, error)
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin `name` in one border: what both need stays, and both directions of the link are used.
@@ -113,9 +119,10 @@ class Phase:
             PhaseError: the phase is not open, or another is open inside it.
             Exception: what stopped the border; this phase goes on as it was.
         """
-        if self._open is None:
-            raise PhaseError(f"cannot switch to {name!r}: the phase is not open")
-        self._borders.switch(self, checked(name), names_of(only))
+        with self._borders.attempt():
+            if self._open is None:
+                raise PhaseError(f"cannot switch to {name!r}: the phase is not open")
+            self._borders.switch(self, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
         """Leave a handle on the device at the end of this phase, for the next one.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from placement import views
-from placement.budget import Budget
+from placement.budget import Budget, LeastBudget
 from placement.handle import Handle
 from placement.memory.base import DeviceMemory
 from placement.settings import Settings
@@ -41,7 +41,7 @@ class Planner:
         self._history: deque[str] = deque(maxlen=_HISTORY)
         self.memory = memory
         """As last measured."""
-        self.least_bytes: int | None = None
+        self.least: LeastBudget | None = None
         """The least budget of all ranks of a group, as of the last border: ranks with one budget make one plan."""
 
     def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
@@ -79,7 +79,11 @@ class Planner:
         )
 
     def _within_the_group(self, budget_bytes: int) -> int:
-        return budget_bytes if self.least_bytes is None else min(budget_bytes, self.least_bytes)
+        return budget_bytes if self.least is None else min(budget_bytes, self.least.nbytes)
+
+    def other_rank(self, phase: str) -> int | None:
+        """The rank of the group whose budget the plan for a phase has to fit; None: this process's own."""
+        return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
 
     def budget_bytes(self, phase: str) -> int:
         """Device bytes that the handles of this rank may hold together in a phase, as things are now."""

@@ -6,6 +6,8 @@ all, so nobody waits for who has failed.
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -35,7 +37,19 @@ class GroupRanks(TorchRanks):
 
     @property
     def change(self) -> int:
-        return self._group.epoch + 1  # the first epoch is 0, and 0 is what is said of none
+        # Of this membership alone: what a rank has left in the shared memory that is none of the new one must never look like it.
+        digest = hashlib.sha256(f"{self._group.generation} {self._group.epoch}".encode()).digest()
+        return int.from_bytes(digest[:7], "big") + 1  # 0 is what is said of none
+
+    @property
+    def gone(self) -> str | None:
+        if (self._group.rank, self._group.world_size) != (self.shares.rank, self.shares.world_size):
+            return "the group was made anew with other ranks"
+        return super().gone
+
+    def rejoin(self, group: Group) -> None:
+        """The ranks go on in a new group."""
+        self._group = group
 
     def confer(self, what: str, words: str) -> list[str]:
         return self._group.confer(what, words)
@@ -50,7 +64,16 @@ class Replication:
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self._together = Together(group)
+        self.together = Together(group)
+        self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()
+        """Of each handle that is replicated."""
+
+    def rejoin(self, group: Group) -> None:
+        """Go on in a new group, with every handle."""
+        self.together.rejoin(group)
+        self._group = group
+        for ranks in self._shared:
+            ranks.rejoin(group)
 
     @contextmanager
     def registering(
@@ -72,15 +95,15 @@ class Replication:
                 f"{name!r}: replicated=True needs the ranks that share it: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
-            self._together.go_on(f"register {name} replicated")
+            self.together.go_on(f"register {name} replicated")
             ranks = self._ranks(name, target, readonly, replicated)
             yield ranks
             if ranks is None:
-                self._together.agree(Plan({}))
+                self.together.agree(Plan({}))
         except GroupError as told:
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
         except BaseException as error:
-            self._together.failed(error)
+            self.together.failed(error)
             raise
 
     def _ranks(
@@ -104,7 +127,9 @@ class Replication:
                 f"{name!r}: this is rank {group.rank} of {group.world_size} in the manager's group, but rank {process_group.rank()} of "
                 f"{process_group.size()} in the process group; pass replicated=a process group of the same ranks"
             )
-        return GroupRanks(group, process_group)
+        ranks = GroupRanks(group, process_group)
+        self._shared.add(ranks)
+        return ranks
 
 
 def check_can_be_replicated(name: str, adapter: Adapter) -> None:

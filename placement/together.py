@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from placement.budget import LeastBudget, OtherBudgetError
 from placement.errors import CoordinatorLost, GroupError, PhaseError
 from placement.states import Plan
 
@@ -23,6 +24,19 @@ class _Told(dict[str, int]):
         return _Told, ()
 
 
+class _Attempt:
+    """What is known of one border while it is tried.
+
+    Attributes:
+        catches_up: this rank is about to enter its first phase, and has not proposed yet: it may have skipped borders of the others.
+        has_failed: the epoch has ended for all. Whatever this rank raises from here on, they do not need to know.
+        has_left: as well, because all have left the phase.
+    """
+
+    def __init__(self, *, catches_up: bool, has_failed: bool) -> None:
+        self.catches_up, self.has_failed, self.has_left = catches_up, has_failed, False
+
+
 class Together:
     """The borders of one manager as its group sees them: each consumes one epoch on every rank, whatever becomes of it.
 
@@ -31,14 +45,45 @@ class Together:
     """
 
     def __init__(self, group: Group | None) -> None:
-        if group is not None and not callable(getattr(group, "propose", None)):
-            raise ValueError(f"group must be a placement.group.StoreGroup or its like, not {group!r}")
-        self._group = group
+        self._group = None if group is None else checked(group)
         self._key = secrets.token_hex(8)
         self._words = 0
         """That this rank has said to its group: each is one epoch's."""
+        self._attempt: _Attempt | None = None
 
-    def propose(self, action: str, ask_budget: Callable[[], int] = lambda: 0) -> int | None:
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no group."""
+        return self._group is None
+
+    def rejoin(self, group: Group) -> None:
+        """Take a new group in place of the old one, of which nothing is known any more.
+
+        Raises:
+            ValueError: `group` is no group, it is in doubt, or there was none before.
+        """
+        if self._group is None:
+            raise ValueError("this manager was made without a group: make it with Manager(group=...)")
+        if checked(group).is_in_doubt:
+            raise ValueError("this group is in doubt about a decision, and stays so: make one anew on all ranks, with a new generation")
+        self._group = group
+        self._key = secrets.token_hex(8)
+
+    @contextlib.contextmanager
+    def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
+        """While one border is tried: `failed` ends its epoch once, however often it is called.
+
+        Args:
+            catches_up: it enters the first phase: epochs that the others gave up without this rank are passed over.
+            error: that a phase is left with; the others may know of it.
+        """
+        self._attempt = _Attempt(catches_up=catches_up, has_failed=error is not None and self._is_told(error))
+        try:
+            yield
+        finally:
+            self._attempt = None
+
+    def propose(self, action: str, ask_budget: Callable[[], int] = lambda: 0) -> LeastBudget | None:
         """Before the plan of an entry or a switch is made. Returns the least budget of all ranks; None without a group.
 
         Args:
@@ -52,7 +97,8 @@ class Together:
             return None
         with self._hearing():
             self._words += 1
-            return self._group.propose(action, ask_budget())
+            catches_up = self._may_catch_up()
+            return LeastBudget(self._group.propose(action, ask_budget(), catches_up=catches_up), self._group.budget_rank)
 
     def go_on(self, what: str) -> None:
         """Before a further step of the same border, once the one before is agreed.
@@ -77,18 +123,34 @@ class Together:
             with self._hearing():
                 self._group.agree(plan)
 
-    def failed(self, error: BaseException) -> GroupError | None:
-        """An entry or a switch did not succeed here. Returns what to raise in place of `error`; None: `error` itself."""
-        if self._group is None or self._is_told(error):
+    def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
+        """A border did not succeed here: end its epoch for all, unless it has ended.
+
+        Args:
+            waits: for the reasons of the other ranks, because what is returned is raised.
+
+        Returns:
+            What to raise in place of `error`; None: `error` itself.
+        """
+        attempt = self._attempt
+        if self._group is None or self._is_told(error) or (attempt is not None and attempt.has_left):
+            return None
+        if attempt is not None and attempt.has_failed:
+            self._mark(error)
             return None
         self._words += 1
         self._mark(error)
+        blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
         try:
-            told = self._group.abort(error)
+            told = self._group.abort(
+                error, blames=blames, catches_up=self._may_catch_up(), waits=waits and isinstance(error, Exception)
+            )
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen one takes no note
                 error.add_note(f"placement: {lost}")
-            return None
+            told = None
+        if attempt is not None:
+            attempt.has_failed = True
         if told is not None:
             self._mark(told)
         return told if isinstance(error, Exception) else None
@@ -106,10 +168,12 @@ class Together:
             return failures
         try:
             if error is not None or failures:
-                self.failed(error if error is not None else failures[0])
+                self.failed(error if error is not None else failures[0], waits=False)
             else:
                 self.propose(action)
                 self.agree(plan)
+                if self._attempt is not None:
+                    self._attempt.has_left = True
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
         except BaseException as interrupt:  # the others must not wait for this rank
@@ -119,8 +183,18 @@ class Together:
 
     def abandoned(self, name: str) -> None:
         """A phase was dropped while open: the others must not wait for this rank."""
-        if self._group is not None:
-            self.failed(PhaseError(f"phase {name!r} was abandoned"))
+        attempt, self._attempt = self._attempt, None  # an epoch of its own, whatever border is tried now
+        try:
+            self.failed(PhaseError(f"phase {name!r} was abandoned"), waits=False)
+        finally:
+            self._attempt = attempt
+
+    def _may_catch_up(self) -> bool:
+        """Whether the next word to the group is the first of a rank that may have skipped borders. Once true, it is so no more."""
+        if self._attempt is None or not self._attempt.catches_up:
+            return False
+        self._attempt.catches_up = False
+        return True
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
@@ -129,6 +203,8 @@ class Together:
             yield
         except (GroupError, CoordinatorLost) as told:
             self._mark(told)
+            if self._attempt is not None:
+                self._attempt.has_failed = True
             raise
 
     def _is_told(self, error: BaseException) -> bool:
@@ -143,6 +219,13 @@ class Together:
     def _mark(self, error: BaseException) -> None:
         # On the exception itself: to remember it would keep its frames, and the model, alive. Not by setattr, which a frozen one refuses.
         vars(error).setdefault(_TOLD, _Told())[self._key] = self._words
+
+
+def checked(group: Group) -> Group:
+    """Raises ValueError: it is no group."""
+    if getattr(group, "propose", None) is None:
+        raise ValueError(f"group must be a placement.group.StoreGroup or its like, not {group!r}")
+    return group
 
 
 def describe(verb: str, name: str, only: tuple[str, ...] | None) -> str:

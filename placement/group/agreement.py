@@ -8,6 +8,13 @@ One change is an epoch. Each rank makes its move reversibly, votes, and obeys ON
 4. wait for the decision; whoever runs out of time claims ABORT.
 5. obey, also when the own claim lost.
 
+A rank that fails leaves its reason before it claims ABORT, and who obeys an ABORT gathers the reasons of all; see reasons.py.
+
+Every border of a rank ends one epoch, whatever becomes of it; only a rank that skipped a border falls behind. The others give that
+epoch up at their deadline, in an ABORT that says so, and the rank passes over it when it comes to enter its next phase: it proposes
+in the epoch that is open now. Nothing that committed is passed over, because COMMIT takes all votes. Within a phase that all ranks
+are in there is nothing to skip: there a rank that is late obeys, as everybody else did.
+
 Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so that a rank waits for one key
 at a time, however long, and is woken by whatever comes. A basis that holds a budget proves that all ranks are past every earlier
 epoch, whose keys are then forgotten; never before, because a stopped rank may come back to ask what was decided.
@@ -21,17 +28,18 @@ Model: tests/model/barrier.pml.
 from __future__ import annotations
 
 import hashlib
-import math
-import secrets
+import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeVar
 
-from placement.errors import CoordinatorLost, GroupError
+from placement.errors import GroupError
 from placement.group.base import Board, BoardLost
 from placement.group.failpoints import failpoint
-from placement.group.messages import Basis, Decision, Proposal, Vote, abort, decode, named
+from placement.group.membership import REJOIN, RESTARTED, Membership
+from placement.group.messages import Basis, Decision, Outcome, Proposal, Vote, abort, decode, named, shortened
+from placement.group.reasons import failures_key, gather, outcome_key
 from placement.states import Plan
 
 DEADLINE_SECONDS = 600.0
@@ -39,9 +47,12 @@ DEADLINE_SECONDS = 600.0
 _M = TypeVar("_M", Proposal, Vote)
 _POLL_SECONDS = (0.0005, 0.05)
 """Between two looks of rank 0 at the votes: at first, and after a while."""
+_GRACE = (0.1, 1.0)
+"""What is waited for those who are about to say something: as a share of the deadline, and in seconds at most."""
+_logger = logging.getLogger("placement")
 
 
-class Group:
+class Group(Membership):
     """`world_size` ranks that change phase together.
 
     Args:
@@ -49,7 +60,7 @@ class Group:
         rank: of this process, 0 to world_size - 1.
         deadline_seconds: for each wait, on the monotonic clock. It has to cover how far ranks drift apart between two borders: a
             rollout that takes one of them minutes longer.
-        generation: of the membership. After a restart of any rank all ranks make a group of a new generation.
+        generation: of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
 
     Raises:
         GroupError: this rank's place is taken: the process was restarted, and the others know nothing of it.
@@ -58,25 +69,21 @@ class Group:
     """
 
     def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
-        check_place(rank, world_size, deadline_seconds)
-        self.rank, self.world_size, self.deadline_seconds = rank, world_size, deadline_seconds
-        self._board = board
-        self._prefix = f"placement/g{generation}"
-        self.epoch = 0
-        """The next change."""
-        self._oldest = 0
-        """The first epoch of which keys may be left."""
-        self._said: list[str] = []
-        """Keys of what this rank has said in earlier epochs beside."""
-        self.is_in_doubt = False
-        """Whether a decision could not be read: this rank may not take part any more."""
-        with self._reaching_the_board("join"):
-            self._join()
+        super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
+        self.budget_rank = rank
+        """Whose budget was the least in the last change."""
+        self._action = ""
+        """What this rank has last proposed."""
+        self._outcome: tuple[int, str | None] = (-1, None)
+        """The last epoch of which this rank has left an outcome, and why it failed there."""
 
     # --- one change, in its order
 
-    def propose(self, action: str, budget_bytes: int) -> int:
-        """Begin a change. Returns the least budget of all ranks, in bytes.
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> int:
+        """Begin a change. Returns the least budget of all ranks, in bytes; whose it is, is in `budget_rank`.
+
+        Args:
+            catches_up: pass over what the others have given up because this rank did not come to it.
 
         Raises:
             GroupError: a rank does something else, failed, or did not come in time.
@@ -85,16 +92,14 @@ class Group:
         self._require_certain()
         with self._reaching_the_board(action):
             failpoint("group.before_proposal")
-            deadline = time.monotonic() + self.deadline_seconds
-            proposal = Proposal(action=named(action), budget_bytes=budget_bytes)
-            self._board.put(self._key("proposal", self.rank), proposal.encode())
-            failpoint("group.after_proposal")
-            if self.rank == 0:
-                self._compare_proposals(deadline)
-            basis = self._basis(deadline)
+            self._action = named(action)
+            proposal = Proposal(action=self._action, budget_bytes=budget_bytes).encode()
+            while (basis := self._put_forward(proposal, catches_up)) is None:
+                pass
             self._forget_before(self.epoch)
             failpoint("group.before_prepare")
-            return basis
+            least_bytes, self.budget_rank = basis
+            return least_bytes
 
     def confer(self, what: str, words: str) -> list[str]:
         """Within a change, after `propose` and before `agree`: say something, and hear what each rank has said to the same, by rank.
@@ -115,7 +120,7 @@ class Group:
                 if (decided := self._board.look([self._key("decision")])) is not None:
                     self._obey(decode(Decision, decided[0]))
                 elif time.monotonic() >= deadline:
-                    self._obey(self._claim(self._late(what)))
+                    self._obey(self._claim(self._late(what, self._missing(what))))
                 time.sleep(_POLL_SECONDS[0])
             return [each.decode() for each in found]
 
@@ -139,8 +144,15 @@ class Group:
             self._obey(decision)
             failpoint("group.after_obey")
 
-    def abort(self, error: BaseException) -> GroupError | None:
+    def abort(
+        self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True
+    ) -> GroupError | None:
         """This rank cannot do its part: end the epoch for all. Not for what this group has raised itself, which everybody has already.
+
+        Args:
+            blames: whose failure it is, and why, where it is another rank's.
+            catches_up: see `propose`; before this rank has proposed.
+            waits: for the reasons of the other ranks.
 
         Returns:
             What every rank raises; None when this rank is in doubt.
@@ -151,16 +163,27 @@ class Group:
         if self.is_in_doubt:
             return None
         with self._reaching_the_board("abort"):
-            own = abort({self.rank: _reason(error)})
-            while (decision := self._claim(own)).verdict == "commit":
-                self._enter_next_epoch()  # interrupted after its vote: the others have entered, and it ends the next change
-            try:
-                self._obey(decision)
-            except GroupError as told:
-                return told
-        return None
+            reason = _reason(error)
+            while True:
+                self._leave_outcome(None if blames else reason)
+                decision = self._claim(abort(blames or {self.rank: reason}))
+                if decision.verdict == "commit":  # interrupted after its vote: the others have entered, and it ends the next change
+                    self._enter_next_epoch()
+                elif catches_up and self._is_missed_in(decision):
+                    self._pass_over(decision)
+                else:
+                    return self._end(decision, waits=waits)
 
     # --- the steps
+
+    def _put_forward(self, proposal: bytes, catches_up: bool) -> tuple[int, int] | None:
+        """The least budget and whose it is; None where the others gave the epoch up without this rank, and it has passed over that."""
+        deadline = time.monotonic() + self.deadline_seconds
+        self._board.put(self._key("proposal", self.rank), proposal)
+        failpoint("group.after_proposal")
+        if self.rank == 0:
+            self._compare_proposals(deadline)
+        return self._basis(deadline, catches_up)
 
     def _compare_proposals(self, deadline: float) -> None:
         proposals = self._collect(Proposal, "proposal", deadline)
@@ -172,8 +195,8 @@ class Group:
             self._claim(abort({0: f"is about to {action}", **others}))
         else:
             failpoint("group.before_basis")
-            basis = Basis(budget_bytes=min(each.budget_bytes for each in proposals))
-            self._board.claim(self._key("basis"), basis.encode())
+            least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
+            self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose).encode())
 
     def _count_votes(self, own: Vote, deadline: float) -> None:
         votes = self._collect(Vote, "vote", deadline)
@@ -190,7 +213,7 @@ class Group:
             if self._board.look([self._key("decision")]) is not None:
                 return None
             if time.monotonic() >= deadline:
-                self._claim(self._late(what))
+                self._claim(self._late(what, self._missing(what)))
                 return None
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
@@ -205,104 +228,100 @@ class Group:
             self._claim(abort(unclear))
         return None if unclear else said
 
-    def _basis(self, deadline: float) -> int:
-        """The least budget, or the error that the epoch ended with."""
-        # Rank 0 may wait as long for the others first, before it gives up.
-        found = self._board.wait(self._key("basis"), max(deadline + self.deadline_seconds - time.monotonic(), 0.0))
-        basis = None if found is None else decode(Basis, found).budget_bytes
-        if basis is None:
-            self._obey(self._claim(self._late("proposal") if found is None else abort({self.rank: "was told that it had ended"})))
-            raise ValueError("the ranks changed without this one: another process has its place in the same generation")
-        return basis
+    def _basis(self, deadline: float, catches_up: bool) -> tuple[int, int] | None:
+        """The least budget and whose it is, or the error that the epoch ended with. None: it was passed over."""
+        found = self._awaited("basis", "proposal", deadline)
+        if not isinstance(found, Decision):
+            basis = decode(Basis, found)
+            if basis.budget_bytes is not None:
+                return basis.budget_bytes, basis.budget_rank
+            found = abort({self.rank: "was told that it had ended"})
+        decision = self._claim(found)
+        if catches_up and self._is_missed_in(decision):
+            self._pass_over(decision)
+            return None
+        self._obey(decision)
+        raise ValueError("the ranks changed without this one: another process has its place in the same generation")
 
     def _decision(self, deadline: float) -> Decision:
-        found = self._board.wait(self._key("decision"), max(deadline - time.monotonic(), 0.0))
-        return self._claim(self._late("vote")) if found is None else decode(Decision, found)
+        found = self._awaited("decision", "vote", deadline)
+        return self._claim(found) if isinstance(found, Decision) else decode(Decision, found)
 
-    def _late(self, what: str) -> Decision:
+    def _awaited(self, key: str, what: str, deadline: float) -> bytes | Decision:
+        """What rank 0 writes once all ranks have said `what`; or how to end the epoch, because it is not there in time."""
+        found = self._board.wait(self._key(key), max(deadline - time.monotonic(), 0.0))
+        if found is not None:
+            return found
+        missing = self._missing(what)
+        if not missing:  # the last has just come, and rank 0 is about to write
+            found = self._board.wait(self._key(key), self._grace_seconds)
+        return self._late(what, missing) if found is None else found
+
+    def _late(self, what: str, missing: list[int]) -> Decision:
         """Time is up: whose word is missing; where none is, rank 0 has not answered."""
-        missing = self._missing(what, 0, self.world_size)
-        return abort(dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s"))
+        late = dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s")
+        return abort(late, is_silent=True, missed=self._action if missing and what == "proposal" else None)
 
-    def _missing(self, what: str, first: int, end: int) -> list[int]:
-        if self._board.look([self._key(what, rank) for rank in range(first, end)]) is not None:
-            return []
-        middle = (first + end) // 2
-        return [first] if end - first == 1 else self._missing(what, first, middle) + self._missing(what, middle, end)
-
-    def _claim(self, decision: Decision) -> Decision:
-        failpoint("group.before_claim")
-        stands = decode(Decision, self._board.claim(self._key("decision"), decision.encode()))
-        failpoint("group.after_claim")
-        if stands.verdict == "abort":  # for who waits for the basis
-            self._board.claim(self._key("basis"), Basis(budget_bytes=None).encode())
-        return stands
+    def _missing(self, what: str) -> list[int]:
+        keys = [self._key(what, rank) for rank in range(self.world_size)]
+        found = self._board.present(keys)
+        return [rank for rank, key in enumerate(keys) if key not in found]
 
     def _obey(self, decision: Decision) -> None:
         """The epoch is over, for this rank as for all."""
-        self._enter_next_epoch()
         if decision.verdict == "abort":
-            reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(decision.failures.items())]
-            reasons += [f"and {decision.unnamed:,} more ranks"] if decision.unnamed else []
-            raise GroupError(f"the ranks did not change together, and all went back: {'; '.join(reasons)}", decision.failures)
+            raise self._end(decision)
+        self._enter_next_epoch()
 
-    def _enter_next_epoch(self) -> None:
-        self.epoch += 1
-        with suppress(BoardLost):  # a decision that was read is obeyed; only a successor of this process looks for this
-            self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch).encode())
+    def _end(self, decision: Decision, *, waits: bool = True) -> GroupError:
+        """The epoch has ended with ABORT. Returns what this rank raises."""
+        failures, unnamed = decision.failures, decision.unnamed
+        if waits:
+            # Before the next epoch begins: an interrupt meanwhile is still about this one.
+            with suppress(BoardLost):  # a decision that was read is obeyed
+                self._leave_outcome(None)
+                found = gather(self._board, self._key_of_epoch(), self.rank, self.world_size, decision, self._grace_seconds)
+                failures, unnamed = found.failures, found.unnamed
+            epoch, reason = self._outcome
+            if epoch == self.epoch and reason is not None:  # what came too late for the others to hear
+                failures = failures | {self.rank: reason}
+        self._leave_epoch()
+        reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
+        reasons += [f"and {unnamed:,} more ranks"] if unnamed else []
+        advice = f". A phase can only succeed again when you {REJOIN}" if RESTARTED in failures.values() else ""
+        return GroupError(f"the ranks did not change together, and all went back: {'; '.join(reasons)}{advice}", failures)
 
-    def _forget_before(self, end: int) -> None:
-        """All ranks are at epoch `end`."""
-        for epoch in range(self._oldest, end):
-            own = [self._key(what, self.rank, epoch=epoch) for what in ("proposal", "vote")]
-            self._board.remove(own + ([self._key(what, epoch=epoch) for what in ("basis", "decision")] if self.rank == 0 else []))
-        if self._said:
-            self._board.remove(self._said)
-            self._said = []
-        self._oldest = end
-
-    # --- membership
-
-    def _join(self) -> None:
-        """Take this rank's place; a restarted process finds it taken, and ends the epoch that its predecessor is missing in."""
-        mine = secrets.token_hex(8).encode()
-        if self._board.claim(f"{self._prefix}/member/{self.rank}", mine) == mine:
+    def _leave_outcome(self, reason: str | None) -> None:
+        """Say how the epoch went for this rank; what it has said first counts."""
+        if self._outcome[0] == self.epoch:
             return
-        at = [self._board.look([f"{self._prefix}/at/{rank}"]) for rank in range(self.world_size)]
-        self.epoch = max((int(found[0]) for found in at if found), default=0)
-        reason = "was restarted, and knows nothing of what the others hold"
-        own = abort({self.rank: reason})
-        while self._claim(own) != own:
-            self.epoch += 1  # that epoch was decided without it; the next one ends
-        raise GroupError(
-            f"rank {self.rank} was restarted: its place is taken. Make the group anew on all ranks, with a new generation",
-            {self.rank: reason},
+        reason = None if reason is None else shortened(reason)
+        self._outcome = self.epoch, reason
+        self._said.append(outcome_key(self._key_of_epoch(), self.rank))
+        self._board.put(self._said[-1], Outcome(reason=reason).encode())
+
+    def _is_missed_in(self, decision: Decision) -> bool:
+        """Whether the others gave up waiting for this rank."""
+        return decision.missed is not None and self.rank in decision.failures
+
+    def _pass_over(self, decision: Decision) -> None:
+        _logger.warning(
+            "rank %d was not there when the other ranks were about to %s, and they gave that up; it goes on with the next change",
+            self.rank,
+            decision.missed,
         )
+        self._leave_epoch()
 
-    def _require_certain(self) -> None:
-        if self.is_in_doubt:
-            raise CoordinatorLost("an earlier decision could not be read; make the group anew on all ranks, with a new generation")
+    def _leave_epoch(self) -> None:
+        """One that has ended with ABORT."""
+        if self.rank == 0:
+            self._said.append(failures_key(self._key_of_epoch()))
+        self._enter_next_epoch()
 
-    def _key(self, name: str, rank: int | None = None, *, epoch: int | None = None) -> str:
-        key = f"{self._prefix}/e{self.epoch if epoch is None else epoch}/{name}"
-        return key if rank is None else f"{key}/{rank}"
-
-    @contextmanager
-    def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except (BoardLost, ValueError) as error:
-            self.is_in_doubt = True
-            kept = "what was prepared is kept, and nothing was entered" if in_doubt else "nothing was entered"
-            raise CoordinatorLost(f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}") from error
-
-
-def check_place(rank: int, world_size: int, deadline_seconds: float) -> None:
-    """Raises ValueError: a rank outside the world, or a deadline that is none."""
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    if not 0 < deadline_seconds < math.inf:
-        raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
+    @property
+    def _grace_seconds(self) -> float:
+        share, most = _GRACE
+        return min(share * self.deadline_seconds, most)
 
 
 def _reason(error: BaseException) -> str:

@@ -29,6 +29,13 @@ class Board(abc.ABC):
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
         """The values, or None while one of them is missing. Does not wait."""
 
+    def present(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Those values that are there, by key. Does not wait."""
+        if (found := self.look(keys)) is not None:
+            return dict(zip(keys, found, strict=True))
+        middle = len(keys) // 2
+        return {} if not middle else self.present(keys[:middle]) | self.present(keys[middle:])
+
     @abc.abstractmethod
     def wait(self, key: str, seconds: float) -> bytes | None:
         """The value as soon as it is there; None when it was not within `seconds`."""

@@ -37,6 +37,8 @@ class Basis(Message):
 
     budget_bytes: int | None = Field(ge=0)
     """The least of all ranks; None when the epoch has ended before: see its decision."""
+    budget_rank: int = Field(default=0, ge=0)
+    """Whose budget that is."""
 
 
 class Vote(Message):
@@ -52,6 +54,25 @@ class Decision(Message):
     verdict: Literal["commit", "abort"]
     failures: dict[int, str] = Field(default_factory=dict)
     """Why not, by rank."""
+    unnamed: int = Field(default=0, ge=0)
+    """Ranks that failed beside these."""
+    is_silent: bool = False
+    """Those that failed say nothing more: they are late, or were restarted."""
+    missed: str | None = Field(default=None, max_length=_MAX_ACTION)
+    """What the others were about to do when they gave up waiting for the proposals of those that failed; None: it ended otherwise."""
+
+
+class Outcome(Message):
+    """How an epoch that ended went for one rank."""
+
+    reason: str | None = Field(default=None, max_length=_MAX_TEXT)
+    """Why this rank failed; None when it did not."""
+
+
+class Failures(Message):
+    """Why an epoch ended, by every rank that failed in it. Write-once."""
+
+    failures: dict[int, str]
     unnamed: int = Field(default=0, ge=0)
     """Ranks that failed beside these."""
 
@@ -73,8 +94,21 @@ def decode(kind: type[_M], value: bytes, *, max_bytes: int = MAX_BYTES) -> _M:
         raise ValueError(f"no {kind.__name__}: {error.error_count()} mistakes in {value[:200]!r}") from error
 
 
-def abort(failures: Mapping[int, str]) -> Decision:
-    """The decision that an epoch ends, with as many of the reasons as a message takes: the lowest ranks first."""
+def abort(failures: Mapping[int, str], *, is_silent: bool = False, missed: str | None = None) -> Decision:
+    """The decision that an epoch ends, with as many of the reasons as a message takes."""
+    kept = _fitting(failures)
+    unnamed = len(failures) - len(kept)
+    return Decision(verdict="abort", failures=kept, unnamed=unnamed, is_silent=is_silent, missed=missed)
+
+
+def gathered(failures: Mapping[int, str]) -> Failures:
+    """The reasons of all ranks, as many as a message takes."""
+    kept = _fitting(failures)
+    return Failures(failures=kept, unnamed=len(failures) - len(kept))
+
+
+def _fitting(failures: Mapping[int, str]) -> dict[int, str]:
+    """As many of the reasons as fit, the lowest ranks first."""
     kept: dict[int, str] = {}
     room_bytes = _MAX_REASONS_BYTES
     for rank, reason in sorted(failures.items()):
@@ -83,7 +117,7 @@ def abort(failures: Mapping[int, str]) -> Decision:
         if kept and room_bytes < 0:
             break
         kept[rank] = text
-    return Decision(verdict="abort", failures=kept, unnamed=len(failures) - len(kept))
+    return kept
 
 
 def shortened(text: str, limit: int = _MAX_TEXT) -> str:

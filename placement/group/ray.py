@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from placement.errors import PlacementError
-from placement.group.agreement import DEADLINE_SECONDS, Group, check_place
+from placement.group.agreement import DEADLINE_SECONDS, Group
 from placement.group.base import Board, BoardLost
+from placement.group.membership import check_place
 from placement.group.messages import decode
 from placement.group.ray_board import MAX_MESSAGE_BYTES, WAIT_SECONDS, Answer, BoardActor, Operation, Request
 

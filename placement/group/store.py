@@ -11,9 +11,10 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store, TCPStore
 
 from placement.errors import CoordinatorLost
-from placement.group.agreement import DEADLINE_SECONDS, Group, check_place
+from placement.group.agreement import DEADLINE_SECONDS, Group
 from placement.group.base import Board, BoardLost
 from placement.group.calls import BoundedCalls
+from placement.group.membership import check_place
 
 _ANSWER_SECONDS = 60.0
 """For one call. A store that is alive answers in a fraction of a millisecond, one that thousands of ranks ask at once in seconds."""

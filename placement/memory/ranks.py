@@ -24,7 +24,7 @@ class Ranks(abc.ABC):
     @property
     @abc.abstractmethod
     def change(self) -> int:
-        """The number of the present change, the same on all ranks, and a larger one for each that follows."""
+        """The number of the present change, 1 or more: the same on all ranks, and another one for each change of each group."""
 
     @abc.abstractmethod
     def confer(self, what: str, words: str) -> list[str]:

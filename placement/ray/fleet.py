@@ -313,7 +313,7 @@ class Fleet:
         group = FleetGroup(self._board, together, rank, self.deadline_seconds)
         try:
             group.begin(self._generation)
-            group.abort(PlacementError("its process died"))
+            group.abort(PlacementError("its process died"), waits=False)
         except (GroupError, CoordinatorLost):
             pass  # told; or the group finds out by itself
 

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from placement.errors import GroupError, PhaseError, PlacementError
@@ -55,16 +55,18 @@ class FleetGroup(RayGroup):
         super().__init__(self._actor, self.rank, self.world_size, self.deadline_seconds, generation=generation, name=self._of)
         self._has_begun = True
 
-    def propose(self, action: str, budget_bytes: int) -> int:
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> int:
         if not self._has_begun:
             raise GroupError("the driver has not begun this fleet: it calls fleet.join(workers)", {self.rank: "has not begun"})
-        return super().propose(action, budget_bytes)
+        return super().propose(action, budget_bytes, catches_up=catches_up)
 
     def agree(self, plan: Plan) -> None:
         super().agree(plan)
 
-    def abort(self, error: BaseException) -> GroupError | None:
-        return super().abort(error) if self._has_begun else None
+    def abort(
+        self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True
+    ) -> GroupError | None:
+        return super().abort(error, blames=blames, catches_up=catches_up, waits=waits) if self._has_begun else None
 
 
 class Member:
@@ -155,7 +157,7 @@ class Member:
         if had_more and common == len(order.phases) and self.group is None:
             return  # it missed an exit, and nobody waits for it
         if self.group is not None and not had_more:
-            self.group.abort(error)
+            self.group.abort(error, catches_up=True, waits=False)
         raise error
 
     def _see_own_phases(self, order: Order) -> None:
@@ -172,7 +174,7 @@ class Member:
             depth = sum(below < entered for below in self._below)
             self._phases, self._below = self._phases[:depth], self._below[:depth]
             if self.group is not None:
-                self.group.abort(error)
+                self.group.abort(error, waits=False)
             raise error
         error = PhaseError(f"a method of this worker entered phase {self.manager.phase_name!r} and did not leave it")
         while len(self.manager._entered) > self._below[-1] + 1:

@@ -532,3 +532,29 @@ def in_doubt(generation: int, deaf: int) -> list[Any]:
     rank.manager.unregister("ref")  # from the device, where it is in doubt
     rank.check_values()
     return [told, rank.device.crossed["to_host"]]
+
+
+def rejoins(generation: int) -> Any:
+    """The bytes over the link, before and after the ranks have made their group anew."""
+    rank = Rank(generation)
+    rank.register()
+    crossed = [rank.load()]
+    store = dist.distributed_c10d._get_default_store()
+    rank.manager.rejoin(StoreGroup(store, rank.rank, rank.world_size, 20.0, generation=generation + 10_000))
+    crossed.append(rank.load())
+    return crossed, rank.alone, sum(len(each) for each in as_storages(rank.ref))
+
+
+def rejoins_alone(generation: int) -> Any:
+    """Each rank goes on in a group of its own."""
+    rank = Rank(generation)
+    rank.register()
+    crossed = [rank.load()]
+    rank.manager.rejoin(StoreGroup(dist.HashStore(), 0, 1, 20.0, generation=generation))
+    crossed.append(rank.load())
+    return crossed, rank.alone, sum(len(each) for each in as_storages(rank.ref))
+
+
+def as_storages(model: nn.Module) -> list[bytes]:
+    """What it holds, each storage once."""
+    return list({each.data_ptr(): _bytes(each) for each in [*model.parameters(), *model.buffers()]}.values())

@@ -9,9 +9,15 @@
  *
  * Left out, because a free choice covers it: the contents of messages (rank 0 finds two proposals or two votes different: it claims
  * ABORT, as it may at a deadline), duplicates (a put twice and a claim twice change nothing, within a step), a rank that is stopped
- * (nothing forces it to take a step), the death of a process with a message in flight (it is as if it had died a step later).
+ * (nothing forces it to take a step), the death of a process with a message in flight (it is as if it had died a step later), what
+ * ranks say about their reasons (each wait for it is short, and no step depends on it). A border that is refused before it begins is
+ * a failure before the proposal. A rank that passes over an epoch takes the steps of one that obeys ABORT before it has moved.
  *
- * Properties: see `expect` below. Mutants, each of which must violate one: UNILATERAL, COUNTER, REUSE, EARLYFREE, FORGET, DESERT.
+ * With SKIPS a job without faults in which so many borders are skipped: a rank makes PLACES attempts, all ranks wait for each other
+ * between two of them, and a deadline passes only for a rank that is not coming. Then the last attempt succeeds.
+ *
+ * Properties: see `expect` below. Mutants, each of which must violate one: UNILATERAL, COUNTER, REUSE, EARLYFREE, FORGET, DESERT; with
+ * SKIPS: BEHIND, TWICE.
  */
 
 #ifndef RANKS
@@ -28,6 +34,15 @@
 #endif
 #ifndef BOARD_LOSS
 #define BOARD_LOSS 0
+#endif
+
+#ifdef SKIPS
+#define PLACES 2
+#define FAILS false /* nothing fails, and nobody is interrupted */
+#define LATE(said) (ended[place] & ~said[e]) != 0
+#else
+#define FAILS true
+#define LATE(said) true
 #endif
 
 #define NONE 0
@@ -64,6 +79,13 @@ bool barrier = true;      /* who enters finds every living member prepared, or e
 bool agreement = true;    /* no epoch is obeyed as COMMIT by one rank and as ABORT by another, those included who died later */
 bool nothing_lost = true; /* who goes back, or is in doubt, has what to go back to */
 bool fence = true;        /* no epoch is entered after a member's successor has joined */
+
+#ifdef SKIPS
+byte skips;
+byte ended[PLACES];   /* who has made this attempt, or has skipped it */
+byte missed[EPOCHS];  /* Decision.missed: for whom the others have waited in vain */
+bool meet = true;     /* the last attempt of every rank succeeds: ranks that were apart have found each other */
+#endif
 
 inline expect(property, condition) { property = (condition); assert(property) }
 
@@ -109,8 +131,25 @@ proctype rank(byte i) {
     byte e;
     byte stands;
     bool interrupted;
+#ifdef SKIPS
+    byte place;
+#endif
 
 next:
+#ifdef SKIPS
+    atomic {
+        if
+        :: place == PLACES -> goto finish
+        :: place == 0
+        :: place > 0 && place < PLACES && ended[place - 1] == ALL
+        fi;
+        if
+        :: place + 1 < PLACES && skips < SKIPS -> skips++; ended[place] = ended[place] | ME; place++; goto next
+        :: true
+        fi
+    };
+again:
+#endif
     atomic {
         stands = NONE;
         interrupted = false;
@@ -118,12 +157,12 @@ next:
         :: e == EPOCHS -> goto finish
         :: else
         fi;
-        /* Group.propose. Or the user's code has raised since the last border: Together.failed */
+        /* Group.propose. Or the border is refused, or the user's code has raised since the last one: Together.failed */
         if
         :: DIES
         :: NO_ANSWER
         :: up -> put(proposal[e])
-        :: up -> goto failed
+        :: up && FAILS -> goto failed
         fi
     };
     if
@@ -135,7 +174,7 @@ next:
             :: NO_ANSWER
             :: up && proposal[e] == ALL -> write_once(basis[e], GO)
             :: up && proposal[e] != ALL && decision[e] != NONE
-            :: up -> goto ends /* the deadline, or different proposals */
+            :: up && LATE(proposal) -> goto ends /* the deadline, or different proposals */
             fi
         }
     :: i != 0
@@ -146,7 +185,8 @@ next:
         :: DIES
         :: NO_ANSWER
         :: up && basis[e] == GO
-        :: up && basis[e] != GO -> goto ends /* it has ended already, or the deadline */
+        :: up && basis[e] == OVER -> goto ends
+        :: up && basis[e] == NONE && LATE(proposal) -> goto ends /* the deadline */
         fi
     };
 #ifndef FORGET
@@ -170,7 +210,7 @@ next:
 #ifdef EARLYFREE
             ; source = source & ~ME
 #endif
-        :: goto failed
+        :: FAILS -> goto failed
         fi
     };
     /* Group.agree: the vote */
@@ -199,7 +239,7 @@ next:
             :: up && vote[e] == ALL -> write_once(decision[e], COMMIT)
 #endif
             :: up && decision[e] != NONE
-            :: up -> goto ends /* the deadline, or different votes */
+            :: up && FAILS -> goto ends /* the deadline, or different votes */
             fi
         }
     :: i != 0
@@ -213,9 +253,9 @@ next:
 #ifdef UNILATERAL
         :: up && decision[e] == NONE -> stands = ABORT
 #else
-        :: up && decision[e] == NONE -> goto ends /* the deadline */
+        :: up && decision[e] == NONE && FAILS -> goto ends /* the deadline */
 #endif
-        :: goto failed /* an interrupt: Reconciler.advance goes back */
+        :: FAILS -> goto failed /* an interrupt: Reconciler.advance goes back */
         fi
     };
     goto obey;
@@ -228,7 +268,11 @@ ends: /* Group._claim of ABORT, wherever it is called; then the basis, for who w
         if
         :: DIES
         :: NO_ANSWER
-        :: up -> write_once(decision[e], ABORT); stands = decision[e]
+        :: up ->
+#ifdef SKIPS
+            missed[e] = (decision[e] == NONE -> ALL & ~proposal[e] : missed[e]);
+#endif
+            write_once(decision[e], ABORT); stands = decision[e]
         fi
     };
     if
@@ -244,6 +288,15 @@ ends: /* Group._claim of ABORT, wherever it is called; then the basis, for who w
     fi;
 
 obey: /* Group._obey; or the loop of Group.abort */
+    /* Group._enter_next_epoch: lost with the board, and nobody notices. Lost alone it would only cost time: a successor would end an
+       epoch that is over, and the others would miss it at their next deadline. */
+    atomic {
+        if
+        :: DIES
+        :: up -> at = (at < e + 1 -> e + 1 : at)
+        :: BOARD_LOSS || !up -> up = false
+        fi
+    };
     atomic {
         if
         :: DIES
@@ -255,25 +308,31 @@ obey: /* Group._obey; or the loop of Group.abort */
         :: stands == COMMIT -> enter()
 #endif
         fi;
-        stands = NONE;
-        e++
+        e++;
+#ifdef SKIPS
+        if
+#ifndef BEHIND
+        :: stands == ABORT && (missed[e - 1] & ME) != 0 -> /* Group._pass_over */
+#ifdef TWICE
+            e++;
+#endif
+            goto again
+#endif
+        :: else
+        fi;
+        expect(meet, stands == COMMIT || place + 1 < PLACES);
+        ended[place] = ended[place] | ME;
+        place++;
+#endif
+        stands = NONE
     };
 #ifdef FORGET
     atomic { if :: e > 1 -> forget(e - 2) :: else fi };
 #endif
-    /* Group._enter_next_epoch: lost with the board, and nobody notices. Lost alone it would only cost time: a successor would end an
-       epoch that is over, and the others would miss it at their next deadline. */
-    atomic {
-        if
-        :: DIES
-        :: up -> at = (at < e -> e : at)
-        :: BOARD_LOSS || !up -> up = false
-        fi;
-        if
-        :: interrupted && e < EPOCHS -> goto ends /* interrupted after its vote: entered, and ends the next change */
-        :: else -> goto next
-        fi
-    };
+    if
+    :: interrupted && e < EPOCHS -> goto ends /* interrupted after its vote: entered, and ends the next change */
+    :: else -> goto next
+    fi;
 
 doubt: /* Group._reaching_the_board: CoordinatorLost */
     atomic { expect(nothing_lost, (source & ME) != 0); goto finish };

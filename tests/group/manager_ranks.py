@@ -1,0 +1,101 @@
+"""Managers of a group as threads of one process, over a store in memory or over the board of a Ray job."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import Manager, PlacementError
+from placement.errors import GroupError
+from placement.group import Group, StoreGroup
+from placement.policies import Colocated
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.group.test_ray_board import Actor
+from tests.threads import in_threads
+
+CHUNK = 4096
+Join = Callable[[int, int, float, int], Group]
+"""`join(rank, world_size, deadline_seconds, generation)`."""
+
+
+@contextlib.contextmanager
+def joining(engine: str) -> Iterator[Join]:
+    """How the ranks of one membership come together."""
+    if engine == "store":
+        store = dist.HashStore()
+        yield lambda rank, world_size, deadline, generation: StoreGroup(store, rank, world_size, deadline, generation=generation)
+        return
+    actor = Actor()
+    yield actor.group
+    actor.close()
+
+
+class FailsOnce(Colocated):
+    """When it is asked for a plan of the phase `fails_in`."""
+
+    fails_in = ""
+
+    def plan(self, view: Any) -> Any:
+        if view.phase == self.fails_in:
+            self.fails_in = ""
+            raise RuntimeError("the policy's own")
+        return super().plan(view)
+
+
+class Rank:
+    """An actor with Adam, and a reference."""
+
+    def __init__(self, group: Group, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.group = group
+        self.faults = Faults(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+        self.policy = FailsOnce()
+        self.manager = Manager(device=self.faults, policy=self.policy, group=group, **settings)
+        self.actor, self.ref = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.adam = torch.optim.Adam(self.actor.parameters())
+        self.manager.register("actor", self.actor, role="actor")
+        self.manager.register("adam", self.adam)
+        self.manager.register("ref", self.ref, role="ref", readonly=True)
+
+    def step(self) -> str:
+        """A step of the job: two phases, one after the other. "done", or what it raised."""
+        return self.tried(self.steps)
+
+    def steps(self) -> None:
+        with self.manager.phase("log_prob") as step:
+            step.switch("train")
+            self.adam.zero_grad()
+            self.actor(torch.ones(2, 40)).square().sum().backward()
+            self.adam.step()
+
+    def tried(self, do: Callable[[], Any]) -> str:
+        try:
+            do()
+        except PlacementError as error:
+            assert_nothing_resident(self.manager)
+            return f"{type(error).__name__}: {error}"
+        assert_nothing_resident(self.manager)
+        return "done"
+
+    def failures(self, do: Callable[[], Any]) -> dict[int, str]:
+        """Of the `GroupError` that `do` raises."""
+        try:
+            do()
+        except GroupError as error:
+            return dict(error.failures)
+        raise AssertionError("nothing failed")
+
+
+def ranks_of(join: Join, world_size: int, deadline_seconds: float = 30.0, generation: int = 0, **settings: Any) -> list[Rank]:
+    groups = in_threads(*(lambda rank=rank: join(rank, world_size, deadline_seconds, generation) for rank in range(world_size)))  # type: ignore[misc]
+    return [Rank(group, **settings) for group in groups]
+
+
+def on_all(ranks: list[Rank], do: Callable[[Rank], Any]) -> list[Any]:
+    """At once; what each returned or raised, by rank."""
+    return in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
