@@ -16,6 +16,7 @@ from placement.initial_step import no_initial_step
 from placement.journal import HandleCounters
 from placement.machine import HandleMachine, Moves, Node
 from placement.memory.holding import Holding
+from placement.modes import without_modes
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
@@ -149,10 +150,11 @@ class Handle:
                 if self.is_gone
                 else f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device"
             )
-        if isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born():
-            with no_initial_step():
-                return target.state_dict()
-        return target.state_dict()
+        with without_modes():
+            if isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born():
+                with no_initial_step():
+                    return target.state_dict()
+            return target.state_dict()
 
     def weights_info(self, *, dtype: torch.dtype | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes when it is asked the same, in its order.

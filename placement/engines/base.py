@@ -13,6 +13,7 @@ import torch
 from placement.adapters.base import Adapter, Owned
 from placement.adapters.module import ModuleAdapter
 from placement.errors import EngineError
+from placement.modes import without_modes
 
 
 class Engine(abc.ABC):
@@ -56,7 +57,7 @@ class TorchEngine(Engine):
         """Copy published weights into the module, cast to its types."""
         own: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         own.update(self.module.named_buffers(remove_duplicate=False))
-        with torch.no_grad():
+        with without_modes(), torch.no_grad():
             for name, tensor in bucket:
                 target = own.get(name)
                 if target is None:

@@ -21,7 +21,7 @@ from placement.memory.fingerprint import fingerprints
 from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
 from placement.memory.intake import Intake
-from placement.memory.range import Range
+from placement.memory.range import Places, Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
 
@@ -36,7 +36,8 @@ class Adopted:
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, intake: Intake | None = None) -> None:
         self.name = name
-        self.ranges: tuple[Range, ...] = ()
+        self.places = Places(())
+        """The ranges, by address."""
         self.handed = Handed(device)
         self.gradients = Gradients(adapter)
         self.versions_offloaded: dict[int, int] = {}
@@ -52,6 +53,14 @@ class Adopted:
         self._owner = weakref.ref(owner)
         self._intake = intake or Intake(device, adapter, name, owner)
         self._zeroed = Zeroed(device, adapter)
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return self.places.ranges
+
+    @ranges.setter
+    def ranges(self, ranges: tuple[Range, ...]) -> None:
+        self.places = Places(ranges)
 
     # --- measuring
 
@@ -90,7 +99,7 @@ class Adopted:
         """Of chunks `first` up to `last` (not included), where they lie on the device; int64, enqueued on the current stream."""
         sizes = r.used_sizes[first:last]
         if not sizes:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return fingerprints(self._device.view(r.adoption.addresses, r.starts[first], sum(sizes)), sizes)
 
     # --- coming in
@@ -204,17 +213,19 @@ class Adopted:
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []
-        used = [owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned()]
-        return [r for r in dead if not any(r.has(address) for address in used)]
+        used = sorted(owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned())
+        return [r for r in dead if not r.has_any(used)]
 
     def drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
-        self.handed.leave(gone)
+        if gone:
+            self.handed.leave(Places(tuple(gone)))
         for r in gone:
             self.vacate(r, stock)
             RANGES.remove(r.adoption.addresses.base)
         if gone:
-            self.ranges = tuple(r for r in self.ranges if r not in gone)
+            out = set(gone)
+            self.ranges = tuple(r for r in self.ranges if r not in out)
 
     def vacate(self, r: Range, stock: Stock) -> None:
         """Take all memory from behind a range. Its bytes are elsewhere, or nobody's."""

@@ -173,7 +173,7 @@ class Holding:
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.adopted.handed.point_to_host(self.ranges, except_for=self.adopted.moving_in)
+        self.adopted.handed.point_to_host(self.adopted.places, except_for=self.adopted.moving_in)
         surplus = self.strays(before) if self._may_have_strays else {}
         self.adopted.keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
@@ -212,7 +212,7 @@ class Holding:
             stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
             if self._is_vacating:
                 self.on_device = self._have_back(stock)
-            self.adopted.handed.point_to_device(self.ranges)
+            self.adopted.handed.point_to_device(self.adopted.places)
         if not self.on_device:
             if self._is_copying:
                 self.device.sync()
@@ -223,8 +223,8 @@ class Holding:
             for r in self.ranges:
                 self.adopted.vacate(r, stock)
                 r.move_in()
-            self.adopted.handed.point_to_host(self.ranges)
-            self.adopted.handed.note_shown(self.ranges)
+            self.adopted.handed.point_to_host(self.adopted.places)
+            self.adopted.handed.note_shown(self.adopted.places)
             if self.adopted.handed:
                 self.adopted.versions_offloaded = {}
             self.adopted.loose_bytes = 0
@@ -238,7 +238,7 @@ class Holding:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
         if not self._is_vacating and self.adopted.handed:  # another thread may be writing a checkpoint from them: never over poison
             self.device.wait(self.device.mark("to_host"))
-            self.adopted.handed.point_to_host(self.ranges, except_for=self.adopted.moving_in)
+            self.adopted.handed.point_to_host(self.adopted.places, except_for=self.adopted.moving_in)
         self._is_vacating = True
         r.give(range(first, last), stock)  # first, so that what is on record is mapped, whenever an interrupt comes
         self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
@@ -288,16 +288,18 @@ class Holding:
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
-        return self.adopted.handed.over_host(tensor, self.ranges)
+        return self.adopted.handed.over_host(tensor, self.adopted.places)
 
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""
-        ranges = self.ranges if not self.on_device else tuple(r for r in self.ranges if not r.loose and r.claims is None)
-        return self.adopted.handed.over_host(tensor, ranges)
+        place = self.adopted.places.find(tensor)
+        if place is None or (self.on_device and (place[0].loose or place[0].claims is not None)):
+            return None
+        return self.over_host(tensor)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
-        return self.adopted.handed.hand_out(tensor, self.ranges, from_host=not self.on_device or self._is_vacating)
+        return self.adopted.handed.hand_out(tensor, self.adopted.places, from_host=not self.on_device or self._is_vacating)
 
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie, and of what was torn apart.
