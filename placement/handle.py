@@ -88,7 +88,8 @@ class Handle:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes it needs while it is on the device."""
+        """Device bytes it needs while it is on the device; of an optimizer with what its steps have still to create, as far as that can be
+        told."""
         if self.residency is not None:
             return self.residency.num_bytes
         return 0 if self.holding is None else self.holding.num_bytes
@@ -214,10 +215,13 @@ class Handle:
         self.built_object = self.adapter = self.holding = self.residency = None
 
     def measure(self) -> None:
-        """Look at what an external handle has on the accelerator, each storage once. What we place counts itself."""
+        """Look at what an external handle has on the accelerator, each storage once, and for state that was born there. All else that we
+        place counts itself."""
         if self.adapter is not None and self.adapter.external is not None:
             storages = (owned.tensor.untyped_storage() for owned in self.adapter.owned())
             self._external_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
+        elif self.holding is not None and self.holding.on_device:
+            self.holding.adopted.measure_births()
 
     @property
     def is_gone(self) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -26,6 +25,10 @@ class _Left(threading.local):
 
 _LEFT = _Left()
 _NOTHING = nullcontext()
+_num_function_modes = torch._C._len_torch_function_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_any_autocast_on = torch._C._is_any_autocast_enabled
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def without_modes() -> AbstractContextManager[None]:
@@ -33,14 +36,9 @@ def without_modes() -> AbstractContextManager[None]:
 
     Gradients and inference mode are the caller's business still: what they mean differs from place to place.
     """
-    is_in_none = not (
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or _len_torch_dispatch_stack_pre_dispatch()
-    )
-    return _NOTHING if is_in_none else _left()
+    if _num_function_modes() or _num_dispatch_modes() or _is_any_autocast_on() or _innermost_transform() is not None:
+        return _left()
+    return _NOTHING
 
 
 @contextmanager
@@ -56,7 +54,7 @@ def _left() -> Iterator[None]:
 @contextmanager
 def _function_modes_left() -> Iterator[None]:
     before = _LEFT.modes
-    modes = tuple(torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack()))
+    modes = tuple(torch._C._pop_torch_function_stack() for _ in range(_num_function_modes()))
     _LEFT.modes = modes
     try:
         yield

@@ -13,13 +13,14 @@ import torch
 from placement.adapters.base import Adapter
 from placement.adapters.tensors import align
 from placement.errors import IntegrityError
-from placement.memory import poisoned, strays
+from placement.memory import adopt, poisoned, strays
 from placement.memory.adopt import Claim
 from placement.memory.base import Device
 from placement.memory.claims import RANGES, Owner
 from placement.memory.fingerprint import fingerprints
 from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
+from placement.memory.host import round_up
 from placement.memory.intake import Intake
 from placement.memory.range import Places, Range
 from placement.memory.stock import Stock
@@ -46,6 +47,12 @@ class Adopted:
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
+        self.unborn_bytes = 0
+        """Device bytes that state will need which steps have still to create, as of the last look, as far as its size can be told."""
+        self.born_bytes = 0
+        """Of these, what is there by now, in torch's own memory, as last measured."""
+        self._num_entries = 0
+        """As of the last look."""
         self.foreign: tuple[tuple[str, int], ...] = ()
         """Name and bytes of what a framework keeps on the device for the object, offloaded or not, as of the last look."""
         self._device = device
@@ -67,12 +74,12 @@ class Adopted:
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to have memory behind every range."""
-        return sum([r.device_bytes for r in self.ranges])
+        return sum([r.device_bytes for r in self.places.ranges])
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of chunks behind the ranges."""
-        return sum([r.resident_bytes for r in self.ranges])
+        return sum([r.resident_bytes for r in self.places.ranges])
 
     @property
     def host_bytes(self) -> int:
@@ -88,9 +95,24 @@ class Adopted:
         return self._intake.newborn(self.ranges, self.handed)
 
     def look(self) -> None:
-        """Measure what the object owns in torch's memory."""
+        """Measure what the object owns in torch's memory, and what of it is still to be born."""
         self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+        self.look_at_unborn()
         self.look_at_foreign()
+
+    def look_at_unborn(self) -> None:
+        """What is there, in a range or in torch's memory, must not count a second time."""
+        self._num_entries = self._adapter.num_entries()
+        self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
+
+    def measure_births(self) -> None:
+        """Whether state was born since the last look. Looks at no tensor."""
+        if self.unborn_bytes and self._adapter.num_entries() != self._num_entries:
+            self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
+
+    def _measure_unborn(self) -> int:
+        sizes = self._adapter.unborn_sizes()
+        return round_up(adopt.expected_bytes(self._device, sizes), self._device.granularity) if sizes else 0
 
     def look_at_foreign(self) -> None:
         self.foreign = tuple(self._adapter.foreign())
@@ -107,6 +129,7 @@ class Adopted:
     def reserve(self, sizes: Sequence[int]) -> None:
         """Set host memory and addresses aside for storages of these sizes that are not born yet."""
         self._intake.reserve(sizes)
+        self.look_at_unborn()
 
     def keep(self, ranges: tuple[Range, ...]) -> None:
         """Store the ranges, and tell the process whose addresses they are."""
@@ -158,6 +181,7 @@ class Adopted:
         if len(self.ranges) > len(before):
             self.align_wrappers()
         self.loose_bytes = here
+        self.look_at_unborn()
         return self.ranges[len(before) :]
 
     def take_in_to_stay(self) -> Range | None:

@@ -212,7 +212,7 @@ class Exchange:
     def _limit_room(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> None:
         """However much is free, a swap takes the window beside the larger side and leaves the rest to others."""
         if leaving and coming:
-            gain = sum(each.num_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
+            gain = sum(each.adopted.device_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
             self._stock.room_bytes = min(self._stock.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:

@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return self.adopted.ranges
+        return self.adopted.places.ranges
 
     @property
     def gradients(self) -> Gradients:
@@ -66,8 +66,18 @@ class Holding:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes that it takes to be resident."""
-        return self.adopted.device_bytes + self.loose_bytes
+        """Device bytes that it takes to be resident, with what is to be born there."""
+        return self.adopted.device_bytes + self.loose_bytes + self.unborn_bytes
+
+    @property
+    def unborn_bytes(self) -> int:
+        """Of these, for state that steps have still to create, as of the last look."""
+        return self.adopted.unborn_bytes
+
+    @property
+    def born_bytes(self) -> int:
+        """Of these, what they have created since, in torch's own memory: not among `resident_bytes` before the next look."""
+        return self.adopted.born_bytes if self.on_device else 0
 
     @property
     def resident_bytes(self) -> int:
@@ -228,6 +238,7 @@ class Holding:
             if self.adopted.handed:
                 self.adopted.versions_offloaded = {}
             self.adopted.loose_bytes = 0
+            self.adopted.look_at_unborn()
             self.adapter.drop_caches()
             self.adopted.look_at_foreign()
         self._is_copying = self._is_vacating = False
