@@ -29,7 +29,8 @@ class Lazy:
     """A factory in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
 
     The factory is called once, at the first border whose plan wants the handle on the device, and never on a worker whose
-    policy does not. It returns what `register` would have taken.
+    policy does not. It returns what `register` would have taken. It finds the default device and the function modes of whoever
+    changes the phase.
     """
 
     def __init__(self, factory: Callable[[], Any], *, kind: str = "module") -> None:
