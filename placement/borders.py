@@ -19,6 +19,7 @@ from placement.errors import CoordinatorLost, PhaseError, PlacementError, Policy
 from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
+from placement.modes import without_modes
 from placement.phases import Open, Phase, check_holder
 from placement.reconcile import Reconciler
 from placement.registry import Registry
@@ -233,7 +234,7 @@ class Borders:
                     self._busy = True
                     if self._device.is_capturing():
                         raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
-                    with torch.inference_mode(False), torch.no_grad():
+                    with without_modes(), torch.inference_mode(False), torch.no_grad():
                         self._sweep_gone()
                         self._sweep_abandoned()
                         yield
@@ -242,7 +243,8 @@ class Borders:
             finally:
                 # Again, because an interrupt can fall between the end of the body and the first one, or inside torch's own switch.
                 self._busy = False
-                torch.set_grad_enabled(grad_was_on)
+                if torch.is_grad_enabled() is not grad_was_on:
+                    torch.set_grad_enabled(grad_was_on)
 
     def _plan_after(self, below: tuple[Open, ...]) -> tuple[Plan, list[Exception]]:
         """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""

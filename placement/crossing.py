@@ -159,6 +159,7 @@ class Crossing:
         self.planner.memory = self._device.memory()
         for handle in self._handles.values():
             handle.measure()
+        self.planner.measure_state()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
     def poison_was_written(self, wait: bool = True) -> bool:

@@ -20,6 +20,7 @@ from placement.adapters.megatron import is_megatron_optimizer, reading_methods
 from placement.errors import BrokenHandleError, NotResidentError, PhaseError, PlacementError
 from placement.initial_step import undo_initial_step
 from placement.method_call import MethodCall
+from placement.modes import without_modes
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class StateDictGuard(_Guard):
             return None
         if handle.holding.lost is not None:
             raise BrokenHandleError(f"{handle.name!r} is broken and its values must not be saved: {handle.holding.lost}")
-        with torch.inference_mode(False):  # what is handed out follows the handle later, which inference tensors cannot
+        with without_modes(), torch.inference_mode(False):  # what is handed out follows the handle later, which inference tensors cannot
             if not isinstance(owner, torch.nn.Module):
                 return self._readable(handle, state_dict)  # an optimizer's dict holds its live state: containers are copied
             for key, value in state_dict.items():  # nested calls share one dict, and torch wants it changed in place

@@ -15,6 +15,7 @@ from placement.initial_step import no_initial_step
 from placement.journal import HandleCounters
 from placement.machine import HandleMachine, Moves, Node
 from placement.memory.holding import Holding
+from placement.modes import without_modes
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Lazy:
     """A factory in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
 
     The factory is called once, at the first border whose plan wants the handle on the device, and never on a worker whose
-    policy does not. It returns what `register` would have taken.
+    policy does not. It returns what `register` would have taken. It finds the default device and the function modes of whoever
+    changes the phase.
     """
 
     def __init__(self, factory: Callable[[], Any], *, kind: str = "module") -> None:
@@ -87,7 +89,8 @@ class Handle:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes it needs while it is on the device."""
+        """Device bytes it needs while it is on the device; of an optimizer with what its steps have still to create, as far as that can be
+        told."""
         if self.residency is not None:
             return self.residency.num_bytes
         return 0 if self.holding is None else self.holding.num_bytes
@@ -154,10 +157,11 @@ class Handle:
                 if self.is_gone
                 else f"{self.name!r} is not built yet; it is built at the first phase whose plan wants it on the device"
             )
-        if isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born():
-            with no_initial_step():
-                return target.state_dict()
-        return target.state_dict()
+        with without_modes():
+            if isinstance(self.adapter, OptimizerAdapter) and not self.adapter.state_is_all_born():
+                with no_initial_step():
+                    return target.state_dict()
+            return target.state_dict()
 
     def weights_info(self, *, dtype: torch.dtype | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes when it is asked the same, in its order.
@@ -221,10 +225,13 @@ class Handle:
         return () if self.adapter is None else self.adapter.module_adapters()
 
     def measure(self) -> None:
-        """Look at what an external handle has on the accelerator, each storage once. What we place counts itself."""
+        """Look at what an external handle has on the accelerator, each storage once, and for state that was born there. All else that we
+        place counts itself."""
         if self.adapter is not None and self.adapter.external is not None:
             storages = (owned.tensor.untyped_storage() for owned in self.adapter.owned())
             self._external_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
+        elif self.holding is not None and self.holding.on_device:
+            self.holding.adopted.measure_births()
 
     @property
     def is_gone(self) -> bool:

@@ -130,12 +130,12 @@ class Leased:
 
     def _needs(self, name: str, plan: Plan) -> _Needs:
         built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
-        wanted = sum(bytes_under(plan, views.handle_view(h)) - _loose_bytes(h) for h in built if plan.on_device(h.name))
+        wanted = sum(bytes_under(plan, views.handle_view(h)) - _loose_bytes(h) - _born_bytes(h) for h in built if plan.on_device(h.name))
         return _Needs(wanted + self._planner.working_bytes(name), wanted - self._held_bytes())
 
     def _held_bytes(self) -> int:
-        """Device bytes that are the handles' alone: what they own in torch's memory counts there."""
-        return sum(handle.resident_bytes - _loose_bytes(handle) for handle in self._handles.values() if not handle.external)
+        """Device bytes that are the handles' alone, with what is to be born beside them: what they own in torch's memory counts there."""
+        return sum(h.resident_bytes - _loose_bytes(h) + _unborn_bytes(h) for h in self._handles.values() if not h.external)
 
     def _coming(self, plan: Plan) -> list[str]:
         return [handle.name for handle in self._handles.values() if _lacks(handle, plan)]
@@ -170,3 +170,12 @@ def _lacks(handle: Handle, plan: Plan) -> bool:
 
 def _loose_bytes(handle: Handle) -> int:
     return 0 if handle.holding is None else handle.holding.resident_bytes - handle.holding.chunk_bytes
+
+
+def _unborn_bytes(handle: Handle) -> int:
+    """What the steps of an optimizer that is on the device have still to create there."""
+    return handle.holding.unborn_bytes - handle.holding.born_bytes if handle.holding is not None and handle.holding.on_device else 0
+
+
+def _born_bytes(handle: Handle) -> int:
+    return 0 if handle.holding is None else handle.holding.born_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from placement import views
@@ -41,6 +42,10 @@ class Planner:
         self._history: deque[str] = deque(maxlen=_HISTORY)
         self.memory = memory
         """As last measured."""
+        self._born_bytes = 0
+        """State of optimizers that was born since the last look at them: the handles hold it already."""
+        self._state_bytes = 0
+        """All their state in torch's memory. It is not others', and goes into a range at the next offload."""
         self.least: LeastBudget | None = None
         """The least budget of all ranks of a group, as of the last border: ranks with one budget make one plan."""
 
@@ -73,7 +78,7 @@ class Planner:
             enclosing=enclosing,
             upcoming=self._upcoming(phase),
             handles=handles,
-            budget_bytes=self._within_the_group(self._budget.limit(phase, self.memory, _held_bytes(handles.values()))),
+            budget_bytes=self._within_the_group(self._limit(phase, handles.values())),
             worker_role=self._settings.worker_role,
             phases=self._settings.phases,
         )
@@ -87,11 +92,20 @@ class Planner:
 
     def budget_bytes(self, phase: str) -> int:
         """Device bytes that the handles of this rank may hold together in a phase, as things are now."""
-        return self._budget.limit(phase, self.memory, _held_bytes(list(self._handles.values())))
+        return self._limit(phase, list(self._handles.values()))
+
+    def _limit(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
+        return self._budget.limit(phase, self._others(), _held_bytes(handles) + self._born_bytes)
+
+    def measure_state(self) -> None:
+        """What optimizers have in torch's memory, after `Handle.measure`."""
+        holdings = [h.holding for h in self._handles.values() if h.kind == "optimizer" and h.holding is not None]
+        self._born_bytes = sum(holding.born_bytes for holding in holdings)
+        self._state_bytes = self._born_bytes + sum(holding.loose_bytes for holding in holdings)
 
     def working_bytes(self, phase: str) -> int:
         """Device bytes to lease for a phase beside the handles': for activations, and what torch's allocator has cached."""
-        return max(self._budget.working_bytes(phase), self.memory.torch_reserved_bytes)
+        return max(self._budget.working_bytes(phase), self._others().torch_reserved_bytes) + self._state_bytes
 
     def generating(self, phase: str) -> tuple[str, ...]:
         """The roles whose engines a phase generates with; none where it only holds them."""
@@ -103,7 +117,13 @@ class Planner:
 
     def over(self, phase: str) -> None:
         """A phase ends now: remember what others came to need in it."""
-        self._budget.observe(phase, self.memory)
+        self._budget.observe(phase, self._others())
+
+    def _others(self) -> DeviceMemory:
+        """The memory, without what optimizers have in torch's."""
+        if not self._state_bytes:
+            return self.memory
+        return replace(self.memory, torch_reserved_bytes=max(0, self.memory.torch_reserved_bytes - self._state_bytes))
 
     def _upcoming(self, phase: str) -> tuple[str, ...]:
         """What followed the last time this phase began, up to its return."""

@@ -25,6 +25,7 @@ from placement.memory.claims import RANGES
 from placement.memory.holding import Holding
 from placement.memory.ranks import Ranks
 from placement.memory.replicated import ReplicatedHolding
+from placement.modes import callers_function_modes
 from placement.reconcile import Reconciler
 from placement.replication import check_can_be_replicated
 from placement.states import KINDS, ROLES
@@ -88,7 +89,8 @@ class Registry:
         """
         assert handle.lazy is not None
         try:
-            target = handle.lazy.factory()
+            with callers_function_modes():
+                target = handle.lazy.factory()
         except Exception as error:
             raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
         lazy = handle.lazy

@@ -33,7 +33,7 @@ class HandleSnapshot(_Frozen):
     built: bool
     kept: bool
     num_bytes: int
-    """Device bytes it needs while resident."""
+    """Device bytes it needs while resident; of an optimizer with what its steps have still to create."""
     resident_bytes: int
     """Device bytes it holds now."""
     foreign_bytes: int = 0

@@ -85,7 +85,8 @@ class HandleView:
     role: str | None
     state: State
     num_bytes: int
-    """Device bytes the handle needs while it is on the device; 0 for an unbuilt `Lazy`, an external handle, unborn state."""
+    """Device bytes the handle needs while it is on the device; 0 for an unbuilt `Lazy` and an external handle. State that an optimizer's
+    steps have still to create counts where its size can be told, also while the optimizer is on the device already."""
     resident_bytes: int = 0
     """Device bytes it holds now."""
     owners: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from placement.adapters.published import Adapters, check_publishable, published
 from placement.adapters.weights import Reader, Weight
 from placement.engines.base import Engine
 from placement.errors import PhaseError, RegistrationError
+from placement.modes import without_modes
 from placement.states import State, Trigger
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class Bucket(list[tuple[str, torch.Tensor]]):
 def weights_info(handle: Handle, *, dtype: torch.dtype | None, adapters: Adapters) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
     root = _root(handle, adapters)
-    found = [] if root is None else published(root, adapters)
+    with without_modes():
+        found = [] if root is None else published(root, adapters)
     return [WeightInfo(name, tuple(weight.shape), _cast(weight, dtype)) for name, weight in found]
 
 
@@ -75,7 +77,8 @@ def weights(
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
     root = _root(handle, adapters)
-    found = [] if root is None else published(root, adapters)
+    with without_modes():
+        found = [] if root is None else published(root, adapters)
     if root is not None:
         check_publishable(root, handle.name, found)
     return _Sync(handle, found, dtype, adapters).buckets(bucket_bytes)
@@ -133,7 +136,7 @@ class _Sync:
 
     def _whole(self, weight: Weight) -> torch.Tensor:
         """The value in torch's own memory on the device, read where it is authoritative now."""
-        with torch.inference_mode(False), torch.no_grad():
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             return weight.whole(self._reader(), _cast(weight, self._dtype))
 
     def _reader(self) -> Reader:

@@ -137,5 +137,13 @@ class Adapter(abc.ABC):
         """Drop what a framework rebuilds when it needs it; called once the object is on the host."""
 
     def expected_sizes(self) -> Sequence[int] | None:
-        """Sizes in bytes of storages that are not born yet but will be (optimizer state); None when it cannot be told."""
+        """Sizes in bytes of storages that are not born yet but will be (optimizer state); None when it cannot be told. Asked once."""
         return ()
+
+    def unborn_sizes(self) -> Sequence[int]:
+        """Of what `expected_sizes` has told, the storages that are not there yet. May look at every parameter."""
+        return ()
+
+    def num_entries(self) -> int:
+        """Changes when some of them are born. Costs nothing."""
+        return 0

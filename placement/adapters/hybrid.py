@@ -95,7 +95,7 @@ def restore(hybrid: Any, given: Mapping[torch.Tensor, Mapping[str, Any]], groups
                     hybrid.cpu_copy_map_grad.pop(inner, None)
                 step = entry.pop("step", None)
                 if step is not None and counts_by_state:
-                    entry["step"] = torch.as_tensor(step, dtype=torch.float32)
+                    entry["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
                 elif step is not None:
                     group["step"] = int(step)
                 _write(optimizer.state, inner, entry, group)

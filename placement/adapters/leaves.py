@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,4 +122,19 @@ def _label(owner: Any) -> str:
 
 def is_born(optimizer: Any) -> bool:
     """Whether an optimizer has state."""
-    return any(entry if isinstance(entry, Mapping) else True for entry in optimizer.state.values())
+    return any(map(has_state, optimizer.state.values()))
+
+
+def is_all_born(optimizer: Any, given: Container[int]) -> bool:
+    """Whether an optimizer has state of every parameter that may get a gradient.
+
+    Args:
+        given: identities of parameters that get one without autograd (main parameters).
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return all(has_state(optimizer.state.get(each, {})) for each in parameters if each.requires_grad or id(each) in given)
+
+
+def has_state(entry: Any) -> bool:
+    """Whether an entry of an optimizer's state is more than an empty place for one."""
+    return bool(entry) if isinstance(entry, Mapping) else True

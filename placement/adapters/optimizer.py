@@ -12,7 +12,7 @@ import torch
 from placement.adapters import deepspeed, hybrid
 from placement.adapters.base import Adapter, Owned, Seen
 from placement.adapters.detect import external_optimizer, refuse_optimizer
-from placement.adapters.leaves import WRAPPING, Leaf, find, is_born, parameters_of, state_of, wrapper_of
+from placement.adapters.leaves import WRAPPING, Leaf, find, is_all_born, is_born, parameters_of, state_of, wrapper_of
 from placement.adapters.megatron import (
     chunk_parameters,
     is_megatron_optimizer,
@@ -25,7 +25,7 @@ from placement.adapters.quantized import copied_parameters
 from placement.adapters.sparse import is_sparse, problem_of_sparse, sparse_parts
 from placement.adapters.steady import SteadyState
 from placement.adapters.tensors import is_plain, parts_of, plain_parts, problem_of, reference, with_index
-from placement.adapters.twin import twin_sizes
+from placement.adapters.twin import Unborn, unborn_state
 from placement.errors import RegistrationError
 
 _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
@@ -58,6 +58,8 @@ class OptimizerAdapter(Adapter):
         self._steady: SteadyState | None = None
         self._sparse: list[weakref.ref[torch.Tensor]] = []
         """Sparse state, as of the last walk."""
+        self._unborn: tuple[Unborn, ...] = ()
+        """As far as it could be told at the last `expected_sizes`."""
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
         # Megatron's wrappers hold no optimizer where this rank has nothing to step.
@@ -248,22 +250,32 @@ class OptimizerAdapter(Adapter):
         return all(is_born(leaf.optimizer) for leaf in self._leaves())
 
     def expected_sizes(self) -> Sequence[int] | None:
-        """Bytes of each storage that the first step will create, in parameter order; empty once the state is born.
+        """Bytes of each storage that steps have still to create, in parameter order; empty once all state is born.
 
         None when it cannot be told: LBFGS, ASGD, Adafactor, SparseAdam, and steps of users that need data.
         """
+        self._unborn = ()
         if self._external is not None:
             return ()
-        sizes: list[int] = []
+        found: list[Unborn] = []
         objects, leaves = self._look()
+        given = model_parameters(objects)
         for leaf in leaves:
-            if is_born(leaf.optimizer):
+            if is_all_born(leaf.optimizer, given):
                 continue
-            born = None if leaf.wraps else twin_sizes(leaf.optimizer, self._device, model_parameters(objects))
-            if born is None:
+            unborn = None if leaf.wraps else unborn_state(leaf.optimizer, self._device, given)
+            if unborn is not None:
+                found.append(unborn)
+            elif not is_born(leaf.optimizer):
                 return None
-            sizes.extend(born)
-        return sizes
+        self._unborn = tuple(found)
+        return self.unborn_sizes()
+
+    def unborn_sizes(self) -> Sequence[int]:
+        return [size for unborn in self._unborn for size in unborn.sizes()]
+
+    def num_entries(self) -> int:
+        return sum(unborn.num_entries for unborn in self._unborn)
 
     def _leaves(self) -> list[Leaf]:
         return self._look()[1]

@@ -5,16 +5,47 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from placement.adapters.tensors import nested_tensors, parts_of
+from placement.adapters.leaves import has_state
+from placement.adapters.tensors import nested_tensors, parts_of, reference
 
 
-def twin_sizes(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> list[int] | None:
-    """Bytes of every storage that the first step of `optimizer` will create on the device, 0-dimensional CPU tensors not counted.
+class Unborn:
+    """State that steps of one optimizer have still to create, parameter by parameter: an expert's comes with its first token.
+
+    Args:
+        sizes: bytes of each storage, by identity of the parameter that it belongs to.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[int, Sequence[int]]) -> None:
+        self._optimizer = reference(optimizer)
+        self._by_parameter = sizes
+        self._num_entries = -1
+        self._is_all_born = False
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the optimizer's state: more of them, and something was born. Costs nothing."""
+        optimizer = self._optimizer()
+        return 0 if optimizer is None else len(optimizer.state)
+
+    def sizes(self) -> list[int]:
+        """Of the storages that are not there yet."""
+        optimizer, num_entries = self._optimizer(), self.num_entries
+        if optimizer is None or (self._is_all_born and num_entries == self._num_entries):
+            return []
+        born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
+        missing = [size for key, sizes in self._by_parameter.items() if key not in born for size in sizes]
+        self._num_entries, self._is_all_born = num_entries, not missing
+        return missing
+
+
+def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> Unborn | None:
+    """What of an optimizer's state its steps will create on the device, 0-dimensional CPU tensors not counted.
 
     A twin of the same class is stepped on meta tensors: no memory, no value, no hook and no random state of the user is touched.
     Every parameter that requires a gradient is taken to get one. None when the class cannot be stepped without data.
@@ -27,14 +58,15 @@ def twin_sizes(optimizer: torch.optim.Optimizer, compute_device: torch.device, g
     try:
         # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
-            return _step_twin(optimizer, given)
+            return Unborn(optimizer, _step_twin(optimizer, given))
     except Exception:  # a user's class may do anything in a step; then its state is sized when it is born
         return None
     finally:
         random.setstate(python_state)
 
 
-def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> list[int]:
+def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> dict[int, list[int]]:
+    """Bytes of each storage, by the optimizer's own parameters."""
     groups = [_twin_group(group) for group in optimizer.param_groups]
     cls: Any = type(optimizer)
     twin = cls(groups)
@@ -47,19 +79,20 @@ def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> list[
             setattr(twin, name, value)
     # The innermost function: without the wrappers that torch's constructor puts around it, which run the user's global hooks.
     inspect.unwrap(cls.step)(twin)
-    sizes: list[int] = []
+    sizes: dict[int, list[int]] = {}
     seen: set[int] = set()
     for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
         on_device = bool(original.get("fused") or original.get("capturable"))
-        for parameter in group["params"]:
+        for parameter, source in zip(group["params"], original["params"], strict=True):
             for tensor in _parts_in(twin.state.get(parameter, {})):
                 storage = tensor.untyped_storage()
                 if storage._cdata in seen or not (tensor.is_meta or on_device):
                     continue
                 seen.add(storage._cdata)
                 # A fused step counts in float32, whatever the default type of the process.
-                sizes.append(4 if tensor.is_cpu and original.get("fused") else storage.nbytes())
-    return [size for size in sizes if size]
+                if size := 4 if tensor.is_cpu and original.get("fused") else storage.nbytes():
+                    sizes.setdefault(id(source), []).append(size)
+    return sizes
 
 
 def _parts_in(state: Any) -> Iterator[torch.Tensor]:

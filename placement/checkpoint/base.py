@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from placement.adapters.tensors import parts_of, rewrapped
 from placement.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.modes import without_modes
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class Part(abc.ABC):
 
         Tensor objects, addresses, aliases and an optimizer's keys stay. Raises what `prepare` raises.
         """
-        apply([self.prepare(given)])
+        with without_modes(), torch.inference_mode(False):
+            apply([self.prepare(given)])
 
     def _object(self) -> Any:
         handle = self.handle
@@ -158,7 +160,7 @@ class Part(abc.ABC):
 
 def apply(changes: Sequence[Change]) -> None:
     """Make several changes: all, or none where one cannot be begun."""
-    with torch.inference_mode(False), torch.no_grad():
+    with without_modes(), torch.inference_mode(False), torch.no_grad():
         try:
             for change in changes:
                 change.begin()

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -22,6 +23,7 @@ from placement.checkpoint.base import Change, Part, Path, Shown, apply, under
 from placement.checkpoint.model import Model
 from placement.checkpoint.optimizer import Optimizer
 from placement.errors import CheckpointError, PlacementError
+from placement.modes import without_modes
 from placement.phases import names_of
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ class LoadPlanner(DefaultLoadPlanner):
 def _make_room(values: dict[str, Any], path: Path, metadata: Metadata) -> None:
     for key, value in values.items():
         if isinstance(value, Shown):
-            values[key] = value.part.template((*path, str(key)), metadata)
+            with without_modes(), torch.inference_mode(False):
+                values[key] = value.part.template((*path, str(key)), metadata)
         elif type(value) is dict:
             _make_room(value, (*path, str(key)), metadata)
 

@@ -26,6 +26,7 @@ from placement.checkpoint.base import (
 )
 from placement.errors import CheckpointError, NotResidentError
 from placement.guards import is_off
+from placement.modes import without_modes
 
 if TYPE_CHECKING:
     from placement.handle import Handle
@@ -40,7 +41,7 @@ class Model(Part):
 
     def state_dict(self) -> Shown:
         module = self._object()
-        with torch.inference_mode(False):
+        with without_modes(), torch.inference_mode(False):
             try:
                 found = get_model_state_dict(module)
             except (AssertionError, AttributeError, RuntimeError) as error:
@@ -59,9 +60,8 @@ class Model(Part):
             if key not in live:
                 raise self._error(".".join(map(str, rest)), "is in the checkpoint, and the module has no such parameter or buffer")
             if _is_extra(key):  # of any shape, and flattened
-                put(
-                    found, rest, torch.empty(saved.size, dtype=saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
-                )
+                is_tensor = isinstance(saved, TensorStorageMetadata)
+                put(found, rest, torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu") if is_tensor else None)
             else:
                 found[key] = self._saved_like(key, live[key], saved)
         for key in live:

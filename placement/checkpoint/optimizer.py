@@ -21,6 +21,7 @@ from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapp
 from placement.checkpoint.optimizer_state import Changes, HybridLoad, OwnLoad, StateChange, settings_of
 from placement.errors import CheckpointError, NotResidentError
 from placement.guards import is_guard, is_off
+from placement.modes import without_modes
 
 
 class Optimizer(Part):
@@ -37,7 +38,7 @@ class Optimizer(Part):
         names = self._names()
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
-        with torch.inference_mode(False), torch.no_grad():
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers(names):
                 for owner, entry in (hybrid.exported(optimizer) if hybrid.is_hybrid(optimizer) else optimizer.state).items():
                     state[names.get(id(owner), str(owner))] = mapped(entry, self._shown)
@@ -63,7 +64,7 @@ class Optimizer(Part):
             elif rest[0] == "state" and len(rest) > 2 and isinstance(saved, TensorStorageMetadata):
                 raise self._error(f"state of {rest[1]!r}", "is in the checkpoint, and the optimizer steps no parameter of that name")
             elif isinstance(saved, TensorStorageMetadata):
-                value = torch.empty(saved.size, dtype=saved.properties.dtype)
+                value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             put(found, rest, value)
         if not found["param_groups"]:
             raise self._error("'param_groups'", f"is not in the checkpoint below {'.'.join(map(str, path))!r}")
@@ -79,7 +80,7 @@ class Optimizer(Part):
         if is_a(parameter, "torch.distributed.tensor", "DTensor") and saved.size == parameter.size():  # sharded as its parameter is
             like = torch.empty_like(parameter, dtype=saved.properties.dtype, device="meta")
             return rewrapped(like, lambda part: torch.empty_like(part, device="cpu"))
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
     def prepare(self, given: Mapping[str, Any]) -> Change:
         self.require_writable()

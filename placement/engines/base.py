@@ -13,6 +13,7 @@ import torch
 from placement.adapters.composite import CompositeAdapter
 from placement.adapters.module import ModuleAdapter
 from placement.engines.taker import WeightTaker
+from placement.modes import without_modes
 
 
 class Engine(abc.ABC):
@@ -61,10 +62,11 @@ class TorchEngine(Engine):
         A name is one that the module is published under, or the module's own. Calls no collective.
         """
         number = getattr(bucket, "number", None)
-        taker = self._taker
-        if taker is None or not number or taker.module is not self.module:
-            taker = self._taker = WeightTaker(self.module)
-        taker.take(bucket)
+        with without_modes():
+            taker = self._taker
+            if taker is None or not number or taker.module is not self.module:
+                taker = self._taker = WeightTaker(self.module)
+            taker.take(bucket)
         if number is None or getattr(bucket, "is_last", False):
             self._taker = None
 

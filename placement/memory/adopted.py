@@ -14,15 +14,16 @@ from placement.adapters.base import Adapter
 from placement.adapters.sparse import own_storages
 from placement.adapters.tensors import align
 from placement.errors import IntegrityError
-from placement.memory import poisoned, strays
+from placement.memory import adopt, poisoned, strays
 from placement.memory.adopt import Claim
 from placement.memory.base import Device
 from placement.memory.claims import RANGES, Owner
 from placement.memory.fingerprint import fingerprints
 from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
+from placement.memory.host import round_up
 from placement.memory.intake import Intake
-from placement.memory.range import Range
+from placement.memory.range import Places, Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
 
@@ -37,7 +38,8 @@ class Adopted:
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, intake: Intake | None = None) -> None:
         self.name = name
-        self.ranges: tuple[Range, ...] = ()
+        self.places = Places(())
+        """The ranges, by address."""
         self.handed = Handed(device)
         self.gradients = Gradients(adapter)
         self.versions_offloaded: dict[int, int] = {}
@@ -46,6 +48,12 @@ class Adopted:
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
+        self.unborn_bytes = 0
+        """Device bytes that state will need which steps have still to create, as of the last look, as far as its size can be told."""
+        self.born_bytes = 0
+        """Of these, what is there by now, in torch's own memory, as last measured."""
+        self._num_entries = 0
+        """As of the last look."""
         self.foreign: tuple[tuple[str, int], ...] = ()
         """Name and bytes of what a framework keeps on the device for the object, offloaded or not, as of the last look."""
         self._device = device
@@ -54,17 +62,25 @@ class Adopted:
         self._intake = intake or Intake(device, adapter, name, owner)
         self._zeroed = Zeroed(device, adapter)
 
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return self.places.ranges
+
+    @ranges.setter
+    def ranges(self, ranges: tuple[Range, ...]) -> None:
+        self.places = Places(ranges)
+
     # --- measuring
 
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to have memory behind every range."""
-        return sum([r.device_bytes for r in self.ranges])
+        return sum([r.device_bytes for r in self.places.ranges])
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of chunks behind the ranges."""
-        return sum([r.resident_bytes for r in self.ranges])
+        return sum([r.resident_bytes for r in self.places.ranges])
 
     @property
     def host_bytes(self) -> int:
@@ -91,9 +107,24 @@ class Adopted:
         return self.newborn()
 
     def look(self) -> None:
-        """Measure what the object owns in torch's memory."""
+        """Measure what the object owns in torch's memory, and what of it is still to be born."""
         self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+        self.look_at_unborn()
         self.look_at_foreign()
+
+    def look_at_unborn(self) -> None:
+        """What is there, in a range or in torch's memory, must not count a second time."""
+        self._num_entries = self._adapter.num_entries()
+        self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
+
+    def measure_births(self) -> None:
+        """Whether state was born since the last look. Looks at no tensor."""
+        if self.unborn_bytes and self._adapter.num_entries() != self._num_entries:
+            self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
+
+    def _measure_unborn(self) -> int:
+        sizes = self._adapter.unborn_sizes()
+        return round_up(adopt.expected_bytes(self._device, sizes), self._device.granularity) if sizes else 0
 
     def look_at_foreign(self) -> None:
         self.foreign = tuple(self._adapter.foreign())
@@ -102,7 +133,7 @@ class Adopted:
         """Of chunks `first` up to `last` (not included), where they lie on the device; int64, enqueued on the current stream."""
         sizes = r.used_sizes[first:last]
         if not sizes:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return fingerprints(self._device.view(r.adoption.addresses, r.starts[first], sum(sizes)), sizes)
 
     # --- coming in
@@ -110,6 +141,7 @@ class Adopted:
     def reserve(self, sizes: Sequence[int]) -> None:
         """Set host memory and addresses aside for storages of these sizes that are not born yet."""
         self._intake.reserve(sizes)
+        self.look_at_unborn()
 
     def keep(self, ranges: tuple[Range, ...]) -> None:
         """Store the ranges, and tell the process whose addresses they are."""
@@ -161,6 +193,7 @@ class Adopted:
         if len(self.ranges) > len(before):
             self.align_wrappers()
         self.loose_bytes = here
+        self.look_at_unborn()
         return self.ranges[len(before) :]
 
     def take_in_to_stay(self) -> Range | None:
@@ -215,17 +248,19 @@ class Adopted:
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []
-        used = [owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned()]
-        return [r for r in dead if not any(r.has(address) for address in used)]
+        used = sorted(owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned())
+        return [r for r in dead if not r.has_any(used)]
 
     def drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
-        self.handed.leave(gone)
+        if gone:
+            self.handed.leave(Places(tuple(gone)))
         for r in gone:
             self.vacate(r, stock)
             RANGES.remove(r.adoption.addresses.base)
         if gone:
-            self.ranges = tuple(r for r in self.ranges if r not in gone)
+            out = set(gone)
+            self.ranges = tuple(r for r in self.ranges if r not in out)
 
     def vacate(self, r: Range, stock: Stock) -> None:
         """Take all memory from behind a range. Its bytes are elsewhere, or nobody's."""

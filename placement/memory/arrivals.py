@@ -15,11 +15,12 @@ from placement.memory.stock import Stock
 WINDOW = 2
 """Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 97 to 99 % of both directions."""
 _FIRST = 1
-"""Chunks that are mapped before the first copy of a load."""
+"""Chunks of the first burst of a load. Of one range, all chunks of a burst are mapped before the first is copied."""
 _GROWTH = 16
-"""And how many times as many each time after, under the copies. On an H200 a chunk of 256 MiB takes 4.9 ms to copy, 0.09 ms to map."""
+"""And how many times as many in each after it, up to all that wait. They are mapped under the copies of those before: on an H200 a chunk
+of 256 MiB takes 4.9 ms to copy, 0.09 ms to map."""
 _GATHERED = 2
-"""Chunks that are mapped together where ranks gather what comes: see `_next_burst`."""
+"""Chunks of a burst where ranks gather what comes: see `_next_burst`."""
 
 
 class Arrivals:
@@ -38,7 +39,7 @@ class Arrivals:
         self._tails: deque[tuple[Holding, Range, int]] = deque()
         """Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
         self._burst = 0
-        """Chunks that were mapped together last by `bring_more`."""
+        """Chunks of the last burst."""
         self.brought_bytes: Counter[Holding] = Counter()
         """Copied, by holding."""
 
@@ -58,37 +59,45 @@ class Arrivals:
         return sum(nbytes <= room_bytes for nbytes in sizes)
 
     def bring_more(self) -> None:
-        """The next burst, from the driver where the stock has nothing."""
-        self._burst = self._next_burst()
-        self.fill(fresh=self._burst, longest=self._burst, once=True)
+        """The next burst: memory from the stock or the driver, and the start of its copies. It may go over several ranges, however
+        small, because what gives the link work is the burst as a whole."""
+        self._burst = left = min(self._next_burst(), len(self._full or self._tails))
+        while left:
+            left -= self._bring(left, longest=left)[0]
 
-    def fill(self, *, fresh: int, longest: int, once: bool = False) -> None:
+    def fill(self, *, fresh: int, longest: int) -> None:
         """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver.
 
         Args:
             longest: chunks that are mapped together.
-            once: only the next ones.
         """
-        while waiting := self._full or self._tails:
-            holding, r, first = waiting[0]
-            run = next(itertools.groupby(itertools.islice(waiting, longest), key=lambda each: id(each[1])))[1]
-            wanted = [index for _, _, index in run]
-            sizes = [r.chunk_sizes[index] for index in wanted]
-            served = self._stock.count(sizes, fresh)
+        while self:
+            served, created = self._bring(fresh, longest=longest)
             if not served:
                 return
-            fresh -= max(0, served - self._stock.count(sizes, 0))
-            chunks = self._stock.take(sizes[:served])
-            r.chunks.update(zip(wanted, chunks, strict=False))
-            self._device.map(r.adoption.addresses, chunks, r.starts[first])
-            self.brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
-            for _ in range(served):
-                waiting.popleft()
-            if once:
-                return
+            fresh -= created
+
+    def _bring(self, fresh: int, *, longest: int) -> tuple[int, int]:
+        """Bring the next neighbours in one range. Returns how many chunks, and how many of them the driver gave; 0 where memory lacks."""
+        waiting = self._full or self._tails
+        holding, r, first = waiting[0]
+        run = itertools.takewhile(lambda each: each[1] is r, itertools.islice(waiting, longest))
+        wanted = [index for _, _, index in run]
+        sizes = [r.chunk_sizes[index] for index in wanted]
+        served = self._stock.count(sizes, fresh)
+        if not served:
+            return 0, 0
+        created = served - min(served, self._stock.count(sizes, 0))
+        chunks = self._stock.take(sizes[:served])
+        r.chunks.update(zip(wanted, chunks, strict=False))
+        self._device.map(r.adoption.addresses, chunks, r.starts[first])
+        self.brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
+        for _ in range(served):
+            waiting.popleft()
+        return served, created
 
     def _next_burst(self) -> int:
-        """How many chunks to map together. The first few start the link; the longer it has work, the more may be mapped.
+        """How many chunks to bring together. The first few start the link; the longer it has work, the more may be mapped.
 
         Where N ranks gather, each brings 1/N of a chunk, which covers hardly more than the mapping of that chunk: on a host of four
         busy H200s 1.7 ms of copying, 1.3 ms of creating and mapping. There the link has work from the first chunk on only if no

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,10 +54,11 @@ class _Batch:
     mark: Mark | None
     """When their bytes have arrived; None when nothing had to be copied."""
 
-    def cut(self, spans: Sequence[Span]) -> list[Span]:
+    def cut(self, spans: Mapping[Range, Span]) -> list[Span]:
         """What of these spans is in the batch."""
-        cuts = [(r, max(first, self.first), min(last, self.last)) for r, first, last in spans if r is self.range]
-        return [(r, first, last) for r, first, last in cuts if first < last]
+        r, first, last = spans.get(self.range, (self.range, 0, 0))
+        first, last = max(first, self.first), min(last, self.last)
+        return [(r, first, last)] if first < last else []
 
 
 @dataclass(slots=True)
@@ -77,8 +78,8 @@ class _Leaving:
     """Ranges of gradients that are not saved; None: gradients move."""
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
     """Fingerprints that the host copy has once the copies are through, as far as they have been asked."""
-    chosen: Sequence[Span] = ()
-    """What the verifier asks about."""
+    chosen: Mapping[Range, Span] = field(default_factory=dict)
+    """What the verifier asks about, by range."""
 
     def take_in_newborn(self) -> None:
         """Start saving what was born since the last offload."""
@@ -211,7 +212,7 @@ class Exchange:
     def _limit_room(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> None:
         """However much is free, a swap takes the window beside the larger side and leaves the rest to others."""
         if leaving and coming:
-            gain = sum(each.num_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
+            gain = sum(each.adopted.device_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
             self._stock.room_bytes = min(self._stock.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:
@@ -231,14 +232,15 @@ class Exchange:
     def _enqueue(self, leaving: _Leaving) -> Iterator[None]:
         """Ask what changed, enqueue the copies of that, and cut it all into batches; one part at a time, the first of them short."""
         holding = leaving.holding
-        ranges = [r for r in holding.ranges if r not in (leaving.dropped or ())]
-        leaving.chosen = self._verifier.choose(ranges)
+        dropped = set(leaving.dropped or ())
+        ranges = [r for r in holding.ranges if r not in dropped]
+        leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
         for r in ranges:
             known = None if r.prints is None else r.prints.cpu()
             # A readonly module's gradients may change.
             is_kept = r.is_shared or (holding.readonly and known is not None and not r.loose)
             count = len(r.chunk_sizes)
-            now = torch.empty(count, dtype=torch.int64)
+            now = torch.empty(count, dtype=torch.int64, device="cpu")
             leaving.on_host[r] = known if is_kept and known is not None else now
             if not is_kept:
                 leaving.prints.append((r, now))

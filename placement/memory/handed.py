@@ -8,7 +8,7 @@ what the object holds, wherever it is. Of a wrapper (a DTensor) the parts follow
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.adapters.sparse import is_sparse, made_of
 from placement.adapters.tensors import align, is_plain_type, is_wrapper, parts_of, rewrapped
 from placement.memory.base import Device
-from placement.memory.range import Range
+from placement.memory.range import Places
 
 
 class Handed:
@@ -67,7 +67,7 @@ class Handed:
 
     # --- where they point
 
-    def hand_out(self, tensor: torch.Tensor, ranges: Sequence[Range], *, from_host: bool) -> torch.Tensor:
+    def hand_out(self, tensor: torch.Tensor, places: Places, *, from_host: bool) -> torch.Tensor:
         """A live tensor of the object as a state dict may show it; of a sparse one a copy with the values of now.
 
         Args:
@@ -76,89 +76,89 @@ class Handed:
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
             return tensor  # asked for with keep_vars: the live parameter itself
         if is_sparse(tensor):
-            indices, values = (self._now(part, ranges, from_host) for part in (tensor._indices(), tensor._values()))
+            indices, values = (self._now(part, places, from_host) for part in (tensor._indices(), tensor._values()))
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
             # Of classes that we do not know (FSDP1's ShardedTensor) nothing can lie in a range: they were gathered and cut for this.
             is_ours = is_plain_type(type(tensor)) and tensor.untyped_storage().nbytes() > 0
-            return self._hand_out_plain(tensor, ranges, from_host) if is_ours else tensor
+            return self._hand_out_plain(tensor, places, from_host) if is_ours else tensor
         with torch.no_grad():
             # Not of tensor.detach(): wrappers have code of their own for that, and some (torchao's optimizer state) read values in it.
-            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, ranges, from_host)).requires_grad_(False)
+            shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, places, from_host)).requires_grad_(False)
         self._wrappers = _add(self._wrappers, shown)
         return shown
 
-    def _now(self, part: torch.Tensor, ranges: Sequence[Range], from_host: bool) -> torch.Tensor:
+    def _now(self, part: torch.Tensor, places: Places, from_host: bool) -> torch.Tensor:
         """A copy: of a part of a sparse tensor, which cannot be pointed elsewhere when the bytes go there."""
-        host = self.over_host(part, ranges) if from_host and part.numel() else None
+        host = self.over_host(part, places) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
-    def _hand_out_plain(self, tensor: torch.Tensor, ranges: Sequence[Range], from_host: bool) -> torch.Tensor:
-        host = self.over_host(tensor, ranges) if from_host else None
+    def _hand_out_plain(self, tensor: torch.Tensor, places: Places, from_host: bool) -> torch.Tensor:
+        host = self.over_host(tensor, places) if from_host else None
         if host is not None:
-            self.note_shown(ranges, [host])
+            self.note_shown(places, [host])
         elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor: it says the same as the others
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
         self._tensors = _add(self._tensors, found)
         return found
 
-    def over_host(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
+    def over_host(self, tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
         """The same plain tensor over the host copy; None when its storage is not in a range.
 
         Its storage has the size of the original, so that saving it writes no more than that.
         """
-        place = _place(tensor, ranges)
+        place = places.find(tensor)
         if place is None:
             return None
         slab, offset = place[0].slab, place[1]
         return self.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
 
-    def _over_device(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
+    def _over_device(self, tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
         """The same tensor over the range; None when its storage is not over the host copy of one."""
-        place = _place(tensor, ranges)
+        place = places.find(tensor)
         if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
             return None
         addresses, offset = place[0].adoption.addresses, place[1]
         return self.over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
-    def note_shown(self, ranges: Sequence[Range], tensors: Iterable[torch.Tensor] | None = None) -> None:
+    def note_shown(self, places: Places, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """The host copies of these tensors (None: of all) can be written through from now on."""
         for tensor in self if tensors is None else tensors:
-            place = _place(tensor, ranges)
+            place = places.find(tensor)
             if place is not None:
                 place[0].is_shown = True
 
-    def point_to_host(self, ranges: Sequence[Range], except_for: Collection[int] = ()) -> None:
+    def point_to_host(self, places: Places, except_for: Collection[int] = ()) -> None:
         """Point every living tensor to the host copy, but for those of storages that follow by themselves. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
                 return torch.empty_like(tensor, device="cpu")
-            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor, ranges)
+            return None if tensor.untyped_storage()._cdata in except_for else self.over_host(tensor, places)
 
         self._point_to(find)
 
-    def point_to_device(self, ranges: Sequence[Range]) -> None:
+    def point_to_device(self, places: Places) -> None:
         """Point every living tensor to the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and tensor.device != self._device.torch_device:
                 return torch.empty_like(tensor, device=self._device.torch_device)
-            return self._over_device(tensor, ranges)
+            return self._over_device(tensor, places)
 
         self._point_to(find)
 
-    def leave(self, ranges: Sequence[Range] | None = None) -> None:
+    def leave(self, places: Places | None = None) -> None:
         """Give every living tensor memory of its own, with today's values: the ranges that they lie in are about to go.
 
         Args:
-            ranges: only what lies in these, and then in host memory, because nothing else has the values; None: all, where they are.
+            places: only what lies in these, and then in host memory, because nothing else has the values; None: all, where they are.
         """
-        if ranges is None:
+        if places is None:
             self._point_to(lambda tensor: tensor.detach().clone())
-        elif ranges:
-            self._point_to(lambda tensor: None if _place(tensor, ranges) is None else tensor.detach().to("cpu", copy=True))
+        else:
+            self._point_to(lambda tensor: None if places.find(tensor) is None else tensor.detach().to("cpu", copy=True))
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Point every living tensor to what `find` gives for it; None leaves it where it is. Idempotent."""
@@ -180,13 +180,3 @@ def _add(known: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> list[w
     living = [ref for ref in known if ref() is not None] if len(known) % 256 == 255 else known
     living.append(weakref.ref(tensor))
     return living
-
-
-def _place(tensor: torch.Tensor, ranges: Sequence[Range]) -> tuple[Range, int] | None:
-    """The range that a tensor's storage lies in, by its device addresses or by its slab, and the storage's offset there."""
-    address = tensor.untyped_storage().data_ptr()
-    for r in ranges:
-        for base in (r.adoption.addresses.base, r.slab.address):
-            if 0 <= address - base < r.nbytes:
-                return r, address - base
-    return None

@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return self.adopted.ranges
+        return self.adopted.places.ranges
 
     @property
     def gradients(self) -> Gradients:
@@ -66,8 +66,18 @@ class Holding:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes that it takes to be resident."""
-        return self.adopted.device_bytes + self.loose_bytes
+        """Device bytes that it takes to be resident, with what is to be born there."""
+        return self.adopted.device_bytes + self.loose_bytes + self.unborn_bytes
+
+    @property
+    def unborn_bytes(self) -> int:
+        """Of these, for state that steps have still to create, as of the last look."""
+        return self.adopted.unborn_bytes
+
+    @property
+    def born_bytes(self) -> int:
+        """Of these, what they have created since, in torch's own memory: not among `resident_bytes` before the next look."""
+        return self.adopted.born_bytes if self.on_device else 0
 
     @property
     def resident_bytes(self) -> int:
@@ -173,7 +183,7 @@ class Holding:
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.adopted.handed.point_to_host(self.ranges, except_for=self.adopted.moving_in)
+        self.adopted.handed.point_to_host(self.adopted.places, except_for=self.adopted.moving_in)
         surplus = self.strays(before) if self._may_have_strays else {}
         self.adopted.keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
@@ -212,7 +222,7 @@ class Holding:
             stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
             if self._is_vacating:
                 self.on_device = self._have_back(stock)
-            self.adopted.handed.point_to_device(self.ranges)
+            self.adopted.handed.point_to_device(self.adopted.places)
         if not self.on_device:
             if self._is_copying:
                 self.device.sync()
@@ -223,11 +233,12 @@ class Holding:
             for r in self.ranges:
                 self.adopted.vacate(r, stock)
                 r.move_in()
-            self.adopted.handed.point_to_host(self.ranges)
-            self.adopted.handed.note_shown(self.ranges)
+            self.adopted.handed.point_to_host(self.adopted.places)
+            self.adopted.handed.note_shown(self.adopted.places)
             if self.adopted.handed:
                 self.adopted.versions_offloaded = {}
             self.adopted.loose_bytes = 0
+            self.adopted.look_at_unborn()
             self.adapter.drop_caches()
             self.adopted.look_at_foreign()
         self._is_copying = self._is_vacating = False
@@ -238,7 +249,7 @@ class Holding:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
         if not self._is_vacating and self.adopted.handed:  # another thread may be writing a checkpoint from them: never over poison
             self.device.wait(self.device.mark("to_host"))
-            self.adopted.handed.point_to_host(self.ranges, except_for=self.adopted.moving_in)
+            self.adopted.handed.point_to_host(self.adopted.places, except_for=self.adopted.moving_in)
         self._is_vacating = True
         r.give(range(first, last), stock)  # first, so that what is on record is mapped, whenever an interrupt comes
         self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
@@ -288,16 +299,18 @@ class Holding:
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
-        return self.adopted.handed.over_host(tensor, self.ranges)
+        return self.adopted.handed.over_host(tensor, self.adopted.places)
 
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""
-        ranges = self.ranges if not self.on_device else tuple(r for r in self.ranges if not r.loose and r.claims is None)
-        return self.adopted.handed.over_host(tensor, ranges)
+        place = self.adopted.places.find(tensor)
+        if place is None or (self.on_device and (place[0].loose or place[0].claims is not None)):
+            return None
+        return self.over_host(tensor)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
-        return self.adopted.handed.hand_out(tensor, self.ranges, from_host=not self.on_device or self._is_vacating)
+        return self.adopted.handed.hand_out(tensor, self.adopted.places, from_host=not self.on_device or self._is_vacating)
 
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie, and of what was torn apart.

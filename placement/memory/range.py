@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import bisect
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,24 @@ class Placed:
     def uses(self) -> int:
         """References to it now; 0 when it is dead. Its Python object counts too and stays once it is made: made here, if never before."""
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
+
+
+class Places:
+    """Finds the range that an address lies in, by the device addresses of some ranges and by their slabs."""
+
+    def __init__(self, ranges: tuple[Range, ...]) -> None:
+        self.ranges = ranges
+        places = sorted(((base, r) for r in ranges for base in (r.adoption.addresses.base, r.slab.address)), key=operator.itemgetter(0))
+        self._bases = [base for base, _ in places]
+        self._ranges = [r for _, r in places]
+
+    def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
+        """The range that a tensor's storage lies in, and the storage's offset there."""
+        address = tensor.untyped_storage().data_ptr()
+        index = bisect.bisect_right(self._bases, address) - 1
+        if index < 0 or address - self._bases[index] >= self._ranges[index].nbytes:
+            return None
+        return self._ranges[index], address - self._bases[index]
 
 
 class Range:
@@ -105,9 +125,10 @@ class Range:
         self.placed, self.claims = tuple(placed), None
         self.adoption.forget_claims()
 
-    def has(self, address: int) -> bool:
-        """Whether an address lies in it or in its slab."""
-        return any(0 <= address - base < self.nbytes for base in (self.adoption.addresses.base, self.slab.address))
+    def has_any(self, addresses: Sequence[int]) -> bool:
+        """Whether one of these addresses, which ascend, lies in it or in its slab."""
+        bases = (self.adoption.addresses.base, self.slab.address)
+        return any(bisect.bisect_left(addresses, base) < bisect.bisect_left(addresses, base + self.nbytes) for base in bases)
 
     @property
     def is_alive(self) -> bool:

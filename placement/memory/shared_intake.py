@@ -84,7 +84,7 @@ class SharedIntake(Intake):
             slab = device.shared_host(file, nbytes, own_spans(adoption, device.chunk_bytes, shares), extra_bytes)
             self._write(claims, adoption, slab)
             table = _prints_of(slab, shares.world_size)
-            table[shares.rank] = torch.tensor([value for _, value in prints], dtype=torch.int64)
+            table[shares.rank] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
             ranks.confer("share", "written")
         self._check_equal(table, [name for name, _ in prints])
         self._try_out()

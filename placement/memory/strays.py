@@ -40,12 +40,13 @@ def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
         lasting: storages (`_cdata`) that a framework holds, as often as it likes.
     """
     found: dict[str, int] = {}
+    tables = alias_tables()
     for r in ranges:
         if r.counted is None:
             continue
         storages, uses = r.counted
         counts = list(map(storage_use_count, storages))
-        seen = (r.counted, alias_tables(), counts)
+        seen = (r.counted, tables, counts)
         if seen == r.without_strays:
             continue
         surplus = list(map(operator.sub, counts, map(operator.add, known_aliases(storages), uses)))

@@ -97,6 +97,24 @@ def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: Worker, tmp_path
     assert Ledger.of(tmp_path / "leases", f"simulated{tmp_path / 'capacity'}").claims() == []
 
 
+def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path) -> None:
+    worker = Worker("trainer", str(tmp_path), lease_deadline_seconds=20.0)
+    with worker.manager.phase("train") as step:
+        assert worker.held_bytes() == (2 * ACTOR, ACTOR)
+        with worker.manager.phase("away", only=[]):
+            assert worker.held_bytes() == (2 * ACTOR, ACTOR)
+        step.switch("log_prob")
+        assert worker.held_bytes() == (ACTOR, ACTOR)
+    assert worker.held_bytes() == (0, 0)
+    lease = other(tmp_path, CAPACITY - 2 * ACTOR + CHUNK)
+    impatient(worker)
+    with pytest.raises(DeviceMemoryError), worker.manager.phase("train"):
+        raise AssertionError("entered")
+    assert worker.held_bytes() == (0, 0)
+    lease.close()
+    worker.close()
+
+
 def test_two_processes_take_turns(worker: Worker, processes: Processes, tmp_path: Path) -> None:
     engine = processes.start(Worker, "rollout", str(tmp_path))
     with worker.manager.phase("train"):

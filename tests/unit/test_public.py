@@ -14,7 +14,7 @@ import placement
 
 ROOT = Path(placement.__file__).parent
 LAYERS = (
-    ("states", "errors", "on_demand", "weak"),
+    ("states", "errors", "on_demand", "weak", "modes"),
     ("settings", "snapshot", "machine", "journal", "memory", "adapters", "annotate", "summary"),
     ("initial_step", "method_call", "handle"),
     (

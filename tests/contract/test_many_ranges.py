@@ -1,0 +1,177 @@
+"""Hundreds of ranges in one border: handles that are many, or that grew at every step. Every byte comes back, and no memory stays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from placement import DeviceMemoryError, Manager
+from placement.memory.arrivals import WINDOW
+from placement.memory.base import Addresses, Chunk
+from placement.memory.stock import Stock
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.contract.growing import SIDES, Scene, sizes
+
+PAGE = 4096
+
+
+class Mapped(Faults):
+    """Notes how many chunks each call maps."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        super().__init__(SimulatedDevice(1 << 24, chunk_bytes=chunk_bytes, granularity=PAGE))
+        self.mapped: list[int] = []
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        super().map(addresses, chunks, start)
+        self.mapped.append(len(chunks))
+
+
+def mapped_by_a_load(*sizes_bytes: int) -> list[int]:
+    device = Mapped(chunk_bytes=PAGE)
+    manager = Manager(device=device)
+    modules = [nn.ParameterList([nn.Parameter(torch.randn(nbytes // 4))]) for nbytes in sizes_bytes]
+    for index, module in enumerate(modules):
+        manager.register(f"m{index}", module, role="actor")
+    with manager.phase("log_prob"):
+        found = list(device.mapped)
+    assert_nothing_resident(manager)
+    return found
+
+
+# --- bursts
+
+
+def test_a_burst_grows_under_the_copies_of_the_one_before() -> None:
+    assert mapped_by_a_load(300 * PAGE) == [1, 16, 256, 27]
+
+
+def test_a_burst_goes_over_the_borders_of_ranges() -> None:
+    assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 9, 7, 3, 10, 10, 10]
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [*itertools.product([1, 2, 16, 17, 40], [8, PAGE, 3 * PAGE // 2]), (150, PAGE + 8)])
+def test_any_number_of_handles_is_loaded(count: int, nbytes: int) -> None:
+    chunks = -(-nbytes // PAGE)
+    assert sum(mapped_by_a_load(*[nbytes] * count)) == count * chunks
+
+
+# --- growing handles
+
+
+COUNTS = st.sampled_from([1, 2, 9, 17, 40])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    counts=st.tuples(COUNTS, COUNTS),
+    chunk_pages=st.sampled_from([1, 2, 5, 64]),
+    spare_chunks=st.sampled_from([0, 1, WINDOW, 1000]),
+    steps=st.integers(1, 6),
+    seed=st.integers(0, 1 << 32),
+)
+def test_swaps_between_handles_that_grow(counts: tuple[int, int], chunk_pages: int, spare_chunks: int, steps: int, seed: int) -> None:
+    chance, chunk_bytes = random.Random(seed), chunk_pages * PAGE
+    torch.manual_seed(seed)
+    drawn = sizes(PAGE, min(chunk_bytes, 5 * PAGE))  # with large chunks everything is a tail
+    names = [f"{side}.{index}" for side, count in zip(SIDES, counts, strict=True) for index in range(count)]
+    device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)
+    trained = [name for name in names if chance.random() < 0.3]
+    scene = Scene(device, {name: chance.choices(drawn, k=chance.randint(1, 3)) for name in names}, trained)
+    turns = itertools.cycle(SIDES)
+    with scene.manager.phase(side := next(turns)) as phase:
+        for _ in range(steps):
+            scene.check(side)
+            scene.grow(side, chance, drawn)
+            gone, side = side, next(turns)
+            device.capacity_bytes = max(scene.needs(gone), scene.needs(side)) + spare_chunks * chunk_bytes
+            phase.switch(side)
+            scene.check(side)
+    scene.leave()
+
+
+def test_two_handles_that_grow_for_a_long_time_swap_hundreds_of_ranges() -> None:
+    chance, chunk_bytes = random.Random(0), 3 * PAGE
+    device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)
+    scene = Scene(device, {f"{side}.0": [100] for side in SIDES}, [f"{side}.0" for side in SIDES])
+    drawn = sizes(PAGE, chunk_bytes)
+    for step in range(60):
+        with scene.manager.phase(SIDES[0]) as phase:
+            for side in SIDES:
+                if side != SIDES[0]:
+                    device.capacity_bytes = max(map(scene.needs, SIDES))
+                    phase.switch(side)
+                for each in scene.of(side):
+                    each.add([chance.choice(drawn)])
+                    each.add_to_optimizer()
+                    each.bear_state([each.module[-1]])
+                    each.bear_gradients([each.module[-1]])
+                    each.note()
+            device.capacity_bytes = 1 << 30
+        if step % 10 == 9:
+            scene.check(None)
+    assert all(each.num_ranges > 180 for each in scene.all.values())
+    with scene.manager.phase(SIDES[0]):
+        scene.check(SIDES[0])
+    scene.leave()
+
+
+def test_a_load_of_hundreds_of_ranges_that_lacks_memory_leaves_nothing_behind() -> None:
+    device = Faults(SimulatedDevice(1 << 30, chunk_bytes=4 * PAGE, granularity=PAGE))
+    scene = Scene(device, {f"{SIDES[0]}.{index}": [100, 5 * PAGE] for index in range(120)}, [])
+    for at in (1, 2, 60, 200):
+        device.fail("create", at=at)
+        with pytest.raises(DeviceMemoryError), scene.manager.phase(SIDES[0]):
+            pass
+        scene.check(None)
+        assert device.memory().chunk_bytes == 0
+    with scene.manager.phase(SIDES[0]):
+        scene.check(SIDES[0])
+    scene.leave()
+
+
+# --- the stock
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([1, 1, 1, 2, 3]), max_size=30), st.lists(st.sampled_from([1, 2, 3, 4]), max_size=30), st.integers(0, 5))
+def test_a_stock_serves_each_size_once_and_the_driver_the_rest(held: list[int], wanted: list[int], fresh: int) -> None:
+    device = SimulatedDevice(1 << 24, granularity=PAGE)
+    stock = Stock(device)
+    stock.room_bytes = 1 << 24
+    chunks = [device.create(pages * PAGE) for pages in held]
+    stock.give(chunks)
+    stock.give(chunks[::2])  # again, as a border does that was cut short
+    assert stock.held_bytes == sum(held) * PAGE
+    left, expected, budget = list(held), 0, fresh
+    for pages in wanted:
+        if pages in left:
+            left.remove(pages)
+        elif budget:
+            budget -= 1
+        else:
+            break
+        expected += 1
+    needed = [pages * PAGE for pages in wanted]
+    assert stock.count(needed, fresh) == expected
+    taken = stock.take(needed)
+    assert [chunk.nbytes for chunk in taken] == needed
+    assert len({id(chunk) for chunk in taken}) == len(taken)
+    remaining = without(chunks, taken)
+    assert stock.held_bytes == sum(chunk.nbytes for chunk in remaining)
+    stock.forget(remaining[:1])
+    stock.release()
+    assert stock.held_bytes == 0
+    assert device.memory().chunk_bytes == sum(chunk.nbytes for chunk in (*taken, *remaining[:1]))
+
+
+def without(chunks: Collection[Chunk], taken: Collection[Chunk]) -> list[Chunk]:
+    known = {id(chunk) for chunk in taken}
+    return [chunk for chunk in chunks if id(chunk) not in known]

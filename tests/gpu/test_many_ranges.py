@@ -1,0 +1,63 @@
+"""Hundreds of ranges on a real device: handles that are many, and handles that grow at every step, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from placement.memory.cuda import CudaDevice
+from tests.contract.growing import SIDES, Scene, sizes
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device() -> CudaDevice:
+    torch.cuda.empty_cache()
+    return CudaDevice(0, chunk_bytes=4 * MIB)
+
+
+def test_many_handles_that_grow_swap_every_bit(device: CudaDevice) -> None:
+    chance, drawn = random.Random(0), sizes(device.granularity // 8, device.chunk_bytes // 2)
+    names = [f"{side}.{index}" for side in SIDES for index in range(40)]
+    scene = Scene(device, {name: chance.choices(drawn, k=2) for name in names}, names[::3])
+    for _ in range(3):
+        with scene.manager.phase(SIDES[0]) as phase:
+            scene.check(SIDES[0])
+            scene.grow(SIDES[0], chance, drawn)
+            phase.switch(SIDES[1])
+            scene.check(SIDES[1])
+            scene.grow(SIDES[1], chance, drawn)
+        scene.check(None)
+    assert sum(each.num_ranges for each in scene.all.values()) > 200
+    scene.leave()
+    assert device.memory().chunk_bytes == 0
+
+
+def test_two_handles_that_grow_for_a_long_time_swap_every_bit(device: CudaDevice) -> None:
+    chance, drawn = random.Random(1), sizes(device.granularity // 8, device.granularity)
+    scene = Scene(device, {f"{side}.0": [100] for side in SIDES}, [f"{side}.0" for side in SIDES])
+    for step in range(60):
+        with scene.manager.phase(SIDES[0]) as phase:
+            for side in SIDES:
+                if side != SIDES[0]:
+                    phase.switch(side)
+                (each,) = scene.of(side)
+                each.add([chance.choice(drawn)])
+                each.add_to_optimizer()
+                each.bear_state([each.module[-1]])
+                each.bear_gradients([each.module[-1]])
+                each.note()
+        if step % 20 == 19:
+            scene.check(None)
+    assert all(each.num_ranges > 150 for each in scene.all.values())
+    with scene.manager.phase(SIDES[0]) as phase:
+        scene.check(SIDES[0])
+        phase.switch(SIDES[1])
+        scene.check(SIDES[1])
+    scene.leave()
+    assert device.memory().chunk_bytes == 0

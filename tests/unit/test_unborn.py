@@ -1,0 +1,195 @@
+"""State of an optimizer that its steps have still to create: it counts before it is there, and never twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import placement
+from placement import DeviceMemoryError, Handle, Manager
+from placement.adapters.optimizer import OptimizerAdapter
+from placement.memory.base import DeviceMemory
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import OFF
+
+MIB = 1 << 20
+PAGE = 4096
+
+
+def step(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def registered(
+    manager: Manager, shapes: Iterable[tuple[int, ...]], make: Callable[..., torch.optim.Optimizer]
+) -> tuple[nn.ParameterList, torch.optim.Optimizer, Handle]:
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+    manager.register("actor", model, role="actor")
+    optimizer = make(model.parameters())
+    return model, optimizer, manager.register("adam", optimizer)
+
+
+def test_the_first_phase_that_does_not_fit_is_refused_and_names_the_optimizer() -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB), budget_bytes=6 * MIB)
+    model, optimizer, adam = registered(manager, [(1024, 1024)], torch.optim.AdamW)  # 4 MiB, and 8 for the moments
+    assert (adam.num_bytes, adam.resident_bytes, adam.host_bytes) == (8 * MIB, 0, 8 * MIB)
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryError, match=rf"needs 12\.0 MiB .*\n.*\n  adam +0 +{8 * MIB:,}\n"), manager.phase("train"):
+            raise AssertionError("entered")
+        assert {handle.state for handle in manager.handles.values()} == {OFF}
+    assert not optimizer.state
+    with manager.phase("log_prob"):
+        model[0].detach().sum()
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        torch.optim.SGD,
+        torch.optim.Adagrad,
+        lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    ],
+    ids=["adamw", "momentum", "sgd", "adagrad", "amsgrad"],
+)
+def test_what_is_needed_is_the_same_before_the_first_step_and_after_every_one(make: Callable[..., torch.optim.Optimizer]) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, adam = registered(manager, [(64, 64), (64,), (3,)], make)
+    needed = adam.num_bytes
+    for _ in range(3):
+        with manager.phase("train"):
+            step(model, optimizer)
+            with manager.phase("eval", only=[]):
+                assert adam.num_bytes == needed
+        assert adam.num_bytes == needed
+        assert adam.holding is not None
+        assert (adam.holding.unborn_bytes, adam.holding.born_bytes) == (0, 0)
+    with manager.phase("train"):
+        assert adam.resident_bytes == needed
+
+
+def test_state_that_stays_on_the_device_counts_once() -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB), policy="resident")
+    model, optimizer, adam = registered(manager, [(64, 64)], torch.optim.AdamW)
+    for _ in range(3):
+        with manager.phase("train"):
+            step(model, optimizer)
+        assert adam.num_bytes == adam.resident_bytes == 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.ASGD], ids=["lbfgs", "asgd"])
+def test_state_of_unknown_size_counts_when_it_is_there(make: Callable[..., torch.optim.Optimizer]) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, adam = registered(manager, [(64, 64)], make)
+    assert (adam.num_bytes, adam.host_bytes) == (0, 0)
+    assert (len(model), optimizer.state) == (1, {})
+
+
+def test_parameters_without_gradients_and_external_optimizers_need_nothing() -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model = nn.ParameterList([nn.Parameter(torch.zeros(PAGE // 4), requires_grad=trained) for trained in (True, False)])
+    manager.register("actor", model, role="actor")
+    adam = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW([model[0]])
+    assert manager.register("adam", adam).num_bytes == 2 * PAGE
+    assert manager.register("other", other, external=True).num_bytes == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    elements=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    seen=st.lists(st.sets(st.integers(0, 11), max_size=4), max_size=8),
+    policy=st.sampled_from(["colocated", "resident"]),
+)
+def test_state_that_is_born_in_portions_never_counts_twice_and_never_too_little(
+    elements: list[int], seen: list[set[int]], policy: str
+) -> None:
+    """A mixture of experts: each step gives some of the parameters a gradient."""
+    manager = Manager(device=SimulatedDevice(64 * MIB, granularity=PAGE), policy=policy)
+    model, optimizer, adam = registered(manager, [(each,) for each in elements], torch.optim.AdamW)
+    whole = sum(2 * 4 * each for each in elements)
+    holding = adam.holding
+    assert holding is not None
+
+    def check() -> None:
+        born = sum(2 * 4 * parameter.numel() for parameter in model if optimizer.state.get(parameter))
+        padding = PAGE * (1 + len(holding.ranges)) + 512 * 2 * len(elements)
+        assert whole <= adam.num_bytes <= whole + padding
+        assert born <= adam.num_bytes - holding.unborn_bytes
+        assert (holding.unborn_bytes == 0) is (born == whole)
+
+    check()
+    for portion in seen:
+        with manager.phase("train"):
+            step([model[index] for index in portion if index < len(model)], optimizer)
+            with manager.phase("eval", only=[]):
+                assert whole <= adam.num_bytes
+        check()
+    with manager.phase("train"):
+        step(model, optimizer)
+    check()
+    assert holding.unborn_bytes == 0
+
+
+def test_state_that_was_restored_in_part_is_awaited_for_the_rest() -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model = nn.ParameterList([nn.Parameter(torch.randn(PAGE // 4)) for _ in range(3)])
+    adam = torch.optim.AdamW(model.parameters())
+    step([model[1]], adam)
+    manager.register("actor", model, role="actor")
+    handle = manager.register("adam", adam)
+    assert handle.num_bytes == 3 * 2 * PAGE
+    assert isinstance(handle.adapter, OptimizerAdapter)
+    assert list(handle.adapter.unborn_sizes()) == [PAGE] * 4
+    with manager.phase("train"):
+        step(model, adam)
+    assert handle.num_bytes == 3 * 2 * PAGE
+    assert handle.adapter.unborn_sizes() == []
+
+
+def test_state_that_was_cleared_is_awaited_again() -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, adam = registered(manager, [(PAGE // 4,)], torch.optim.AdamW)
+    with manager.phase("train"):
+        step(model, optimizer)
+    with manager.phase("train"):
+        optimizer.state.clear()
+    assert (adam.num_bytes, adam.resident_bytes) == (2 * PAGE, 0)
+
+
+class WithTorch(SimulatedDevice):
+    """A device on which torch's allocator holds something, as it does on a GPU."""
+
+    torch_bytes = 0
+
+    def memory(self) -> DeviceMemory:
+        seen = super().memory()
+        return replace(seen, free_bytes=seen.free_bytes - self.torch_bytes, torch_reserved_bytes=self.torch_bytes)
+
+    def trim(self) -> None:
+        self.torch_bytes = 0
+
+
+def test_state_in_torchs_memory_is_not_taken_for_that_of_others() -> None:
+    device = WithTorch(100 * PAGE)
+    manager = Manager(device=device, headroom=0.2)
+    model, optimizer, adam = registered(manager, [(10 * PAGE // 4,)] * 2, torch.optim.AdamW)  # 20 pages, and 40 for the moments
+    for number in range(3):
+        with manager.phase("train"):
+            step(model, optimizer)
+            device.torch_bytes = (20 if number else 60) * PAGE  # 20 pages of activations; after the first step the state, too
+            with manager.phase("optimizer_step"):
+                assert adam.state is placement.State.TRAINING
+        device.torch_bytes = 0  # freed, or behind the range by now
+    assert adam.num_bytes == 40 * PAGE
