@@ -18,6 +18,7 @@ _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
     "log_prob": ("actor", "ref"),
+    "ref_log_prob": ("ref",),
     "values": ("critic",),
     "reward": ("reward",),
 }

@@ -58,6 +58,7 @@ PHASES: tuple[str, ...] = (
     "rollout",
     "weight_sync",
     "log_prob",
+    "ref_log_prob",
     "values",
     "reward",
     "train",

@@ -120,6 +120,19 @@ def test_switch_moves_no_bytes_of_what_both_phases_need() -> None:
     assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
 
 
+def test_actor_and_reference_compute_one_after_the_other() -> None:
+    worker = Worker()
+    with worker.manager.phase("ref_log_prob") as phase:
+        assert worker.on_device() == {"ref"}
+        phase.switch("log_prob", only=["actor"])
+        assert worker.on_device() == {"actor"}
+        loaded = worker.actor.counters.loaded_bytes
+        phase.switch("train", only=["actor"])
+        assert worker.actor.counters.loaded_bytes == loaded
+    assert worker.manager.snapshot().peak_bytes < worker.actor.num_bytes + worker.ref.num_bytes
+    assert_nothing_resident(worker.manager)
+
+
 def test_a_switch_with_only_takes_the_enclosing_plan_for_the_others() -> None:
     worker = Worker()
     with worker.manager.phase("values"):
