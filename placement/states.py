@@ -8,7 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from typing import NoReturn, TypeVar
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class State(enum.StrEnum):
@@ -77,6 +80,19 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = TAGS = ("weights", "kv_cache", "cuda_graph")
 """The parts of a rollout engine that can be on the device by themselves."""
 
 
+class ReadOnly(dict[_K, _V]):
+    """A mapping that stays as it was made. Unlike a `MappingProxyType` it can be copied, pickled and written as JSON."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("this mapping is read-only: a policy returns a Plan and changes nothing that it is shown")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[ReadOnly[_K, _V]], tuple[dict[_K, _V]]]:
+        return type(self), (dict(self),)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandleView:
     """What a policy may know of one handle."""
@@ -101,6 +117,9 @@ class HandleView:
     resident_tags: frozenset[str] = frozenset()
     """Those of them that are on the device now."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", ReadOnly(self.tags))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -118,10 +137,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         targets = {n: s if type(s) is State else State(s) for n, s in dict(self.targets).items()}
-        object.__setattr__(self, "targets", MappingProxyType(targets))
+        object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
-        object.__setattr__(self, "parts", MappingProxyType({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
+        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
 
     def __getitem__(self, name: str) -> State:
         return self.targets[name]
@@ -175,6 +194,10 @@ class View:
     phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The user's own phases (`Settings.phases`): roles needed, by phase name."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handles", ReadOnly(self.handles))
+        object.__setattr__(self, "phases", ReadOnly(self.phases))
+
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
         """The handles of these roles, in registration order; of one kind if given."""
         return tuple(h for h in self.handles.values() if h.role in roles and kind in (None, h.kind))
@@ -189,7 +212,7 @@ class View:
         targets: Mapping[str, State],
         streamed: Iterable[str] = (),
         dropped: Iterable[str] = (),
-        parts: Mapping[str, frozenset[str]] = MappingProxyType({}),
+        parts: Mapping[str, frozenset[str]] = ReadOnly(),
     ) -> Plan:
         """The plan with these targets and CPU_OFFLOADED for every other handle of the view."""
         return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped), parts)
