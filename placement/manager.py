@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -23,20 +22,33 @@ from placement.resolve import resolve_policy
 from placement.settings import Settings
 from placement.snapshot import Audit, Snapshot
 from placement.summary import summary
+from placement.weak import WeakIdSet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from placement.group.agreement import Group
     from placement.observe.discovery import Identity
-    from placement.observe.nvml import OtherProcesses
     from placement.observe.server import MetricsServer
 
 
-def _leave_all(borders: Borders, entered: list[Phase]) -> None:
+def _end(borders: Borders, entered: list[Phase], servers: Iterable[MetricsServer]) -> None:
     """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
-    if borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
+    if sys.is_finalizing() or os.getpid() != borders.pid:
         return
+    try:
+        if not borders.is_closed:
+            _leave_all(borders, entered)
+    finally:
+        _close_all(servers)
+
+
+def _close_all(servers: Iterable[MetricsServer]) -> None:
+    for server in servers:
+        server.close()
+
+
+def _leave_all(borders: Borders, entered: list[Phase]) -> None:
     while entered:
         phase = entered.pop()
         if borders.stack and borders.stack[-1] is phase._open:
@@ -95,9 +107,11 @@ class Manager:
         self._borders = Borders(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
         self._entered: list[Phase] = []
-        self._others: OtherProcesses | None = None
+        self._snapshots = audit.Snapshots(self._borders, self.policy.name, self.settings.worker_role, self.device, self.journal)
+        self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
+        """Its thread keeps a server alive until it is closed."""
         # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
-        weakref.finalize(self, _leave_all, self._borders, self._entered).atexit = False
+        weakref.finalize(self, _end, self._borders, self._entered, self._servers).atexit = False
 
     @classmethod
     def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
@@ -172,15 +186,17 @@ class Manager:
             self._borders.forget(found)
 
     def close(self) -> None:
-        """Unregister everything, optimizers first, and give the device back; log what was done. Idempotent.
+        """Unregister everything, optimizers first, give the device back and end what `serve` began; log what was done. Idempotent.
 
         Raises:
             PhaseError: a phase is open.
         """
         if self._borders.is_closed:
+            _close_all(self._servers)  # in case an interrupt kept an earlier call from it
             return
         last = self.snapshot()
         self._borders.close()
+        _close_all(self._servers)
         logger.info("closed\n%s", summary(last), extra={"placement": last})
 
     # --- phases
@@ -232,34 +248,7 @@ class Manager:
 
     def snapshot(self) -> Snapshot:
         """Everything at this moment, immutable and JSON-able. Takes no lock, so that a scrape never waits for a move."""
-        borders, journal = self._borders, self.journal
-        memory = borders.crossing.memory
-        others = None if self._others is None else self._others.nbytes
-        handles = tuple(audit.snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
-        return Snapshot(
-            taken_timestamp_seconds=time.time(),
-            policy=self.policy.name,
-            worker_role=self.settings.worker_role,
-            device=self.device.name,
-            phases=tuple(each.name for each in borders.stack),
-            handles=handles,
-            phase_seconds=journal.phase_seconds(),
-            phase_stall_seconds=dict(journal.stall_seconds),
-            durations=journal.histograms(),
-            policy_decisions=dict(journal.decisions),
-            pairing_violations=journal.pairing_violations,
-            unpaired_bytes=sum(handle.resident_bytes for handle in borders.crossing.left_behind),
-            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
-            other_processes_bytes=others,
-            wrong_writes=journal.wrong_writes,
-            kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
-            expired_keeps=journal.expired_keeps,
-            budget_bytes=borders.crossing.budget_bytes(borders.phase_name),
-            device_used_bytes=memory.used_bytes,
-            device_total_bytes=memory.total_bytes,
-            peak_bytes=borders.crossing.peak_bytes,
-            lease=borders.crossing.leased.snapshot(),
-        )
+        return self._snapshots.take()
 
     def audit(self) -> Audit:
         """Compare declared and measured for every handle, by looking at every tensor. Reports, changes nothing."""
@@ -286,6 +275,8 @@ class Manager:
     ) -> MetricsServer:
         """Serve /metrics, /healthz, /state, /trace and the status page; `server.url`, `server.target`, `server.close()`.
 
+        Until the server or the manager is closed; it does not keep a manager alive that nobody else holds.
+
         Args:
             port: 0 takes a free one.
             address: loopback unless told otherwise: whoever reaches it reads what this worker does.
@@ -294,17 +285,18 @@ class Manager:
             identity: who the worker is in its run; None: as torchrun or Slurm say.
 
         Raises:
-            PlacementError: the address and port cannot be bound, or the folder cannot be written.
+            PlacementError: the address and port cannot be bound, the folder cannot be written, or the manager is closed.
         """
         from placement.observe.discovery import Identity
-        from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
+        self._borders.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
-        if self._others is None:
-            self._others = OtherProcesses(self.device.uuid)
-        server = MetricsServer(self.snapshot, journal=self.journal, port=port, address=address)
+        self._snapshots.count_other_processes()
+        snapshots, borders = self._snapshots, self._borders  # not the manager, which the server would keep alive
+        server = MetricsServer(snapshots.take, is_over=lambda: borders.is_closed, journal=self.journal, port=port, address=address)
+        self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)
         except BaseException:

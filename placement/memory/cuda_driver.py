@@ -28,8 +28,8 @@ def refuse_rocm(name: str) -> None:
     if torch.version.hip is not None:
         raise PlacementError(
             f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, and placement does not support AMD GPUs "
-            "yet. Supported are NVIDIA GPUs, and everywhere device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves the "
-            "same in host memory."
+            "yet. Supported are NVIDIA GPUs, and everywhere device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves "
+            "the same in host memory."
         )
 
 
