@@ -19,7 +19,7 @@ from placement.errors import CoordinatorLost, PhaseError, PlacementError, Policy
 from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
-from placement.phases import Open, Phase, check_holder
+from placement.phases import Open, PhaseContext, check_holder
 from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
@@ -64,7 +64,7 @@ class Borders:
         """The innermost open phase; "idle" outside every phase."""
         return _named(self.stack)
 
-    def enter(self, phase: Phase, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
+    def enter(self, phase: PhaseContext, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
         with self.border():
             check_holder(self.stack, name)
             stack, outer = self.stack, self.phase_name
@@ -86,7 +86,7 @@ class Borders:
                 self._went_back(error, enclosing)
                 raise
 
-    def switch(self, phase: Phase, name: str, only: tuple[str, ...] | None) -> None:
+    def switch(self, phase: PhaseContext, name: str, only: tuple[str, ...] | None) -> None:
         with self.border():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.stack[:-1]
@@ -111,7 +111,7 @@ class Borders:
                 self._went_back(error, opened.plan)
                 raise
 
-    def leave(self, phase: Phase, error: BaseException | None) -> None:
+    def leave(self, phase: PhaseContext, error: BaseException | None) -> None:
         with self.border():
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 return
@@ -143,6 +143,11 @@ class Borders:
                 self._journal.stall_seconds[opened.name] += time.monotonic() - began
             self._sweep_abandoned()
             self._raise_after(opened.name, failures, error)
+
+    def keep(self, phase: PhaseContext, name: str) -> None:
+        opened = self._require_open(phase, "keep a handle")
+        self.known(name)
+        opened.kept.add(name)
 
     def _raise_after(self, name: str, failures: list[Exception], error: BaseException | None) -> None:
         """What went wrong at an exit: a note on the user's exception where one is on its way, else raised."""
@@ -278,10 +283,14 @@ class Borders:
             base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
-    def _require_innermost(self, phase: Phase, what: str) -> Open:
+    def _require_open(self, phase: PhaseContext, what: str) -> Open:
         opened = phase._open
         if opened is None or opened not in self.stack:
             raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
+        return opened
+
+    def _require_innermost(self, phase: PhaseContext, what: str) -> Open:
+        opened = self._require_open(phase, what)
         if self.stack[-1] is not opened:
             raise PhaseError(f"cannot {what}: phase {self.stack[-1].name!r} is open inside phase {opened.name!r}; leave it first")
         return opened
@@ -303,8 +312,8 @@ class Borders:
 
     # --- what went away by itself
 
-    def abandon(self, phase: Phase) -> None:
-        """A `Phase` was dropped while open (a generator never finished): leave it, now or at the next border."""
+    def abandon(self, phase: PhaseContext) -> None:
+        """A phase's context was dropped while open (a generator never finished): leave it, now or at the next border."""
         opened = phase._open
         if opened is None or os.getpid() != self.pid or sys.is_finalizing():
             return
@@ -317,14 +326,14 @@ class Borders:
             finally:
                 self._lock.release()
 
-    def _leave_inner(self, phase: Phase) -> None:
+    def _leave_inner(self, phase: PhaseContext) -> None:
         """An exception passes through a phase: what is open inside cannot be left by its own `with` any more."""
         if phase._open in self.stack:
             for inner in self.stack[self.stack.index(phase._open) + 1 :]:
                 inner.is_abandoned = True
             self._sweep_abandoned()
 
-    def _is_around_others(self, phase: Phase) -> bool:
+    def _is_around_others(self, phase: PhaseContext) -> bool:
         """A generator was closed while its caller has phases open: then its own ends with the last of them."""
         if phase._open not in self.stack[:-1] or self.stack[-1].holder is None:
             return False

@@ -16,7 +16,7 @@ from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
 from placement.memory.select import select_device
-from placement.phases import Phase, here
+from placement.phases import PhaseContext, here
 from placement.replication import Replication
 from placement.resolve import resolve_policy
 from placement.settings import Settings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from placement.observe.server import MetricsServer
 
 
-def _end(borders: Borders, entered: list[Phase], servers: Iterable[MetricsServer]) -> None:
+def _end(borders: Borders, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
     """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != borders.pid:
         return
@@ -48,7 +48,7 @@ def _close_all(servers: Iterable[MetricsServer]) -> None:
         server.close()
 
 
-def _leave_all(borders: Borders, entered: list[Phase]) -> None:
+def _leave_all(borders: Borders, entered: list[PhaseContext]) -> None:
     while entered:
         phase = entered.pop()
         if borders.stack and borders.stack[-1] is phase._open:
@@ -106,7 +106,7 @@ class Manager:
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
         self._borders = Borders(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
-        self._entered: list[Phase] = []
+        self._entered: list[PhaseContext] = []
         self._snapshots = audit.Snapshots(self._borders, self.policy.name, self.settings.worker_role, self.device, self.journal)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """Its thread keeps a server alive until it is closed."""
@@ -206,23 +206,25 @@ class Manager:
         """The innermost open phase; "idle" outside every phase."""
         return self._borders.phase_name
 
-    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Phase:
+    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
         """A phase for a `with` statement: every handle goes where the policy wants it, and back at the end.
 
         Args:
             name: one of `placement.PHASES`, or of `Settings.phases`.
             only: the handles meant or their names, and the optimizers they own; all others as in the enclosing phase.
 
+        Whoever calls `__enter__` by hand holds what this returns until `__exit__`: a phase that nobody holds is left.
+
         Raises (on entering):
             PhaseError: another thread or task holds a phase, or a graph is being captured.
             PolicyError: no plan; DeviceMemoryError: it does not fit; nothing has moved then.
             Exception: what stopped the moves; what was on the device before is there again.
         """
-        return Phase(self._borders, name, only, here(), keeps_alive=self)
+        return PhaseContext(self._borders, name, only, here(), keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that no thread owns; `leave` closes it, from any thread."""
-        phase = Phase(self._borders, name, only, None)
+        phase = PhaseContext(self._borders, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
@@ -239,7 +241,7 @@ class Manager:
             if phase._open is None:
                 self._entered.pop()
 
-    def _last_entered(self, what: str) -> Phase:
+    def _last_entered(self, what: str) -> PhaseContext:
         if not self._entered:
             raise PhaseError(f"cannot {what}: no phase was entered with enter()")
         return self._entered[-1]
