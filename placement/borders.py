@@ -19,7 +19,7 @@ from placement.errors import CoordinatorLost, PhaseError, PlacementError, Policy
 from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
-from placement.phases import Open, PhaseContext, check_holder
+from placement.phases import Open, PhaseContext, check_holder, innermost
 from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
@@ -68,12 +68,12 @@ class Borders:
         with self.border():
             check_holder(self.stack, name)
             stack, outer = self.stack, self.phase_name
-            enclosing, kept = self.base_plan(), self.kept
+            enclosing, kept = self._plan_around(stack), self.kept
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
                 self.crossing.measure()  # what others freed or took since the last border
-                plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, _innermost(stack), kept))
+                plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, stack, kept))
                 self._expire_keeps(plan)
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
@@ -83,21 +83,20 @@ class Borders:
             except BaseException as error:
                 self.stack, phase._open, self.kept = stack, None, kept
                 self._journal.enter_phase(outer)
-                self._went_back(error, enclosing)
+                self._went_back(error, self._with_kept(enclosing))
                 raise
 
     def switch(self, phase: PhaseContext, name: str, only: tuple[str, ...] | None) -> None:
         with self.border():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.stack[:-1]
-            enclosing, kept = below[-1].plan if below else self._planner.idle(self.kept), self.kept
+            enclosing, kept = self._plan_around(below), self.kept
             began = time.monotonic()
             self._finish(opened)
             try:
                 self.kept |= self._worth_keeping(opened)
-                enclosing = self._with_kept(enclosing)
                 self._journal.enter_phase(name)
-                wanted = Wanted(name, only, enclosing, _innermost(below), self.kept)
+                wanted = Wanted(name, only, enclosing, below, self.kept)
                 plan = self.crossing.advance(describe("switch to", name, only), wanted)
                 self._expire_keeps(plan)
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
@@ -206,24 +205,21 @@ class Borders:
 
     def _plan_after(self, below: tuple[Open, ...]) -> tuple[Plan, list[Exception]]:
         """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
-        if below:
-            return below[-1].plan, []
         try:
-            return self._planner.idle(self.kept), []
+            return self._plan_around(below), []
         except PolicyError as error:
             return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
 
     def base_plan(self) -> Plan:
         """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
-        plan = self.stack[-1].plan if self.stack else self._planner.idle(self.kept)
-        return self._with_kept(plan)
+        return self._with_kept(self._plan_around(self.stack))
+
+    def _plan_around(self, below: tuple[Open, ...]) -> Plan:
+        """Where everything belongs while these are open, but for what is kept."""
+        return below[-1].plan if below else self._planner.idle(self.kept)
 
     def _with_kept(self, plan: Plan) -> Plan:
-        """A keep carries what is on the device and loads nothing: of an engine the tags that are there."""
-        for name in self.kept:
-            residency = self._handles[name].residency
-            plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
-        return plan
+        return views.with_kept(plan, self.kept, self._handles)
 
     def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
         """Bring a newly registered handle where the present phase wants it; with `agree`, if the ranks of the group agree.
@@ -275,8 +271,8 @@ class Borders:
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         below = self._planner.idle(self.kept)
         for index, each in enumerate(self.stack):
-            asked = self._planner.plan(each.name, _innermost(self.stack[:index]), self.kept)
-            meant = views.meant(None if each.only is None else [name for name in each.only if name in self._handles], self._handles)
+            asked = self._planner.plan(each.name, innermost(self.stack[:index]), self.kept)
+            meant = views.still_meant(each.only, self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             dropped = each.plan.dropped | (below.dropped & {handle.name})
             parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
@@ -378,8 +374,3 @@ class Borders:
 def _named(stack: tuple[Open, ...]) -> str:
     """The phase that one is in while these are open."""
     return stack[-1].name if stack else IDLE
-
-
-def _innermost(below: tuple[Open, ...]) -> str | None:
-    """What encloses a phase that lies above these."""
-    return below[-1].name if below else None

@@ -80,6 +80,11 @@ class Open:
     """Its `PhaseContext` was dropped while phases were open inside; it closes when they do."""
 
 
+def innermost(stack: tuple[Open, ...]) -> str | None:
+    """The name of the phase that encloses what lies above these; None outside every phase."""
+    return stack[-1].name if stack else None
+
+
 class Phase:
     """An open phase, as `with manager.phase(...) as phase` gives it.
 

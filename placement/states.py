@@ -6,6 +6,7 @@ Standard library only. Everything here is immutable data; nothing moves a byte.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
@@ -225,6 +226,32 @@ class View:
         """Whether the plan, with `more` on the device too, stays within the budget."""
         extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
         return self.bytes_of(plan) + extra <= self.budget_bytes
+
+
+    def evicted(self, freed_bytes: Mapping[str, int], deficit_bytes: int) -> set[str]:
+        """The handles that leave the device so that a deficit is covered; all that are given where that is not enough.
+
+        First those that need not be copied back (readonly, or a module that no optimizer steps), then the rest; of each, the smallest
+        handle that covers the deficit, else the largest.
+
+        Args:
+            freed_bytes: the handles that may leave, with the device bytes that each would free.
+        """
+        stepped = {owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners}
+        clean = {n for n in freed_bytes if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)}
+        evicted: list[str] = []
+        for group in (clean, freed_bytes.keys() - clean):
+            by_size = sorted((n for n in freed_bytes if n in group), key=freed_bytes.__getitem__)
+            while deficit_bytes > 0 and by_size:
+                covering = bisect_left(by_size, deficit_bytes, key=freed_bytes.__getitem__)
+                evicted.append(by_size.pop(min(covering, len(by_size) - 1)))
+                deficit_bytes -= freed_bytes[evicted[-1]]
+        names = set(evicted)
+        for name in reversed(evicted):  # a large late eviction can make a small early one needless
+            if freed_bytes[name] <= -deficit_bytes:
+                names.discard(name)
+                deficit_bytes += freed_bytes[name]
+        return names
 
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:
