@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from placement.errors import IntegrityError
 from placement.handle import Handle
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from placement.borders import Borders
     from placement.journal import Journal
     from placement.memory.base import Device
-    from placement.observe.nvml import OtherProcesses
+
+
+class OtherProcesses(Protocol):
+    """Knows what other processes hold on the device."""
+
+    @property
+    def nbytes(self) -> int | None: ...
 
 
 class Snapshots:
@@ -27,20 +33,13 @@ class Snapshots:
         self._worker_role = worker_role
         self._device = device
         self._journal = journal
-        self._others: OtherProcesses | None = None
-
-    def count_other_processes(self) -> None:
-        """From now on, as far as NVML tells."""
-        from placement.observe.nvml import OtherProcesses
-
-        if self._others is None:
-            self._others = OtherProcesses(self._device.uuid)
+        self.others: OtherProcesses | None = None
 
     def take(self) -> Snapshot:
         """Everything at this moment. Takes no lock."""
         borders, journal = self._borders, self._journal
         memory = borders.crossing.memory
-        others = None if self._others is None else self._others.nbytes
+        others = None if self.others is None else self.others.nbytes
         handles = tuple(snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
         return Snapshot(
             taken_timestamp_seconds=time.time(),

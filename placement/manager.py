@@ -67,7 +67,8 @@ class Manager:
 
     Args:
         device: "auto" (this process's accelerator), "cuda:0", or a `Device`.
-        policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance.
+        policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance; a string may have
+            options: "colocated(drop_gradients=True)".
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together (`placement.group.StoreGroup`); None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
@@ -211,7 +212,8 @@ class Manager:
 
         Args:
             name: one of `placement.PHASES`, or of `Settings.phases`.
-            only: the handles meant or their names, and the optimizers they own; all others as in the enclosing phase.
+            only: the handles meant or their names, and the optimizers they own. All others stay as in the enclosing phase; where that
+                leaves no room, what neither phase needs on the device leaves it, cheapest first.
 
         Whoever calls `__enter__` by hand holds what this returns until `__exit__`: a phase that nobody holds is left.
 
@@ -290,12 +292,14 @@ class Manager:
             PlacementError: the address and port cannot be bound, the folder cannot be written, or the manager is closed.
         """
         from placement.observe.discovery import Identity
+        from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
         self._borders.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
-        self._snapshots.count_other_processes()
+        if self._snapshots.others is None:
+            self._snapshots.others = OtherProcesses(self.device.uuid)
         snapshots, borders = self._snapshots, self._borders  # not the manager, which the server would keep alive
         server = MetricsServer(snapshots.take, is_over=lambda: borders.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)

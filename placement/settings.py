@@ -55,7 +55,7 @@ class Settings(BaseModel):
     device: str = Field(default="auto", min_length=1)
     """"auto", "cuda:0", ..."""
     policy: str = Field(default="colocated", min_length=1)
-    """An entry point's name or "package.module:Class"."""
+    """An entry point's name or "package.module:Class"; either with options as literals: "colocated(drop_gradients=True)"."""
     budget_bytes: int | None = Field(default=None, gt=0)
     """Device bytes that the handles may hold together; also written "12GiB". None: measured."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
