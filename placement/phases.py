@@ -93,8 +93,11 @@ class Phase:
     """
 
     def __init__(self, context: PhaseContext, name: str) -> None:
-        self._context = weakref.ref(context)
+        self._weakly = weakref.ref(context)
         self._first_name = name
+
+    def _context(self) -> PhaseContext | None:
+        return self._weakly()
 
     @property
     def name(self) -> str:
@@ -158,6 +161,9 @@ class PhaseContext(Phase):
         self._borders = borders
         self._wanted = (name, names_of(only), holder)
         self._was_entered = False
+
+    def _context(self) -> PhaseContext:
+        return self  # also where a collection has cleared the weak references to it already
 
     def __del__(self) -> None:
         if self._open is not None:

@@ -498,6 +498,19 @@ def test_a_generator_that_is_dropped_leaves_its_phase() -> None:
     assert_nothing_resident(worker.manager)
 
 
+def test_a_generator_that_a_collection_finds_in_a_cycle_leaves_its_phase() -> None:
+    """The collection has cleared every weak reference to the phase by the time the generator's `with` is left."""
+    worker = Worker()
+    generator = steps(worker)
+    next(generator)
+    cycle: list[Any] = [generator]
+    cycle.append(cycle)
+    del generator, cycle
+    gc.collect()  # what is raised meanwhile is a warning, and a warning fails the test
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
 def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
     worker = Worker()
     worker.manager.phase("train").__enter__()
