@@ -16,6 +16,8 @@ from bench._results import FOLDER, read
 BEGIN, END = "<!-- performance: begin, written by bench/report.py -->", "<!-- performance: end -->"
 _ROOT = Path(__file__).resolve().parent.parent
 _OURS = "placement"
+_VARIANT = "placement, "
+"""What the name of a system begins with that is placement too, used in another way."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | None:
-    """placement, the best peer, the other peers."""
+    """placement with its variants, the best peer, the other peers."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["scenario"] == scenario and row["metric"] == line.metric and row["system"] != "link":
@@ -74,10 +76,11 @@ def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | Non
         return None
     unit = next(row["unit"] for row in rows if row["scenario"] == scenario and row["metric"] == line.metric)
     means = {system: sum(values) / len(values) for system, values in found.items()}
-    ours = means.pop(_OURS)
+    own = shown(means.pop(_OURS), unit) + _share(rows, scenario, line.metric)
+    variants = {system: means.pop(system) for system in list(means) if system.startswith(_VARIANT)}
+    own += "".join(f"; {system.removeprefix(_VARIANT)}: {shown(value, unit)}" for system, value in variants.items())
     peers = sorted(means.items(), key=lambda item: item[1], reverse=line.more_is_better)
     texts = [f"{shown(value, unit)} ({system})" for system, value in peers]
-    own = shown(ours, unit) + _share(rows, scenario, line.metric)
     return own, texts[0] if texts else "", ", ".join(texts[1:])
 
 

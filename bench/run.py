@@ -25,7 +25,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "unchanged": (30, 60),
     "swap": (40, 80),
     "blocking": (30, 60),
-    "grpo_step": (60, 240),
+    "grpo_step": (90, 360),
     "adam": (60, 120),
     "small_tensors": (45, 240),
     "cycles": (30, 120),

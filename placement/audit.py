@@ -4,15 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from placement.errors import IntegrityError
 from placement.handle import Handle
-from placement.snapshot import Audit, Finding, HandleSnapshot
+from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
 from placement.states import Plan
 
 if TYPE_CHECKING:
+    from placement.borders import Borders
+    from placement.journal import Journal
     from placement.memory.base import Device
+
+
+class OtherProcesses(Protocol):
+    """Knows what other processes hold on the device."""
+
+    @property
+    def nbytes(self) -> int | None: ...
+
+
+class Snapshots:
+    """Takes the snapshots of one manager without holding it: who shows them to others must not keep the manager alive."""
+
+    def __init__(self, borders: Borders, policy: str, worker_role: str, device: Device, journal: Journal) -> None:
+        self._borders = borders
+        self._policy = policy
+        self._worker_role = worker_role
+        self._device = device
+        self._journal = journal
+        self.others: OtherProcesses | None = None
+
+    def take(self) -> Snapshot:
+        """Everything at this moment. Takes no lock."""
+        borders, journal = self._borders, self._journal
+        memory = borders.crossing.memory
+        others = None if self.others is None else self.others.nbytes
+        handles = tuple(snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
+        return Snapshot(
+            taken_timestamp_seconds=time.time(),
+            policy=self._policy,
+            worker_role=self._worker_role,
+            device=self._device.name,
+            phases=tuple(each.name for each in borders.stack),
+            handles=handles,
+            phase_seconds=journal.phase_seconds(),
+            phase_stall_seconds=dict(journal.stall_seconds),
+            durations=journal.histograms(),
+            policy_decisions=dict(journal.decisions),
+            pairing_violations=journal.pairing_violations,
+            unpaired_bytes=sum(handle.resident_bytes for handle in borders.crossing.left_behind),
+            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
+            other_processes_bytes=others,
+            wrong_writes=journal.wrong_writes,
+            kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
+            expired_keeps=journal.expired_keeps,
+            budget_bytes=borders.crossing.budget_bytes(borders.phase_name),
+            device_used_bytes=memory.used_bytes,
+            device_total_bytes=memory.total_bytes,
+            peak_bytes=borders.crossing.peak_bytes,
+            lease=borders.crossing.leased.snapshot(),
+        )
 
 
 def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:

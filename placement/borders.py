@@ -20,7 +20,7 @@ from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
 from placement.modes import without_modes
-from placement.phases import Open, Phase, check_holder
+from placement.phases import Open, PhaseContext, check_holder, innermost
 from placement.reconcile import Reconciler
 from placement.registry import Registry
 from placement.settings import Settings
@@ -73,16 +73,16 @@ class Borders:
         """The innermost open phase; "idle" outside every phase."""
         return _named(self.stack)
 
-    def enter(self, phase: Phase, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
+    def enter(self, phase: PhaseContext, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
         with self.border():
             check_holder(self.stack, name)
             stack, outer = self.stack, self.phase_name
-            enclosing, kept = self.base_plan(), self.kept
+            enclosing, kept = self._plan_around(stack), self.kept
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
                 self.crossing.measure()  # what others freed or took since the last border
-                plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, _innermost(stack), kept))
+                plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, stack, kept))
                 self._expire_keeps(plan)
                 opened = Open(name, only, plan, holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
                 self.stack = (*stack, opened)
@@ -92,21 +92,20 @@ class Borders:
             except BaseException as error:
                 self.stack, phase._open, self.kept = stack, None, kept
                 self._journal.enter_phase(outer)
-                self._went_back(error, enclosing)
+                self._went_back(error, self._with_kept(enclosing))
                 raise
 
-    def switch(self, phase: Phase, name: str, only: tuple[str, ...] | None) -> None:
+    def switch(self, phase: PhaseContext, name: str, only: tuple[str, ...] | None) -> None:
         with self.border():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.stack[:-1]
-            enclosing, kept = below[-1].plan if below else self._planner.idle(self.kept), self.kept
+            enclosing, kept = self._plan_around(below), self.kept
             began = time.monotonic()
             self._finish(opened)
             try:
                 self.kept |= self._worth_keeping(opened)
-                enclosing = self._with_kept(enclosing)
                 self._journal.enter_phase(name)
-                wanted = Wanted(name, only, enclosing, _innermost(below), self.kept)
+                wanted = Wanted(name, only, enclosing, below, self.kept)
                 plan = self.crossing.advance(describe("switch to", name, only), wanted)
                 self._expire_keeps(plan)
                 following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
@@ -120,7 +119,7 @@ class Borders:
                 self._went_back(error, opened.plan)
                 raise
 
-    def leave(self, phase: Phase, error: BaseException | None) -> None:
+    def leave(self, phase: PhaseContext, error: BaseException | None) -> None:
         with self.border():
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 return
@@ -152,6 +151,11 @@ class Borders:
                 self._journal.stall_seconds[opened.name] += time.monotonic() - began
             self._sweep_abandoned()
             self._raise_after(opened.name, failures, error)
+
+    def keep(self, phase: PhaseContext, name: str) -> None:
+        opened = self._require_open(phase, "keep a handle")
+        self.known(name)
+        opened.kept.add(name)
 
     def _raise_after(self, name: str, failures: list[Exception], error: BaseException | None) -> None:
         """What went wrong at an exit: a note on the user's exception where one is on its way, else raised."""
@@ -248,24 +252,21 @@ class Borders:
 
     def _plan_after(self, below: tuple[Open, ...]) -> tuple[Plan, list[Exception]]:
         """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
-        if below:
-            return below[-1].plan, []
         try:
-            return self._planner.idle(self.kept), []
+            return self._plan_around(below), []
         except PolicyError as error:
             return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
 
     def base_plan(self) -> Plan:
         """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
-        plan = self.stack[-1].plan if self.stack else self._planner.idle(self.kept)
-        return self._with_kept(plan)
+        return self._with_kept(self._plan_around(self.stack))
+
+    def _plan_around(self, below: tuple[Open, ...]) -> Plan:
+        """Where everything belongs while these are open, but for what is kept."""
+        return below[-1].plan if below else self._planner.idle(self.kept)
 
     def _with_kept(self, plan: Plan) -> Plan:
-        """A keep carries what is on the device and loads nothing: of an engine the tags that are there."""
-        for name in self.kept:
-            residency = self._handles[name].residency
-            plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
-        return plan
+        return views.with_kept(plan, self.kept, self._handles)
 
     def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
         """Bring a newly registered handle where the present phase wants it; with `agree`, if the ranks of the group agree.
@@ -337,18 +338,22 @@ class Borders:
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         below = self._planner.idle(self.kept)
         for index, each in enumerate(self.stack):
-            asked = self._planner.plan(each.name, _innermost(self.stack[:index]), self.kept)
-            meant = views.meant(None if each.only is None else [name for name in each.only if name in self._handles], self._handles)
+            asked = self._planner.plan(each.name, innermost(self.stack[:index]), self.kept)
+            meant = views.still_meant(each.only, self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             dropped = each.plan.dropped | (below.dropped & {handle.name})
             parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
             base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
-    def _require_innermost(self, phase: Phase, what: str) -> Open:
+    def _require_open(self, phase: PhaseContext, what: str) -> Open:
         opened = phase._open
         if opened is None or opened not in self.stack:
             raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
+        return opened
+
+    def _require_innermost(self, phase: PhaseContext, what: str) -> Open:
+        opened = self._require_open(phase, what)
         if self.stack[-1] is not opened:
             raise PhaseError(f"cannot {what}: phase {self.stack[-1].name!r} is open inside phase {opened.name!r}; leave it first")
         return opened
@@ -370,8 +375,8 @@ class Borders:
 
     # --- what went away by itself
 
-    def abandon(self, phase: Phase) -> None:
-        """A `Phase` was dropped while open (a generator never finished): leave it, now or at the next border."""
+    def abandon(self, phase: PhaseContext) -> None:
+        """A phase's context was dropped while open (a generator never finished): leave it, now or at the next border."""
         opened = phase._open
         if opened is None or os.getpid() != self.pid or sys.is_finalizing():
             return
@@ -384,14 +389,14 @@ class Borders:
             finally:
                 self._lock.release()
 
-    def _leave_inner(self, phase: Phase) -> None:
+    def _leave_inner(self, phase: PhaseContext) -> None:
         """An exception passes through a phase: what is open inside cannot be left by its own `with` any more."""
         if phase._open in self.stack:
             for inner in self.stack[self.stack.index(phase._open) + 1 :]:
                 inner.is_abandoned = True
             self._sweep_abandoned()
 
-    def _is_around_others(self, phase: Phase) -> bool:
+    def _is_around_others(self, phase: PhaseContext) -> bool:
         """A generator was closed while its caller has phases open: then its own ends with the last of them."""
         if phase._open not in self.stack[:-1] or self.stack[-1].holder is None:
             return False
@@ -438,8 +443,3 @@ class Borders:
 def _named(stack: tuple[Open, ...]) -> str:
     """The phase that one is in while these are open."""
     return stack[-1].name if stack else IDLE
-
-
-def _innermost(below: tuple[Open, ...]) -> str | None:
-    """What encloses a phase that lies above these."""
-    return below[-1].name if below else None

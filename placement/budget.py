@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from placement.errors import DeviceMemoryError
 from placement.memory.base import DeviceMemory
-from placement.states import IDLE, HandleView, Plan, View, bytes_under
+from placement.states import IDLE, HandleView, Plan, State, View, bytes_under
 
 
 class LeastBudget(NamedTuple):
@@ -98,6 +98,17 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
         f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'
     )
+
+
+def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:
+    """A plan that does not fit, without the cheapest of what it has on the device and `needed` has not; only for the deficit."""
+    freed = {
+        h.name: bytes_under(plan, h) - bytes_under(needed, h)
+        for h in view.handles.values()
+        if plan[h.name] is State.GPU_RESIDENT and needed[h.name] in (State.CPU_OFFLOADED, State.GPU_RESIDENT)
+    }
+    leaving = view.evicted({name: nbytes for name, nbytes in freed.items() if nbytes > 0}, view.bytes_of(plan) - view.budget_bytes)
+    return needed.limited_to(leaving, plan)
 
 
 def mib(nbytes: int) -> str:

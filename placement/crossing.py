@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import views
-from placement.budget import check_fits
+from placement.budget import check_fits, without_surplus
 from placement.errors import EngineError, IntegrityError, PlacementError
 from placement.handle import Handle
 from placement.journal import Journal
 from placement.leased import Leased, giving_way
 from placement.memory.base import Device, DeviceMemory
 from placement.memory.holding import Holding
+from placement.phases import Open, innermost
 from placement.planner import Planner
 from placement.reconcile import Reconciler
 from placement.registry import Registry
@@ -33,11 +34,11 @@ class Wanted(NamedTuple):
     """A phase that is to begin."""
 
     name: str
-    only: Sequence[str] | None
+    only: tuple[str, ...] | None
     enclosing: Plan
-    """Where those belong that `only` leaves out."""
-    within: str | None
-    """The phase around it."""
+    """Where those belong that `only` leaves out, but for what is kept."""
+    around: tuple[Open, ...]
+    """The phases around it, outermost first."""
     kept: frozenset[str]
     """What the phase before wanted kept."""
 
@@ -183,9 +184,23 @@ class Crossing:
         return [handle.holding for handle in self._handles.values() if handle.holding is not None]
 
     def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
-        view, plan = self.planner.ask(wanted.name, wanted.within, wanted.kept)
+        view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
         chosen = views.meant(wanted.only, self._handles)
-        return view, plan if chosen is None else plan.limited_to(chosen, wanted.enclosing)
+        if chosen is None:
+            return view, plan
+        taken_over = [name for name in wanted.kept if plan.on_device(name)]
+        plan = plan.limited_to(chosen, views.with_kept(wanted.enclosing, taken_over, self._handles))
+        return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
+
+    def _needed(self, wanted: Wanted) -> Plan:
+        """What the phase needs of those that `only` names, and of the others the phase around it, which may have an `only` too."""
+        needed = self.planner.needed(IDLE, None, wanted.kept)
+        levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
+        for index, (name, only) in enumerate(levels):
+            asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept)
+            chosen = views.still_meant(only, self._handles)
+            needed = asked if chosen is None else asked.limited_to(chosen, needed)
+        return needed
 
     def _give_way(self) -> None:
         """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""

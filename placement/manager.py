@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,27 +17,40 @@ from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
 from placement.memory.select import select_device
-from placement.phases import Phase, here
+from placement.phases import PhaseContext, here
 from placement.replication import Replication
 from placement.resolve import resolve_policy
 from placement.settings import Settings
 from placement.snapshot import Audit, Snapshot
 from placement.summary import summary
+from placement.weak import WeakIdSet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from placement.group.agreement import Group
     from placement.observe.discovery import Identity
-    from placement.observe.nvml import OtherProcesses
     from placement.observe.server import MetricsServer
 
 
-def _leave_all(borders: Borders, entered: list[Phase]) -> None:
+def _end(borders: Borders, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
     """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
-    if borders.is_closed or sys.is_finalizing() or os.getpid() != borders.pid:
+    if sys.is_finalizing() or os.getpid() != borders.pid:
         return
     borders.is_closing = True
+    try:
+        if not borders.is_closed:
+            _leave_all(borders, entered)
+    finally:
+        _close_all(servers)
+
+
+def _close_all(servers: Iterable[MetricsServer]) -> None:
+    for server in servers:
+        server.close()
+
+
+def _leave_all(borders: Borders, entered: list[PhaseContext]) -> None:
     while entered:
         phase = entered.pop()
         if borders.stack and borders.stack[-1] is phase._open:
@@ -57,7 +69,8 @@ class Manager:
 
     Args:
         device: "auto" (this process's accelerator), "cuda:0", or a `Device`.
-        policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance.
+        policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance; a string may have
+            options: "colocated(drop_gradients=True)".
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together (`placement.group.StoreGroup`); None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
@@ -96,10 +109,12 @@ class Manager:
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
         self._borders = Borders(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
-        self._entered: list[Phase] = []
-        self._others: OtherProcesses | None = None
+        self._entered: list[PhaseContext] = []
+        self._snapshots = audit.Snapshots(self._borders, self.policy.name, self.settings.worker_role, self.device, self.journal)
+        self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
+        """Its thread keeps a server alive until it is closed."""
         # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
-        weakref.finalize(self, _leave_all, self._borders, self._entered).atexit = False
+        weakref.finalize(self, _end, self._borders, self._entered, self._servers).atexit = False
 
     @classmethod
     def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
@@ -178,15 +193,17 @@ class Manager:
             self._borders.forget(found)
 
     def close(self) -> None:
-        """Unregister everything, optimizers first, and give the device back; log what was done. Idempotent.
+        """Unregister everything, optimizers first, give the device back and end what `serve` began; log what was done. Idempotent.
 
         Raises:
             PhaseError: a phase is open.
         """
         if self._borders.is_closed:
+            _close_all(self._servers)  # in case an interrupt kept an earlier call from it
             return
         last = self.snapshot()
         self._borders.close()
+        _close_all(self._servers)
         logger.info("closed\n%s", summary(last), extra={"placement": last})
 
     # --- phases
@@ -196,23 +213,26 @@ class Manager:
         """The innermost open phase; "idle" outside every phase."""
         return self._borders.phase_name
 
-    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Phase:
+    def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
         """A phase for a `with` statement: every handle goes where the policy wants it, and back at the end.
 
         Args:
             name: one of `placement.PHASES`, or of `Settings.phases`.
-            only: the handles meant or their names, and the optimizers they own; all others as in the enclosing phase.
+            only: the handles meant or their names, and the optimizers they own. All others stay as in the enclosing phase; where that
+                leaves no room, what neither phase needs on the device leaves it, cheapest first.
+
+        Whoever calls `__enter__` by hand holds what this returns until `__exit__`: a phase that nobody holds is left.
 
         Raises (on entering):
             PhaseError: another thread or task holds a phase, or a graph is being captured.
             PolicyError: no plan; DeviceMemoryError: it does not fit; nothing has moved then.
             Exception: what stopped the moves; what was on the device before is there again.
         """
-        return Phase(self._borders, name, only, here(), keeps_alive=self)
+        return PhaseContext(self._borders, name, only, here(), keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that no thread owns; `leave` closes it, from any thread."""
-        phase = Phase(self._borders, name, only, None)
+        phase = PhaseContext(self._borders, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
@@ -229,7 +249,7 @@ class Manager:
             if phase._open is None:
                 self._entered.pop()
 
-    def _last_entered(self, what: str) -> Phase:
+    def _last_entered(self, what: str) -> PhaseContext:
         with self._borders.attempt(own=True):
             if not self._entered:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")
@@ -259,34 +279,7 @@ class Manager:
 
     def snapshot(self) -> Snapshot:
         """Everything at this moment, immutable and JSON-able. Takes no lock, so that a scrape never waits for a move."""
-        borders, journal = self._borders, self.journal
-        memory = borders.crossing.memory
-        others = None if self._others is None else self._others.nbytes
-        handles = tuple(audit.snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
-        return Snapshot(
-            taken_timestamp_seconds=time.time(),
-            policy=self.policy.name,
-            worker_role=self.settings.worker_role,
-            device=self.device.name,
-            phases=tuple(each.name for each in borders.stack),
-            handles=handles,
-            phase_seconds=journal.phase_seconds(),
-            phase_stall_seconds=dict(journal.stall_seconds),
-            durations=journal.histograms(),
-            policy_decisions=dict(journal.decisions),
-            pairing_violations=journal.pairing_violations,
-            unpaired_bytes=sum(handle.resident_bytes for handle in borders.crossing.left_behind),
-            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
-            other_processes_bytes=others,
-            wrong_writes=journal.wrong_writes,
-            kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
-            expired_keeps=journal.expired_keeps,
-            budget_bytes=borders.crossing.budget_bytes(borders.phase_name),
-            device_used_bytes=memory.used_bytes,
-            device_total_bytes=memory.total_bytes,
-            peak_bytes=borders.crossing.peak_bytes,
-            lease=borders.crossing.leased.snapshot(),
-        )
+        return self._snapshots.take()
 
     def audit(self) -> Audit:
         """Compare declared and measured for every handle, by looking at every tensor. Reports, changes nothing."""
@@ -313,6 +306,8 @@ class Manager:
     ) -> MetricsServer:
         """Serve /metrics, /healthz, /state, /trace and the status page; `server.url`, `server.target`, `server.close()`.
 
+        Until the server or the manager is closed; it does not keep a manager alive that nobody else holds.
+
         Args:
             port: 0 takes a free one.
             address: loopback unless told otherwise: whoever reaches it reads what this worker does.
@@ -321,17 +316,20 @@ class Manager:
             identity: who the worker is in its run; None: as torchrun or Slurm say.
 
         Raises:
-            PlacementError: the address and port cannot be bound, or the folder cannot be written.
+            PlacementError: the address and port cannot be bound, the folder cannot be written, or the manager is closed.
         """
         from placement.observe.discovery import Identity
         from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
+        self._borders.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
-        if self._others is None:
-            self._others = OtherProcesses(self.device.uuid)
-        server = MetricsServer(self.snapshot, journal=self.journal, port=port, address=address)
+        if self._snapshots.others is None:
+            self._snapshots.others = OtherProcesses(self.device.uuid)
+        snapshots, borders = self._snapshots, self._borders  # not the manager, which the server would keep alive
+        server = MetricsServer(snapshots.take, is_over=lambda: borders.is_closed, journal=self.journal, port=port, address=address)
+        self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)
         except BaseException:

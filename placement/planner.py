@@ -19,6 +19,7 @@ _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
     "log_prob": ("actor", "ref"),
+    "ref_log_prob": ("ref",),
     "values": ("critic",),
     "reward": ("reward",),
 }
@@ -65,6 +66,14 @@ class Planner:
         """
         view = self.view(phase, enclosing, kept)
         return view, views.ask(self._policy, view)
+
+    def needed(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> Plan:
+        """The policy's plan for a phase where nothing fits: what it wants on the device all the same is needed, the rest may leave.
+
+        Raises:
+            PolicyError: it has none.
+        """
+        return views.ask(self._policy, replace(self.view(phase, enclosing, kept), budget_bytes=0))
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
         """Where everything belongs outside every phase."""

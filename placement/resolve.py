@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from placement.errors import PolicyError
 
@@ -32,22 +35,57 @@ def policy_names() -> tuple[str, ...]:
 def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     """The policy for a registered name, "package.module:Class", a class (constructed without arguments) or an instance.
 
+    Either string may end with options, as literals: "colocated(drop_gradients=True)".
+
     Raises:
-        PolicyError: no such name (it lists those that there are), the import or the constructor failed, or what was found
-            has no `plan(view)` or no `name`.
+        PolicyError: no such name (it lists those that there are), the options are no literals, the import or the constructor failed, or
+            what was found has no `plan(view)` or no `name`.
     """
-    found = _load(spec) if isinstance(spec, str) else spec
+    options = _Options()
+    if isinstance(spec, str):
+        path, options = _with_options(spec)
+        found = _load(path)
+        if options.are_given and not isinstance(found, type):
+            raise PolicyError(f"no policy {spec!r}: only a class takes options, and {path!r} is a {type(found).__name__}")
+    else:
+        found = spec
     if isinstance(found, type):
         try:
-            found = found()
+            found = found(*options.positional, **options.named)
         except Exception as exc:
-            raise PolicyError(f"policy {_shown(spec)} cannot be constructed without arguments: {exc}") from exc
+            how = "with these options" if options.are_given else "without arguments"
+            raise PolicyError(f"policy {_shown(spec)} cannot be constructed {how}: {exc}") from exc
     if not callable(getattr(found, "plan", None)):
         raise PolicyError(f"policy {_shown(spec)} has no method plan(view)")
     name = getattr(found, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PolicyError(f"policy {_shown(spec)} needs a name matching {_NAME.pattern} (`name = ...` in its class), not {name!r}")
     return cast("Policy", found)
+
+
+class _Options(NamedTuple):
+    positional: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def are_given(self) -> bool:
+        return bool(self.positional or self.named)
+
+
+def _with_options(spec: str) -> tuple[str, _Options]:
+    """The name in front of the bracket, and what is inside."""
+    name, bracket, rest = spec.partition("(")
+    if not bracket:
+        return spec, _Options()
+    try:
+        call = ast.parse(f"policy({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or any(each.arg is None for each in call.keywords):
+            raise ValueError("it is no single pair of brackets")
+        positional = tuple(ast.literal_eval(each) for each in call.args)
+        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError) as exc:
+        raise PolicyError(f"policy {spec!r}: options are literals in brackets, as in 'colocated(drop_gradients=True)': {exc}") from exc
+    return name.strip(), _Options(positional, named)
 
 
 def _shown(spec: object) -> str:

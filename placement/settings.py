@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from placement.states import PHASES, ROLES
+from placement.states import PHASES, ROLES, ReadOnly
 
 PREFIX = "PLACEMENT_"
 LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks whose it is
@@ -55,14 +55,14 @@ class Settings(BaseModel):
     device: str = Field(default="auto", min_length=1)
     """"auto", "cuda:0", ..."""
     policy: str = Field(default="colocated", min_length=1)
-    """An entry point's name or "package.module:Class"."""
+    """An entry point's name or "package.module:Class"; either with options as literals: "colocated(drop_gradients=True)"."""
     budget_bytes: int | None = Field(default=None, gt=0)
     """Device bytes that the handles may hold together; also written "12GiB". None: measured."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; also written "12GiB". What is beyond stays pageable. None: no limit."""
     worker_role: Literal["trainer", "rollout", "hybrid"] = "hybrid"
-    phases: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Phases of the user's own: the roles that each needs on the device."""
+    phases: dict[str, tuple[str, ...]] = Field(default_factory=ReadOnly)
+    """Phases of the user's own: the roles that each needs on the device. Cannot be changed afterwards."""
     strict: bool = False
     """Raise where a reference to offloaded memory is found, instead of reporting it."""
     verify: Literal["always", "sample", "off"] = "off"
@@ -131,7 +131,7 @@ class Settings(BaseModel):
             for role in roles:
                 if role not in ROLES:
                     raise ValueError(f"phase {name!r}: unknown role {role!r}{_nearest(role, ROLES)}; known roles: {', '.join(ROLES)}")
-        return phases
+        return ReadOnly(phases)
 
     @classmethod
     def from_any(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Settings:

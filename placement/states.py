@@ -6,9 +6,13 @@ Standard library only. Everything here is immutable data; nothing moves a byte.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from typing import NoReturn, TypeVar
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class State(enum.StrEnum):
@@ -58,6 +62,7 @@ PHASES: tuple[str, ...] = (
     "rollout",
     "weight_sync",
     "log_prob",
+    "ref_log_prob",
     "values",
     "reward",
     "train",
@@ -74,6 +79,19 @@ ROLES: tuple[str, ...] = ("actor", "ref", "critic", "reward", "teacher", "rollou
 WORKER_ROLES: tuple[str, ...] = ("trainer", "rollout", "hybrid")
 WEIGHTS, KV_CACHE, CUDA_GRAPH = TAGS = ("weights", "kv_cache", "cuda_graph")
 """The parts of a rollout engine that can be on the device by themselves."""
+
+
+class ReadOnly(dict[_K, _V]):
+    """A mapping that stays as it was made. Unlike a `MappingProxyType` it can be copied, pickled and written as JSON."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("this mapping is read-only: a policy returns a Plan and changes nothing that it is shown")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[ReadOnly[_K, _V]], tuple[dict[_K, _V]]]:
+        return type(self), (dict(self),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +119,9 @@ class HandleView:
     resident_tags: frozenset[str] = frozenset()
     """Those of them that are on the device now."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", ReadOnly(self.tags))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -118,10 +139,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         targets = {n: s if type(s) is State else State(s) for n, s in dict(self.targets).items()}
-        object.__setattr__(self, "targets", MappingProxyType(targets))
+        object.__setattr__(self, "targets", ReadOnly(targets))
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
-        object.__setattr__(self, "parts", MappingProxyType({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
+        object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
 
     def __getitem__(self, name: str) -> State:
         return self.targets[name]
@@ -175,6 +196,10 @@ class View:
     phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The user's own phases (`Settings.phases`): roles needed, by phase name."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handles", ReadOnly(self.handles))
+        object.__setattr__(self, "phases", ReadOnly(self.phases))
+
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
         """The handles of these roles, in registration order; of one kind if given."""
         return tuple(h for h in self.handles.values() if h.role in roles and kind in (None, h.kind))
@@ -189,7 +214,7 @@ class View:
         targets: Mapping[str, State],
         streamed: Iterable[str] = (),
         dropped: Iterable[str] = (),
-        parts: Mapping[str, frozenset[str]] = MappingProxyType({}),
+        parts: Mapping[str, frozenset[str]] = ReadOnly(),
     ) -> Plan:
         """The plan with these targets and CPU_OFFLOADED for every other handle of the view."""
         return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped), parts)
@@ -202,6 +227,32 @@ class View:
         """Whether the plan, with `more` on the device too, stays within the budget."""
         extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
         return self.bytes_of(plan) + extra <= self.budget_bytes
+
+
+    def evicted(self, freed_bytes: Mapping[str, int], deficit_bytes: int) -> set[str]:
+        """The handles that leave the device so that a deficit is covered; all that are given where that is not enough.
+
+        First those that need not be copied back (readonly, or a module that no optimizer steps), then the rest; of each, the smallest
+        handle that covers the deficit, else the largest.
+
+        Args:
+            freed_bytes: the handles that may leave, with the device bytes that each would free.
+        """
+        stepped = {owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners}
+        clean = {n for n in freed_bytes if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)}
+        evicted: list[str] = []
+        for group in (clean, freed_bytes.keys() - clean):
+            by_size = sorted((n for n in freed_bytes if n in group), key=freed_bytes.__getitem__)
+            while deficit_bytes > 0 and by_size:
+                covering = bisect_left(by_size, deficit_bytes, key=freed_bytes.__getitem__)
+                evicted.append(by_size.pop(min(covering, len(by_size) - 1)))
+                deficit_bytes -= freed_bytes[evicted[-1]]
+        names = set(evicted)
+        for name in reversed(evicted):  # a large late eviction can make a small early one needless
+            if freed_bytes[name] <= -deficit_bytes:
+                names.discard(name)
+                deficit_bytes += freed_bytes[name]
+        return names
 
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:

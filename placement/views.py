@@ -87,8 +87,23 @@ def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str]
     for name in only:
         if name not in handles:
             raise PhaseError(f"only=: {unknown_handle(name, handles)}")
-    chosen = set(only)
+    return still_meant(only, handles)
+
+
+def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+    """The same for a phase that has been open for a while: a handle may be gone by now."""
+    if only is None:
+        return None
+    chosen = {name for name in only if name in handles}
     return chosen | {handle.name for handle in handles.values() if any(owner.name in chosen for owner in handle.owners)}
+
+
+def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
+    """A plan and what is kept: a keep carries what is on the device and loads nothing, of an engine the tags that are there."""
+    for name in kept:
+        residency = handles[name].residency
+        plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
+    return plan
 
 
 def unknown_handle(name: object, handles: Iterable[str]) -> str:

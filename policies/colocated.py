@@ -19,6 +19,7 @@ class Colocated:
     | `rollout`, `eval` | the rollout engine, or the actor where none is registered |
     | `weight_sync` | the actor, SYNCING, and the rollout engine; of one that can be there in part, its weights |
     | `log_prob` | actor and ref |
+    | `ref_log_prob` | the ref alone, for a step that computes the two one after the other |
     | `values`, `reward` | critic; reward |
     | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
     | `checkpoint` | nothing moves: every handle stays in its state, the host copy is read |
@@ -74,6 +75,8 @@ class Colocated:
                 return targets(rollout_models(view), State.GPU_RESIDENT) | targets(models(view, "actor"), State.SYNCING)
             case "log_prob":
                 return targets(models(view, "actor", "ref"), State.GPU_RESIDENT)
+            case "ref_log_prob":
+                return targets(models(view, "ref"), State.GPU_RESIDENT)
             case "values":
                 return targets(models(view, "critic"), State.GPU_RESIDENT)
             case "reward":

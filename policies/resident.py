@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from placement import HandleView, Plan, State, View
 
-from .base import stepped
 from .colocated import Colocated, OptimizerIn
 
 
@@ -35,7 +32,7 @@ class Resident(Colocated):
         rest = [h for h in view.handles.values() if h.built and not h.external and plan[h.name] is State.CPU_OFFLOADED]
         staying = [h for h in rest if h.state is not State.CPU_OFFLOADED]
         room = view.budget_bytes - view.bytes_of(plan)
-        evicted = _evicted(view, staying, sum(h.num_bytes for h in staying) - room)
+        evicted = view.evicted({h.name: h.num_bytes for h in staying}, sum(h.num_bytes for h in staying) - room)
         kept = [h for h in staying if h.name not in evicted]
         if view.phase == "idle":
             room -= sum(h.num_bytes for h in kept)
@@ -61,23 +58,3 @@ def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
 def _parts_that_stay(kept: list[HandleView]) -> dict[str, frozenset[str]]:
     """What is on the device in part stays so."""
     return {h.name: h.resident_tags for h in kept if h.resident_tags and h.resident_tags != h.tags.keys()}
-
-
-def _evicted(view: View, staying: list[HandleView], deficit: int) -> set[str]:
-    """The names that must go so that `deficit` bytes come free; all of them where that is not enough."""
-    written = {h.name for h in stepped(view)}
-    clean = [h for h in staying if h.readonly or (h.kind == "module" and h.name not in written)]
-    clean_names = {h.name for h in clean}
-    evicted: list[HandleView] = []
-    for group in (clean, [h for h in staying if h.name not in clean_names]):
-        by_size = sorted(group, key=lambda h: h.num_bytes)
-        while deficit > 0 and by_size:
-            covering = bisect_left(by_size, deficit, key=lambda h: h.num_bytes)
-            evicted.append(by_size.pop(min(covering, len(by_size) - 1)))
-            deficit -= evicted[-1].num_bytes
-    names = {h.name for h in evicted}
-    for handle in reversed(evicted):  # a large late eviction can make a small early one needless
-        if handle.num_bytes <= -deficit:
-            names.discard(handle.name)
-            deficit += handle.num_bytes
-    return names

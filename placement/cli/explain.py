@@ -36,7 +36,10 @@ SAMPLE = (
 )
 """One rank of eight that trains an actor and a critic of 7 billion parameters with PPO and generates beside it."""
 
-_STEP = ("rollout", "reward", "log_prob", "values", "train", "optimizer_step", "weight_sync", "checkpoint", "eval", "restore", IDLE)
+_STEP = (
+    *("rollout", "reward", "log_prob", "ref_log_prob", "values", "train", "optimizer_step", "weight_sync"),
+    *("checkpoint", "eval", "restore", IDLE),
+)
 """The order of a PPO step, then the phases outside it."""
 _NESTED = {"optimizer_step": "train"}
 _MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}

@@ -12,7 +12,7 @@ MARKS = {State.CPU_OFFLOADED: "·", State.GPU_RESIDENT: "▒", State.SYNCING: "�
 ASCII_MARKS = {State.CPU_OFFLOADED: ".", State.GPU_RESIDENT: "=", State.SYNCING: "+", State.TRAINING: "#"}
 WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 _COLOURS = {State.CPU_OFFLOADED: "2", State.GPU_RESIDENT: "32", State.SYNCING: "36", State.TRAINING: "33"}
-_SHORT = {"rollout": "roll", "log_prob": "logp", "weight_sync": "sync"}
+_SHORT = {"rollout": "roll", "log_prob": "logp", "ref_log_prob": "refp", "weight_sync": "sync"}
 _SMALLEST_SPAN = 6  # columns: enough for a short phase name and a gap
 
 

@@ -19,6 +19,20 @@ _exiting = threading.Event()
 atexit.register(_exiting.set)
 
 
+def refuse_rocm(name: str) -> None:
+    """No advice for CUDA where torch was built for AMD GPUs, which it calls CUDA devices too.
+
+    Raises:
+        PlacementError: it was.
+    """
+    if torch.version.hip is not None:
+        raise PlacementError(
+            f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, and placement does not support AMD GPUs "
+            "yet. Supported are NVIDIA GPUs, and everywhere device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves "
+            "the same in host memory."
+        )
+
+
 class Driver:
     """The driver for one device, with torch's (the primary) context.
 
@@ -28,11 +42,12 @@ class Driver:
         peers: see `CudaDevice`.
 
     Raises:
-        PlacementError: there is no such device, cuda-bindings is missing, the device has no virtual memory management, or a peer
-            cannot reach it.
+        PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
+            management, or a peer cannot reach it.
     """
 
     def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
+        refuse_rocm(f"cuda:{index}")
         if not 0 <= index < torch.cuda.device_count():
             raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
         major = (torch.version.cuda or "13").split(".")[0]

@@ -8,6 +8,7 @@ import torch
 
 from placement.errors import PlacementError
 from placement.memory.base import Device
+from placement.memory.cuda_driver import refuse_rocm
 
 _CUDA = re.compile(r"cuda(?::(\d+))?")
 
@@ -20,11 +21,12 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
 
     Raises:
         ValueError: no such name.
-        PlacementError: this process has no accelerator, or lacks what its virtual memory needs.
+        PlacementError: this process has no accelerator, one that is not supported, or lacks what its virtual memory needs.
     """
     match = _CUDA.fullmatch(name)
     if name != "auto" and match is None:
         raise ValueError(f'device {name!r} is not known; write "auto", "cuda:0", or pass a Device: placement.testing.SimulatedDevice')
+    refuse_rocm(name)
     if not torch.cuda.is_available():
         raise PlacementError(
             f"device {name!r}: torch sees no CUDA device in this process. On a machine without one, pass "

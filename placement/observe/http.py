@@ -30,6 +30,8 @@ CHORE_SECONDS = 5.0
 # The process may have SIGPIPE at its default: a client that hangs up must not end a training run.
 _SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 
+_CLOSED = refusal(HTTPStatus.SERVICE_UNAVAILABLE).encode(with_body=True)
+
 _logger = logging.getLogger("placement.observe")
 
 Page = Callable[[Request], Response]
@@ -96,7 +98,10 @@ class HttpServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def close(self) -> None:
-        """Stop serving and free the port. Idempotent, from any thread; waits at most `timeout_seconds` for a page that is being made."""
+        """Stop serving and free the port. Idempotent, from any thread; waits at most `timeout_seconds` for a page that is being made.
+
+        Who has asked and was not answered yet gets a 503.
+        """
         if self._closing and not self._thread.is_alive():
             return
         self._closing = True
@@ -220,8 +225,19 @@ class HttpServer:
 
     def _release(self) -> None:
         for connection in list(self._connections.values()):
+            self._dismiss(connection)
             self._drop(connection)
         self._close_descriptors()
+
+    def _dismiss(self, connection: _Connection) -> None:
+        """The last words to a client, as much of them as it takes at once: what was left of its answer, or that there will be none."""
+        with contextlib.suppress(OSError):
+            if connection.answer is None:
+                with contextlib.suppress(BlockingIOError):
+                    connection.head += connection.socket.recv(MAX_HEAD_BYTES)
+                connection.answer = memoryview(_CLOSED if connection.head else b"")
+            if connection.answer:
+                connection.socket.send(connection.answer, _SEND_FLAGS)
 
     def _close_descriptors(self) -> None:
         with contextlib.suppress(OSError):  # a kqueue does not survive a fork

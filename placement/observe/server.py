@@ -19,8 +19,8 @@ from prometheus_client.exposition import choose_encoder, gzip_accepted
 from placement.journal import Journal
 from placement.observe.collector import make_registry
 from placement.observe.discovery import Announcement, Identity, Target, reap
-from placement.observe.http import TIMEOUT_SECONDS, HttpServer
-from placement.observe.messages import JSON, Request, Response
+from placement.observe.http import TIMEOUT_SECONDS, HttpServer, Page
+from placement.observe.messages import JSON, Request, Response, refusal
 from placement.observe.page import status_pages
 from placement.observe.trace import encoded_trace
 from placement.observe.worker_view import worker_view
@@ -55,6 +55,7 @@ class MetricsServer(HttpServer):
 
     Args:
         read: returns the snapshot; called on the server's thread, once a request, never at construction.
+        is_over: whether there is nothing to show any more: 503 everywhere, whatever `read` would return.
         journal: what `/trace` shows; without one it is empty.
         worker_info: further labels of `placement_worker_info`.
     """
@@ -63,6 +64,7 @@ class MetricsServer(HttpServer):
         self,
         read: Callable[[], Snapshot],
         *,
+        is_over: Callable[[], bool] = lambda: False,
         journal: Journal | None = None,
         port: int = 0,
         address: str = "127.0.0.1",
@@ -70,6 +72,7 @@ class MetricsServer(HttpServer):
         worker_info: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._read = read
+        self._is_over = is_over
         self._journal = journal if journal is not None else Journal(1)
         self._registry = make_registry(read, worker_info)
         self.target: Target | None = None
@@ -77,7 +80,8 @@ class MetricsServer(HttpServer):
         self._announcement: Announcement | None = None
         pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
         pages["/workers"] = self._workers
-        super().__init__(pages | status_pages(), port=port, address=address, timeout_seconds=timeout_seconds)
+        pages = {path: functools.partial(self._unless_over, page) for path, page in (pages | status_pages()).items()}
+        super().__init__(pages, port=port, address=address, timeout_seconds=timeout_seconds)
 
     def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> Target:
         """Say who this worker is, and write its file into a discovery folder until `close()`.
@@ -100,6 +104,13 @@ class MetricsServer(HttpServer):
         if self._announcement is not None:
             self._announcement.close()
         super().close()
+
+    def _unless_over(self, page: Page, request: Request) -> Response:
+        if not self._is_over():
+            response = page(request)
+            if not self._is_over():  # nor has it become so meanwhile
+                return response
+        return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _metrics(self, request: Request) -> Response:
         try:

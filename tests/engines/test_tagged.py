@@ -272,6 +272,31 @@ def test_what_is_kept_of_an_engine_is_what_was_there(shared: Path) -> None:
     assert_nothing_resident(manager)
 
 
+def test_the_part_of_an_engine_that_merely_may_stay_gives_way_to_the_handles_of_only(shared: Path) -> None:
+    """Resident keeps the KV cache beside a sync of the weights while it fits; the sync itself needs the weights alone."""
+
+    class EmptyInEval(placement.policies.Resident):
+        def plan(self, view: placement.View) -> Plan:
+            return view.total_plan({}) if view.phase == "eval" else super().plan(view)
+
+    engine = Own(shared)
+    manager, actor = make(shared, engine, policy=EmptyInEval(), budget_bytes=40 * CHUNK)
+    critic = torch.nn.Linear(64, 64)
+    manager.register("critic", critic, role="critic")
+    with manager.phase("eval"):
+        assert engine.memory.tags == set()  # only now does anybody know how large its parts are
+    with manager.phase("weight_sync"):
+        assert engine.memory.tags == {"weights", "kv_cache"}
+        with manager.phase("values", only=["critic"]):
+            assert engine.memory.tags == {"weights"}
+            assert manager.handles["critic"].state is State.GPU_RESIDENT
+            assert actor.state is State.SYNCING
+        assert engine.memory.tags == {"weights", "kv_cache"}
+        with manager.phase("values", only=[]):
+            assert engine.memory.tags == {"weights", "kv_cache"}
+    assert manager.audit().ok
+
+
 def test_a_part_that_comes_is_recorded_and_changes_no_state(shared: Path) -> None:
     engine = Own(shared)
     manager, actor = make(shared, engine)

@@ -101,6 +101,34 @@ class Exit(Case):
         super().check()
 
 
+class NamedExit(Case):
+    """The variable of `as` lives on, as in a function that catches the interrupt: only the with statement may hold the phase open."""
+
+    def run(self, tracing: Tracing) -> None:
+        with self.manager.phase("log_prob") as self.step:
+            tracing.on()
+        tracing.off()
+
+    def check(self) -> None:
+        with self.manager.phase("checkpoint"):  # a border later at the latest
+            assert self.manager.snapshot().phases == ("checkpoint",)
+        with pytest.raises(placement.PhaseError, match="not open"):
+            self.step.switch("train")
+        super().check()
+
+
+class NamedSwitch(NamedExit):
+    """A step that is interrupted at a switch and while it is left."""
+
+    def run(self, tracing: Tracing) -> None:
+        with self.manager.phase("train", only=["actor"]) as self.step:
+            tracing.on()
+            self.step.switch("log_prob")
+            with self.manager.phase("values") as self.inner:
+                pass
+        tracing.off()
+
+
 class Switch(Case):
     """Both directions: the optimizer leaves, the rollout engine comes, the actor stays."""
 
@@ -318,6 +346,11 @@ def known() -> set[Point]:
     return set()
 
 
+@pytest.fixture(scope="module")
+def known_by_name() -> set[Point]:
+    return set()
+
+
 @pytest.mark.timeout(1500 if EVERY_POINT else 400)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.__name__)
 def test_interrupted_at_bytecodes_of_every_operation(
@@ -325,6 +358,16 @@ def test_interrupted_at_bytecodes_of_every_operation(
 ) -> None:
     """Distinct bytecodes, each in the first operation that reaches it: every one with SWEEP=all, which takes ten minutes."""
     points, cases = sweep(operation, KeyboardInterrupt, known, swallowed)
+    counted(f"{operation.__name__}: {points} more bytecodes, interrupted in {cases} cases, 0 inconsistent")
+
+
+@pytest.mark.timeout(1500 if EVERY_POINT else 400)
+@pytest.mark.parametrize("operation", [NamedExit, NamedSwitch], ids=lambda each: each.__name__)
+def test_interrupted_with_a_variable_that_names_the_phase(
+    operation: type[Case], known_by_name: set[Point], swallowed: list[Any], counted: Callable[[str], None]
+) -> None:
+    """The same bytecodes again: a phase that ends with its own object must not live on in a variable."""
+    points, cases = sweep(operation, KeyboardInterrupt, known_by_name, swallowed)
     counted(f"{operation.__name__}: {points} more bytecodes, interrupted in {cases} cases, 0 inconsistent")
 
 

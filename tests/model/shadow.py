@@ -172,14 +172,19 @@ def _partition(tensors: dict[str, torch.Tensor]) -> frozenset[frozenset[str]]:
 
 
 class Recording:
-    """Another policy, and the last plan it gave for each phase."""
+    """Another policy, and the last plan it gave for each phase; apart, those for a budget of nothing."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
         self.name = policy.name
         self.last: dict[str, Plan] = {}
+        self.needed: dict[str, Plan] = {}
+        self.views: dict[str, View] = {}
 
     def plan(self, view: View) -> Plan:
         plan: Plan = self.policy.plan(view)
-        self.last[view.phase] = plan
+        if view.budget_bytes:
+            self.last[view.phase], self.views[view.phase] = plan, view
+        else:
+            self.needed[view.phase] = plan
         return plan

@@ -98,7 +98,8 @@ def test_a_log_that_keeps_its_records_keeps_no_phase_open(caplog: pytest.LogCapt
     manager, device = manager_on()
     net = Plain()
     manager.register("actor", net, role="actor")
-    phase = manager.phase("checkpoint").__enter__()
+    phase = manager.phase("checkpoint")
+    phase.__enter__()
     device.fail("create")
     with pytest.raises(DeviceMemoryError):
         phase.switch("log_prob")
@@ -111,7 +112,8 @@ def test_a_log_that_keeps_its_records_keeps_no_phase_open(caplog: pytest.LogCapt
 def test_a_manager_that_is_dropped_with_phases_open_inside_entered_ones_says_nothing() -> None:
     manager, _ = manager_on()
     manager.enter("rollout")
-    phase = manager.phase("train").__enter__()
+    phase = manager.phase("train")
+    phase.__enter__()
     del manager
     gc.collect()
     phase.__exit__(None, None, None)  # what is raised in a finaliser is a warning, and a warning fails the test

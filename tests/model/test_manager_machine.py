@@ -15,7 +15,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from placement import IntegrityError, Lazy, Phase, PhaseError, State, TorchEngine
+from placement import IntegrityError, Lazy, PhaseError, State, TorchEngine
+from placement.phases import PhaseContext
 from placement.policies import Colocated, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import PHASES_USED, drawn_policies
@@ -37,7 +38,7 @@ def in_a_thread(call: Callable[[], object]) -> None:
         pool.submit(call).result()
 
 
-def leave_with_error(phase: Phase) -> None:
+def leave_with_error(phase: PhaseContext) -> None:
     """Leave as an exception of the user does. It would go on its way; what went wrong is noted on it, and raised here."""
     error = ValueError("the user's")
     phase.__exit__(ValueError, error, None)
@@ -189,7 +190,7 @@ class ManagerMachine(Values):
         if self.border(lambda: switch(name, only=names)):
             self.levels.pop()
             self.carried |= kept
-            plan = self.limited(name, names, self.enclosing())
+            plan = self.limited(name, names)
             self.carried = set()
             self.levels.append(type(level)(name, names, plan, level.phase))
             self.base = plan

@@ -10,9 +10,11 @@ from typing import Any
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from placement import IntegrityError, Manager, Phase, Plan, State
+from placement import IntegrityError, Manager, Plan, State
+from placement.budget import without_surplus
 from placement.errors import DeviceMemoryError
 from placement.memory.simulated import SimulatedDevice
+from placement.phases import PhaseContext
 from placement.testing import Faults
 from tests.model.shadow import Recording, Shadow, raw
 
@@ -24,7 +26,7 @@ class Level:
     name: str
     only: frozenset[str] | None
     plan: Plan
-    phase: Phase | None
+    phase: PhaseContext | None
     """None: opened by `Manager.enter`."""
     kept: set[str] = field(default_factory=set)
 
@@ -63,10 +65,10 @@ class World(RuleBasedStateMachine):
 
     # --- what must be so
 
-    def enclosing(self) -> Plan:
-        """Where everything belongs outside a new phase."""
+    def enclosing(self, carried: Iterable[str] | None = None) -> Plan:
+        """Where everything belongs outside a new phase, with what is carried."""
         plan = self.levels[-1].plan if self.levels else self.policy.last["idle"]
-        for name in self.carried:
+        for name in self.carried if carried is None else carried:
             plan = plan.also(name, State.GPU_RESIDENT)
         return plan
 
@@ -76,9 +78,19 @@ class World(RuleBasedStateMachine):
         optimizers = {name for name, s in self.shadows.items() if s.optimizer_of is not None and s.optimizer_of.handle.name in only}
         return set(only) | optimizers
 
-    def limited(self, name: str, only: frozenset[str] | None, enclosing: Plan) -> Plan:
-        plan, chosen = self.policy.last[name], self.meant(only)
-        return plan if chosen is None else plan.limited_to(chosen, enclosing)
+    def limited(self, name: str, only: frozenset[str] | None) -> Plan:
+        """The plan of a phase that has just begun, inside those that are open."""
+        plan, view, chosen = self.policy.last[name], self.policy.views[name], self.meant(only)
+        if chosen is None:
+            return plan
+        plan = plan.limited_to(chosen, self.enclosing([each for each in self.carried if plan.on_device(each)]))
+        if view.fits(plan):
+            return plan
+        needed = self.policy.needed["idle"]
+        for level, meant in [*((level.name, self.meant(level.only)) for level in self.levels), (name, chosen)]:
+            asked = self.policy.needed[level]
+            needed = asked if meant is None else asked.limited_to(meant, needed)
+        return without_surplus(view, plan, needed)
 
     def on_device(self, name: str) -> bool:
         shadow = self.shadows.get(name)
@@ -120,12 +132,12 @@ class World(RuleBasedStateMachine):
         self,
         name: str,
         only: frozenset[str] | None,
-        phase: Phase | None,
+        phase: PhaseContext | None,
         run: Callable[[Callable[[], object]], None] = lambda call: call(),
     ) -> None:
         call = phase.__enter__ if phase is not None else lambda: self.manager.enter(name, only=only)
         if self.border(lambda: run(call)):
-            self.levels.append(Level(name, only, self.limited(name, only, self.enclosing()), phase))
+            self.levels.append(Level(name, only, self.limited(name, only), phase))
             self.carried = set()
             self.base = self.levels[-1].plan
         else:

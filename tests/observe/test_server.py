@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import http.client
 import os
@@ -11,20 +12,26 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from placement.errors import PlacementError
+import placement
+from placement.errors import PhaseError, PlacementError
+from placement.observe.discovery import Identity
 from placement.observe.http import MAX_CONNECTIONS
 from placement.observe.messages import MAX_HEAD_BYTES, MAX_REQUEST_LINE_BYTES
 from placement.observe.server import MetricsServer
 from placement.snapshot import HandleSnapshot, Snapshot
 from placement.states import State
+from placement.testing import SimulatedDevice
 
 MakeHandle = Callable[..., HandleSnapshot]
 MakeSnapshot = Callable[..., Snapshot]
@@ -466,6 +473,110 @@ def test_many_servers_in_one_process(snapshot: Snapshot) -> None:
         servers = [stack.enter_context(MetricsServer(lambda: snapshot)) for _ in range(5)]
         assert len({server.port for server in servers}) == 5
         assert [request(server, "/healthz")[0] for server in servers] == [200] * 5
+
+
+# The manager behind it
+
+
+def served(tmp_path: Path) -> tuple[placement.Manager, torch.nn.Module, MetricsServer, Path]:
+    """A manager with an offloaded model, its server, and the file that announces it."""
+    manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 20))
+    model = torch.nn.Linear(4, 4)
+    manager.register("actor", model, role="actor")
+    server = manager.serve(discovery=tmp_path, identity=Identity(rank=3))
+    (announced,) = tmp_path.glob("*.json")
+    return manager, model, server, announced
+
+
+def assert_gone(server: MetricsServer, announced: Path) -> None:
+    server._thread.join(60)
+    assert not server._thread.is_alive()
+    assert not announced.exists()
+    with pytest.raises(ConnectionRefusedError):
+        connect(server)
+    server.close()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_served_manager_that_is_dropped_closes_as_any_other(tmp_path: Path, opened: bool) -> None:
+    manager, model, server, announced = served(tmp_path)
+    values = manager.handles["actor"].state_dict()["weight"].clone()
+    if opened:
+        manager.enter("log_prob")
+    request(server, "/state")
+    alive = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert alive() is None
+    assert model.weight.equal(values)
+    assert_gone(server, announced)
+
+
+def test_a_served_manager_may_end_on_its_servers_own_thread(tmp_path: Path) -> None:
+    """Where a collection that finds it happens to run."""
+    manager, model, server, announced = served(tmp_path)
+    values = manager.handles["actor"].state_dict()["weight"].clone()
+    cycle: list[object] = [manager]
+    cycle.append(cycle)
+    del manager, cycle
+    server.do_regularly(gc.collect)
+    assert_gone(server, announced)
+    assert model.weight.equal(values)
+
+
+def test_closing_the_manager_closes_every_server_of_it(tmp_path: Path) -> None:
+    manager, _, server, announced = served(tmp_path)
+    other = manager.serve()
+    early = manager.serve()
+    early.close()
+    assert request(other, "/healthz")[0] == 200
+    with manager.phase("log_prob"):
+        with pytest.raises(PhaseError, match="is open"):
+            manager.close()
+        assert [request(each, "/healthz")[0] for each in (server, other)] == [200, 200]  # refused: everything goes on
+    manager.close()
+    for each in (server, other, early):
+        assert_gone(each, announced)
+    manager.close()
+    with pytest.raises(PlacementError, match="closed"):
+        manager.serve()
+
+
+def test_who_is_in_the_middle_of_asking_when_the_manager_closes_is_told(tmp_path: Path) -> None:
+    manager, _, server, _ = served(tmp_path)
+    with connect(server) as half, connect(server) as silent:
+        half.sendall(b"GET /healthz HTTP/1.1\r\n")
+        request(server, "/healthz")  # so that both have been accepted
+        manager.close()
+        assert read_to_end(half).startswith(b"HTTP/1.1 503 ")
+        assert read_to_end(silent) == b""
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/state", "/workers"])
+def test_a_page_that_is_being_made_when_its_manager_closes_is_none(snapshot: Snapshot, path: str) -> None:
+    entered, leave, over = threading.Event(), threading.Event(), threading.Event()
+
+    def read() -> Snapshot:
+        entered.set()
+        leave.wait()
+        return snapshot
+
+    server = MetricsServer(read, is_over=over.is_set)
+    with connect(server) as client, ThreadPoolExecutor(1) as closing:
+        client.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+        assert entered.wait(60)
+        over.set()
+        closed = closing.submit(server.close)
+        leave.set()
+        closed.result(60)
+        assert read_to_end(client).startswith(b"HTTP/1.1 503 ")
+
+
+def test_between_the_end_of_the_manager_and_of_its_server_every_page_is_a_503(snapshot: Snapshot) -> None:
+    with MetricsServer(lambda: snapshot, is_over=lambda: True) as server:
+        for path in ("/", "/metrics", "/healthz", "/state", "/trace", "/workers"):
+            assert request(server, path)[0] == 503
+        assert request(server, "/nothing")[0] == 404
 
 
 # Forks

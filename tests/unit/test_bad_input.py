@@ -194,6 +194,9 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     "nothing": (lambda view: None or (), "returned tuple"),
     "no state": (lambda view: Plan({"actor": "ON_GPU"}), "ON_GPU"),  # type: ignore[dict-item]
     "raises": (ZeroDivisionError("oops"), r"policy 'colocated' failed on phase 'eval'.*oops"),
+    "takes a handle away": (lambda view: view.handles.pop("actor"), r"policy 'colocated' failed on phase 'eval'.*read-only"),
+    "makes a phase of its own": (lambda view: view.phases.update(mine=()), r"policy 'colocated' failed on phase 'eval'.*read-only"),
+    "resizes": (lambda view: view.handles["actor"].tags.clear(), r"policy 'colocated' failed on phase 'eval'.*read-only"),
     "raises its own": (PolicyError("I refuse"), "I refuse"),
 }
 

@@ -63,6 +63,15 @@ def test_what_a_rollout_only_worker_saves_is_measured() -> None:
     assert found["placement, built", "host copies reserved"] - found["placement, Lazy", "host copies reserved"] >= 4 * parameters
 
 
+def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:
+    """One model at a time has the smaller peak; with the reference first no more bytes move than with both together."""
+    found = {(row["system"], row["metric"]): row["value"] for row in file_of("grpo_step")["rows"]}
+    peak, moved = "peak of what is registered", "bytes both ways"
+    both, last, first = "placement", "placement, ref_log_prob last", "placement, ref_log_prob first"
+    assert found[last, peak] == found[first, peak] < found[both, peak]
+    assert found[first, moved] == found[both, moved] < found[last, moved]
+
+
 def test_a_system_that_fails_is_a_row_and_the_next_one_goes_on(tmp_path: Path) -> None:
     results = Results("some", "simulated", "tiny", tmp_path)
     with results.system("moving", "broken peer"):
@@ -119,6 +128,14 @@ def test_the_table_names_the_best_peer_and_every_failure(tmp_path: Path) -> None
     assert "old" not in written
     assert written.startswith("# a\n")
     assert written.endswith("\nb\n")
+
+
+def test_the_table_shows_other_ways_to_use_placement_beside_it_and_not_as_peers(tmp_path: Path) -> None:
+    results = Results("grpo_step", "simulated", "tiny", tmp_path)
+    for system, value in (("placement", 30e9), ("placement, ref_log_prob first", 22e9), ("verl", 23e9)):
+        results.add("step", system, "bytes both ways", value, "bytes")
+    results.write()
+    assert "| **30.00 GB; ref_log_prob first: 22.00 GB** | 23.00 GB (verl) |  |" in report.table(_results.read(tmp_path))
 
 
 def test_a_readme_without_marks_is_left_alone(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from placement import Manager
 from placement.errors import DeviceMemoryError, PlacementError
 from placement.memory import cuda, cuda_pool
 from placement.memory.base import Addresses, Chunk
 from placement.memory.cuda import CudaDevice
 from placement.memory.cuda_driver import Driver
 from placement.memory.select import select_device
+from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
 from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
 
@@ -315,6 +317,21 @@ def test_where_memory_was_portioned_out_chunks_are_smaller(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert select_device("cuda:0", is_tight=is_tight).chunk_bytes == chunk_bytes
+
+
+@pytest.mark.parametrize("sees_a_gpu", [True, False])
+def test_on_rocm_nobody_is_told_to_install_something_for_cuda(monkeypatch: pytest.MonkeyPatch, sees_a_gpu: bool) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_a_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(sees_a_gpu))
+    attempts = (Manager, lambda: Manager(device="cuda:0"), lambda: select_device("cuda"), lambda: CudaDevice(0))
+    for attempt in attempts:
+        with pytest.raises(PlacementError, match=r"ROCm 7\.0\.1.*does not support AMD GPUs yet.*SimulatedDevice") as caught:
+            attempt()
+        assert "install" not in str(caught.value)
+    with pytest.raises(ValueError, match="is not known"):
+        select_device("rocm:0")
+    Manager(device=SimulatedDevice(capacity_bytes=1 << 20)).close()
 
 
 def test_a_machine_without_what_it_takes_is_told_what_to_install(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +120,19 @@ def test_switch_moves_no_bytes_of_what_both_phases_need() -> None:
         assert worker.net[0].weight.data_ptr() == address
     triggers = [r.trigger for r in worker.manager.journal if r.handle == "actor"]
     assert triggers == ["load", "begin_train", "train_to_sync", "sync_to_train", "end_train", "offload"]
+
+
+def test_actor_and_reference_compute_one_after_the_other() -> None:
+    worker = Worker()
+    with worker.manager.phase("ref_log_prob") as phase:
+        assert worker.on_device() == {"ref"}
+        phase.switch("log_prob", only=["actor"])
+        assert worker.on_device() == {"actor"}
+        loaded = worker.actor.counters.loaded_bytes
+        phase.switch("train", only=["actor"])
+        assert worker.actor.counters.loaded_bytes == loaded
+    assert worker.manager.snapshot().peak_bytes < worker.actor.num_bytes + worker.ref.num_bytes
+    assert_nothing_resident(worker.manager)
 
 
 def test_a_switch_with_only_takes_the_enclosing_plan_for_the_others() -> None:
@@ -378,7 +393,12 @@ def test_two_threads_that_hold_phases_at_once() -> None:
             in_thread(lambda: worker.manager.enter("values"))
         assert everything(worker.manager) == before
         learn(worker.net, worker.adam)
-    in_thread(lambda: worker.manager.phase("values").__enter__().__exit__(None, None, None))
+
+    def alone() -> None:
+        with worker.manager.phase("values"):
+            assert worker.on_device() == {"critic"}
+
+    in_thread(alone)
     assert_nothing_resident(worker.manager)
 
 
@@ -478,6 +498,19 @@ def test_a_generator_that_is_dropped_leaves_its_phase() -> None:
     assert_nothing_resident(worker.manager)
 
 
+def test_a_generator_that_a_collection_finds_in_a_cycle_leaves_its_phase() -> None:
+    """The collection has cleared every weak reference to the phase by the time the generator's `with` is left."""
+    worker = Worker()
+    generator = steps(worker)
+    next(generator)
+    cycle: list[Any] = [generator]
+    cycle.append(cycle)
+    del generator, cycle
+    gc.collect()  # what is raised meanwhile is a warning, and a warning fails the test
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
 def test_a_phase_object_that_is_dropped_while_open_leaves() -> None:
     worker = Worker()
     worker.manager.phase("train").__enter__()
@@ -495,6 +528,89 @@ def test_a_phase_dropped_inside_another_leaves_when_that_does() -> None:
         assert worker.on_device() == {"actor", "critic"}
         learn(worker.net, worker.adam)
     assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+
+
+# --- who holds a phase open
+
+
+def test_a_phase_that_its_caller_still_names_ends_with_what_holds_it_open() -> None:
+    """As after an interrupt at the very beginning of `__exit__`: the with statement is gone, `step` is not."""
+    worker = Worker()
+    context = worker.manager.phase("train")
+    step = context.__enter__()
+    step.switch("log_prob")
+    assert (context.name, step.name) == ("log_prob", "log_prob")
+    del context
+    gc.collect()
+    assert worker.manager.phase_name == "idle"
+    assert_nothing_resident(worker.manager)
+    for use in (lambda: step.switch("values"), lambda: step.keep("actor"), lambda: step.__exit__(None, None, None)):
+        with pytest.raises(PhaseError, match=r"phase 'train' is not open, it was left before.*manager\.phase\(\) returned"):
+            use()
+    with pytest.raises(PhaseError, match="entered before"):
+        step.__enter__()
+    assert step.name == "train"
+    assert_nothing_resident(worker.manager)
+
+
+def test_the_phase_and_its_context_are_used_alike() -> None:
+    worker = Worker()
+    context = worker.manager.phase("values")
+    assert repr(context) == "<phase 'values', not open>"
+    with context as phase:
+        assert isinstance(context, placement.Phase)
+        assert isinstance(phase, placement.Phase)
+        assert repr(context) == repr(phase) == "<phase 'values', open>"
+        context.switch("log_prob")
+        assert phase.name == "log_prob"
+        phase.switch("train", only=["actor"])
+        assert context.name == "train"
+        context.keep("actor")
+    assert worker.on_device() == {"actor"}
+    for each in (context, phase):
+        assert repr(each) == "<phase 'values', not open>"
+        with pytest.raises(PhaseError, match="not open"):
+            each.switch("train")
+
+
+def test_an_exit_stack_holds_its_phases_open() -> None:
+    worker = Worker()
+    with contextlib.ExitStack() as stack:
+        step = stack.enter_context(worker.manager.phase("log_prob"))
+        inner = stack.enter_context(worker.manager.phase("values"))
+        gc.collect()
+        inner.switch("rollout")
+        with pytest.raises(PhaseError, match="leave it first"):
+            step.switch("train")
+        moved = stack.pop_all()
+    gc.collect()
+    assert worker.manager.phase_name == "rollout"
+    moved.close()
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_variable_that_names_a_phase_keeps_no_manager_alive() -> None:
+    worker = Worker()
+    with worker.manager.phase("train") as step:
+        pass
+    manager, model = weakref.ref(worker.manager), worker.net
+    del worker.manager
+    gc.collect()
+    assert manager() is None
+    assert not model[0].weight.isnan().any()  # it closed as it went
+    assert step.name == "train"
+
+
+def test_a_phase_that_an_exception_ended_from_outside_keeps_nothing() -> None:
+    worker = Worker()
+    outer, inner = worker.manager.phase("values"), worker.manager.phase("log_prob")
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(ValueError, ValueError("mine"), None)
+    for use in (lambda: inner.keep("actor"), lambda: inner.switch("train")):
+        with pytest.raises(PhaseError, match="not open"):
+            use()
     assert_nothing_resident(worker.manager)
 
 

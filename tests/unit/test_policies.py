@@ -61,6 +61,7 @@ TABLE: dict[str, dict[str, State]] = {
     "eval": {"engine": GPU},
     "weight_sync": {"actor": SYNC, "engine": GPU},
     "log_prob": {"actor": GPU, "ref": GPU},
+    "ref_log_prob": {"ref": GPU},
     "values": {"critic": GPU},
     "reward": {"reward": GPU},
     "train": TRAINED,

@@ -130,6 +130,37 @@ class TestResolve:
         with pytest.raises(PolicyError, match=message):
             resolve_policy(spec)
 
+    def test_options_as_literals(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        policy = resolve_policy("colocated(drop_gradients=True, optimizer_in='optimizer_step')")
+        assert isinstance(policy, Colocated)
+        assert (policy.drop_gradients, policy.optimizer_in, policy.stream_sync) == (True, "optimizer_step", False)
+        assert resolve_policy('resident("optimizer_step")').optimizer_in == "optimizer_step"  # type: ignore[attr-defined]
+        assert type(resolve_policy("colocated()")) is Colocated
+        assert resolve_policy(f"{__name__}:NeedsAnArgument(-3)").size == -3  # type: ignore[attr-defined]
+        monkeypatch.setenv("PLACEMENT_POLICY", "colocated(stream_sync=True)")
+        manager = placement.Manager.from_settings(device=placement.testing.SimulatedDevice(1 << 20))
+        assert manager.policy.stream_sync
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("colocated(drop_gradients=true)", "options are literals"),
+            ("colocated(__import__('os').getpid())", "options are literals"),
+            ("colocated(**{'stream_sync': True})", "options are literals"),
+            ("colocated(*[1])", "options are literals"),
+            ("colocated(stream_sync=True", "options are literals"),
+            ("colocated(stream_sync=True).plan", "options are literals"),
+            ("colocated(stream_sync=True)(1)", "options are literals"),
+            ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
+            ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
+            ("colocted(stream_sync=True)", "no policy 'colocted'. Did you mean 'colocated'"),
+            (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
+        ],
+    )
+    def test_options_that_are_none(self, spec: str, message: str) -> None:
+        with pytest.raises(PolicyError, match=message):
+            resolve_policy(spec)
+
     def test_arguments_are_no_obstacle_for_an_instance(self) -> None:
         policy = NeedsAnArgument(3)
         assert resolve_policy(policy) is policy

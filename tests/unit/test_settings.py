@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,10 @@ def test_settings_are_frozen_and_go_through_json() -> None:
     with pytest.raises(ValidationError):
         PARSED.policy = "resident"
     assert Settings.model_validate_json(PARSED.model_dump_json()) == PARSED
+    for each in (PARSED, Settings()):
+        with pytest.raises(TypeError, match="read-only"):
+            each.phases["mine"] = ("actor",)
+        assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

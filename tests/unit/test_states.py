@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import itertools
+import json
+import operator
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,3 +133,43 @@ def test_bytes_count_what_we_place_on_the_device() -> None:
 
 def test_known_phases_are_the_shipped_and_the_users() -> None:
     assert view(phases={"distill": ("actor", "teacher")}).known_phases == (*PHASES, "distill")
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "assignment": lambda mapping: operator.setitem(mapping, "new", 1),
+    "deletion": lambda mapping: operator.delitem(mapping, "a"),
+    "|=": lambda mapping: operator.ior(mapping, {"new": 1}),
+    "update": lambda mapping: mapping.update(new=1),
+    "setdefault": lambda mapping: mapping.setdefault("new", 1),
+    "pop": lambda mapping: mapping.pop("a"),
+    "popitem": lambda mapping: mapping.popitem(),
+    "clear": lambda mapping: mapping.clear(),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_no_mapping_of_a_view_or_a_plan_can_be_written(how: str) -> None:
+    given = view(handle("a", tags={"a": 1}), phases={"a": ("actor",)})
+    plan = Plan({"a": GPU}, parts={"a": frozenset({"a"})})
+    for mapping in (given.handles, given.phases, given.handles["a"].tags, plan.targets, plan.parts):
+        before = dict(mapping)
+        with pytest.raises(TypeError, match="read-only"):
+            WRITES[how](mapping)
+        assert mapping == before
+
+
+def test_views_and_plans_are_copied_and_sent_like_any_data() -> None:
+    given = view(handle("a", tags={"weights": 1}), phases={"own": ("actor",)})
+    plan = Plan({"a": GPU}, parts={"a": frozenset({"weights"})})
+    for each in (given, plan):
+        assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
+    assert json.loads(json.dumps(given.phases)) == {"own": ["actor"]}
+    assert type(given.handles | {"b": handle("b")}) is dict  # a copy that may be changed
+
+
+def test_what_a_view_was_made_from_changes_nothing_in_it() -> None:
+    handles, phases = {"a": handle("a")}, {"own": ("actor",)}
+    given = View(phase="train", handles=handles, phases=phases)
+    handles.clear()
+    phases.clear()
+    assert (list(given.handles), list(given.phases)) == (["a"], ["own"])

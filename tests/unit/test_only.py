@@ -1,0 +1,390 @@
+"""`only=`: what the chosen handles get, what the others keep, and who gives way where not all of it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
+from placement.budget import without_surplus
+from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.states import bytes_under
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.test_policies import KeepReference
+from tests.unit.worker import Scripted
+
+UNIT = 4096
+OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
+
+
+class Job:
+    """Modules of so many units each, by role; what is trained has SGD without momentum, which needs no byte. Budgets are in units."""
+
+    def __init__(self, policy: Any, budget: int | None, sizes: dict[str, int], trained: Iterable[str] = (), **keywords: Any) -> None:
+        keywords = {"device": SimulatedDevice(1 << 24, chunk_bytes=UNIT)} | keywords
+        self.manager = Manager(policy=policy, budget_bytes=None if budget is None else budget * UNIT, **keywords)
+        self.models = {name: torch.nn.Linear(32, 32 * size, bias=False) for name, size in sizes.items()}
+        for name, model in self.models.items():
+            self.manager.register(name, model, role=name, readonly=name in ("ref", "reward", "teacher") and name not in trained)
+        self.optimizers = {name: torch.optim.SGD(self.models[name].parameters(), lr=0.1) for name in trained}
+        for name, optimizer in self.optimizers.items():
+            self.manager.register(f"{name}.optimizer", optimizer)
+
+    def on_device(self) -> set[str]:
+        return {name for name, handle in self.manager.handles.items() if handle.resident_bytes}
+
+    def fits(self, name: str, only: Iterable[str] | None = None) -> set[str] | None:
+        """What is on the device in the phase; None where it is refused."""
+        try:
+            with self.manager.phase(name, only=only):
+                return self.on_device()
+        except DeviceMemoryError:
+            return None
+
+
+THREE = {"ref": 8, "actor": 8, "critic": 8}
+
+
+# --- outside every phase
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "inside", "afterwards"),
+    [("resident", 20, {"actor", "critic"}, {"actor", "critic"}), (KeepReference(), 12, {"critic"}, {"ref"})],
+)
+def test_what_merely_may_stay_gives_way_as_without_only(policy: Any, budget: int, inside: set[str], afterwards: set[str]) -> None:
+    job = Job(policy, budget, THREE)
+    assert "ref" in job.on_device()
+    for _ in range(2):
+        assert job.fits("values", ["critic"]) == inside == job.fits("values")
+        assert job.on_device() == afterwards  # as the policy says of idle: Resident displaces nothing, KeepReference loads the reference
+    assert job.manager.snapshot().pairing_violations == 0
+    assert job.manager.audit().ok
+
+
+def test_where_everything_fits_nothing_moves_for_only() -> None:
+    job = Job("resident", 24, THREE)
+    records = len(job.manager.journal)
+    assert job.fits("values", ["critic"]) == {"ref", "actor", "critic"}
+    assert len(job.manager.journal) == records
+
+
+def test_only_the_deficit_leaves_cheapest_first() -> None:
+    """A readonly module and one that nobody trains before one that would be copied back; of them the smallest that is enough."""
+    sizes = {"actor": 2, "ref": 6, "reward": 3, "critic": 4}
+    assert Job("resident", 15, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "ref", "reward", "critic"}
+    assert Job("resident", 14, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "ref", "critic"}
+    assert Job("resident", 11, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "reward", "critic"}
+    assert Job("resident", 6, sizes, ["actor"]).fits("values", ["critic"]) == {"actor", "critic"}
+    assert Job("resident", 5, sizes, ["actor"]).fits("values", ["critic"]) == {"critic"}
+    assert Job("resident", 3, sizes, ["actor"]).fits("values", ["critic"]) is None
+
+
+def test_a_switch_makes_room_as_an_entry_does() -> None:
+    job = Job("resident", 20, THREE)
+    with job.manager.phase("log_prob", only=["ref"]) as step:
+        step.switch("values", only=["critic"])
+        assert job.on_device() == {"actor", "critic"}
+        records = len(job.manager.journal)
+        step.switch("values", only=["critic"])
+        assert len(job.manager.journal) == records
+        step.switch("ref_log_prob", only=["ref"])
+        assert "ref" in job.on_device()
+
+
+def test_what_a_phase_has_of_the_chosen_and_does_not_need_gives_way_too() -> None:
+    """`only` names the actor as well, which `values` does not use: under Resident it may stay, no more."""
+    job = Job("resident", 12, {"ref": 4, "actor": 4, "critic": 4}, ["ref"])
+    with job.manager.phase("train"):
+        assert job.fits("values", ["critic", "actor"]) == {"ref", "critic", "actor"}
+    small = Job("resident", 8, {"ref": 4, "actor": 4, "critic": 4}, ["ref"])
+    with small.manager.phase("train"):
+        assert small.fits("values", ["critic", "actor"]) == {"ref", "critic"}
+
+
+def test_an_optimizer_that_the_plan_wants_leaves_with_nobody() -> None:
+    job = Job(Colocated(), 8, {"actor": 4, "critic": 4}, ["actor", "critic"])
+    with job.manager.phase("train", only=["actor"]):
+        assert job.fits("values", ["critic"]) == {"actor", "critic"}
+        assert job.manager.handles["actor"].state is TRAIN
+
+
+# --- inside a phase
+
+
+def test_what_the_enclosing_phase_needs_stays_or_the_phase_is_refused() -> None:
+    job = Job("resident", 20, {**THREE, "teacher": 4})
+    with job.manager.phase("log_prob"):
+        assert job.fits("values") == {"critic", "actor", "teacher"}  # a phase of its own
+        assert job.fits("values", ["critic"]) is None  # actor and ref are needed
+        assert job.on_device() >= {"actor", "ref"}
+    with job.manager.phase("ref_log_prob"):
+        assert job.fits("values", ["critic"]) == {"ref", "critic", "teacher"}
+
+
+def test_the_enclosing_phase_may_have_only_too() -> None:
+    """`actor` is here although log_prob was opened for ref alone: it merely may be."""
+    job = Job("resident", 20, THREE)
+    with job.manager.phase("log_prob", only=["ref"]):
+        assert job.on_device() == {"ref", "actor"}
+        with job.manager.phase("values", only=["critic"]):
+            assert job.on_device() == {"ref", "critic"}
+            with job.manager.phase("checkpoint"):
+                assert job.on_device() == {"ref", "critic"}
+            assert job.fits("log_prob", ["actor"]) is None  # nothing is left that may go
+        assert job.on_device() == {"ref", "actor"}
+
+
+def test_a_handle_that_has_gone_from_an_only_is_no_obstacle() -> None:
+    job = Job("resident", 20, {**THREE, "reward": 1})
+    with job.manager.phase("log_prob", only=["ref", "reward"]):
+        job.manager.unregister("reward")
+        assert job.fits("values", ["critic"]) == {"ref", "critic"}
+
+
+def test_what_trains_or_is_published_never_gives_way() -> None:
+    """Not even for a policy that would do without it in a smaller budget."""
+
+    def either(view: View) -> Plan:
+        wanted = view.total_plan({"actor": TRAIN if view.phase == "train" else SYNC})
+        return wanted if view.fits(wanted) else view.total_plan({})
+
+    for outer, state in (("train", TRAIN), ("weight_sync", SYNC)):
+        job = Job(Scripted(train=either, weight_sync=either), 12, {"actor": 8, "critic": 8})
+        with job.manager.phase(outer):
+            assert job.fits("values", ["critic"]) is None
+            assert job.manager.handles["actor"].state is state
+
+
+def test_a_streamed_sync_takes_no_room_and_stays() -> None:
+    job = Job(Colocated(stream_sync=True), 8, {"actor": 8, "critic": 8})
+    with job.manager.phase("weight_sync"):
+        assert job.fits("values", ["critic"]) == {"critic"}
+        assert job.manager.handles["actor"].is_streaming
+
+
+# --- kept
+
+
+def test_a_kept_handle_that_only_leaves_out_expires_where_the_phase_does_not_want_it() -> None:
+    job = Job("colocated", 12, THREE)
+    with job.manager.phase("log_prob", only=["actor"]) as phase:
+        phase.keep("actor")
+    for expired in (1, 1):
+        assert job.fits("values", ["critic"]) == {"critic"}
+        assert job.manager.snapshot().expired_keeps == expired
+    assert_nothing_resident(job.manager)
+
+
+def test_a_kept_handle_that_only_leaves_out_is_taken_over_where_the_phase_wants_it() -> None:
+    job = Job("colocated", 20, THREE)
+    with job.manager.phase("log_prob", only=["actor"]) as phase:
+        phase.keep("actor")
+    loaded = job.manager.handles["actor"].counters.loaded_bytes
+    assert job.fits("log_prob", ["ref"]) == {"ref", "actor"}
+    assert job.manager.handles["actor"].counters.loaded_bytes == loaded
+    assert job.manager.snapshot().expired_keeps == 0
+    assert_nothing_resident(job.manager)
+
+
+def test_a_kept_handle_gives_way_like_whatever_else_only_leaves_out() -> None:
+    job = Job("colocated", 12, THREE)
+    with job.manager.phase("log_prob", only=["actor"]) as phase:
+        phase.keep("actor")
+    assert job.fits("log_prob", ["ref"]) == {"ref"}
+    assert job.manager.snapshot().expired_keeps == 1
+
+
+def test_a_kept_handle_that_the_enclosing_phase_needs_stays() -> None:
+    job = Job("colocated", 16, THREE)
+    with job.manager.phase("log_prob", only=["actor"]):
+        with job.manager.phase("values") as inner:
+            inner.switch("log_prob", only=["actor"])
+            inner.keep("actor")
+        assert job.fits("values", ["critic"]) == {"actor", "critic"}
+    assert job.manager.snapshot().expired_keeps == 0
+
+
+def test_a_kept_handle_over_a_switch_with_only() -> None:
+    job = Job("colocated", 20, THREE)
+    with job.manager.phase("log_prob", only=["actor"]) as phase:
+        phase.keep("actor")
+        phase.switch("values", only=["critic"])
+        assert job.on_device() == {"critic"}
+        assert job.manager.snapshot().expired_keeps == 1
+    assert_nothing_resident(job.manager)
+
+
+def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
+    job = Job("colocated", 12, {**THREE, "critic": 16})
+    with job.manager.phase("log_prob", only=["actor"]) as phase:
+        phase.keep("actor")
+    assert job.fits("values", ["critic"]) is None
+    assert job.on_device() == {"actor"}
+    assert job.manager.snapshot().expired_keeps == 0
+
+
+# --- budgets from elsewhere
+
+
+class LeastOfAll:
+    """Stands for a group whose other rank has the smaller budget."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+        self.agreed: list[Plan] = []
+
+    def propose(self, action: str, budget_bytes: int) -> int:
+        return min(self.least_bytes, budget_bytes)
+
+    def agree(self, plan: Plan) -> None:
+        self.agreed.append(plan)
+
+    def abort(self, error: BaseException) -> None:
+        raise error
+
+
+def test_ranks_with_different_budgets_let_the_same_handles_leave() -> None:
+    plans = []
+    for budget in (20, 40):
+        group = LeastOfAll(20 * UNIT)
+        job = Job("resident", budget, THREE, group=group)
+        with job.manager.phase("log_prob"):  # from here on the ranks know of each other's budgets
+            pass
+        assert job.fits("values", ["critic"]) == {"actor", "critic"}
+        plans.append(group.agreed)
+    assert plans[0] == plans[1]
+
+
+def test_a_lease_is_a_budget_like_any_other(tmp_path: Path) -> None:
+    device = SimulatedDevice(64 * UNIT, chunk_bytes=UNIT, shared_with=tmp_path / "device")
+    options: dict[str, Any] = {"leases": str(tmp_path / "leases"), "lease_capacity_bytes": 21 * UNIT, "headroom": 0.0}
+    job = Job("resident", None, THREE, device=device, **options)
+    assert job.fits("values", ["critic"]) == {"actor", "critic"}
+    lease = job.manager.snapshot().lease
+    assert lease is not None
+    assert lease.held_bytes <= 21 * UNIT
+    job.manager.close()
+
+
+# --- in general
+
+
+SIZES = st.dictionaries(st.sampled_from(["actor", "ref", "critic", "reward", "teacher"]), st.integers(1, 6), min_size=2)
+POLICIES: list[Callable[[], Policy]] = [
+    Resident,
+    KeepReference,
+    Colocated,
+    lambda: Colocated(stream_sync=True),
+    lambda: Resident(drop_gradients=True),
+    AsyncRollout,
+]
+PHASES = st.sampled_from(["rollout", "log_prob", "ref_log_prob", "values", "reward", "train", "weight_sync", "distill"])
+OWN = {"distill": ("actor", "teacher")}
+
+
+def needed(job: Job, phase: str) -> set[str]:
+    """By the table: shipped policies need in a phase what Colocated has there."""
+    view = job.manager._borders.crossing.planner.view(phase, None, frozenset())
+    plan = Colocated().plan(view)
+    return {name for name in plan.targets if plan.on_device(name)}
+
+
+def total(job: Job, names: Iterable[str]) -> int:
+    return sum(job.manager.handles[name].num_bytes for name in names)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    make=st.sampled_from(POLICIES), sizes=SIZES, trained=st.frozensets(st.sampled_from(["actor", "critic"])), budget=st.integers(1, 24),
+    outer=st.lists(st.tuples(PHASES, st.booleans()), max_size=2), phase=PHASES, data=st.data(),
+)  # fmt: skip
+def test_a_phase_for_some_handles_fits_whenever_what_is_needed_together_does(
+    make: Callable[[], Policy],
+    sizes: dict[str, int],
+    trained: frozenset[str],
+    budget: int,
+    outer: list[tuple[str, bool]],
+    phase: str,
+    data: st.DataObject,
+) -> None:
+    job = Job(make(), budget, sizes, sorted(trained & sizes.keys()), phases=OWN)
+    streams = getattr(job.manager.policy, "stream_sync", False)
+    held: set[str] = set()  # what the open phases need
+    with ExitStack() as stack:
+        for name, has_only in outer:
+            chosen = needed(job, name)
+            if has_only:
+                chosen = set(data.draw(st.frozensets(st.sampled_from(sorted(chosen))) if chosen else st.just(frozenset())))
+            try:
+                stack.enter_context(job.manager.phase(name, only=chosen if has_only else None))
+            except DeviceMemoryError:
+                assume(False)
+            held = {n for n in (held | chosen if has_only else chosen) if job.manager.handles[n].resident_bytes}
+        wanted = needed(job, phase)
+        only = set(data.draw(st.frozensets(st.sampled_from(sorted(wanted))) if wanted else st.just(frozenset())))
+        whole = job.fits(phase)
+        part = job.fits(phase, only)
+        must = total(job, held | only)
+        if not streams:
+            assert (part is not None) == (must <= budget * UNIT), "refused although what is needed fits"
+        if not outer and whole is not None:
+            assert part is not None
+        if part is not None:
+            assert held <= part, "what the enclosing phase needs was evicted"
+            assert total(job, part) <= budget * UNIT
+    job.manager.check_integrity()
+    assert job.manager.snapshot().pairing_violations == 0
+
+
+HANDLE = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["module", "optimizer", "engine"]),
+        "num_bytes": st.integers(0, 12),
+        "readonly": st.booleans(),
+        "external": st.booleans(),
+        "tags": st.dictionaries(st.sampled_from(["weights", "kv_cache"]), st.integers(0, 6), min_size=2),
+        "part": st.sampled_from([frozenset({"weights"}), frozenset({"kv_cache"}), None]),
+        "wanted": st.sampled_from([GPU, GPU, GPU, OFF, SYNC, TRAIN]),
+        "needed": st.sampled_from([OFF, OFF, GPU, SYNC, TRAIN]),
+        "streamed": st.booleans(),
+    }
+)
+
+
+@settings(deadline=None)
+@given(drawn=st.lists(HANDLE, max_size=6), budget=st.integers(0, 40))
+def test_no_more_leaves_than_the_deficit_and_nothing_that_is_needed(drawn: list[dict[str, Any]], budget: int) -> None:
+    handles, plans = {}, {"wanted": Plan({}), "needed": Plan({})}
+    for number, each in enumerate(drawn):
+        name, is_engine = f"h{number}", each["kind"] == "engine"
+        tags = each["tags"] if is_engine else {}
+        handles[name] = HandleView(
+            name=name, kind=each["kind"], role=None, state=OFF, num_bytes=sum(tags.values()) if is_engine else each["num_bytes"],
+            readonly=each["readonly"] and each["kind"] == "module", external=each["external"], tags=tags,
+        )  # fmt: skip
+        for which, plan in plans.items():
+            streamed = {name} if each["streamed"] and each[which] is SYNC else set()
+            parts = {name: each["part"]} if is_engine and each["part"] and which == "needed" and each[which] is GPU else {}
+            plans[which] = Plan({**plan.targets, name: each[which]}, plan.streamed | streamed, parts={**plan.parts, **parts})
+    view = View(phase="values", handles=handles, budget_bytes=budget)
+    wanted, least = plans["wanted"], plans["needed"]
+    made = without_surplus(view, wanted, least)
+    for name, handle in handles.items():
+        if made[name] is not wanted[name] or made.parts.get(name) != wanted.parts.get(name):
+            assert (wanted[name], made[name]) in {(GPU, OFF), (GPU, GPU)}, "what trains or is published was touched"
+            assert bytes_under(made, handle) == bytes_under(least, handle) < bytes_under(wanted, handle)
+            stays = replace(made, targets={**made.targets, name: GPU}, parts={n: t for n, t in made.parts.items() if n != name})
+            assert not view.fits(made) or not view.fits(stays), f"{name} left although it would have fitted"
+    if not view.fits(made):  # then nothing is left that may go
+        for name, handle in handles.items():
+            if made[name] is GPU and least[name] in (OFF, GPU):
+                assert bytes_under(made, handle) <= bytes_under(least, handle)
