@@ -238,6 +238,8 @@ class Borders:
 
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""
+        with suppress(Exception):  # a device beyond use has nothing to say, and what lies on the host can leave
+            self.crossing.writes.look(wait=True)
         self.registry.remove(handle)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
@@ -264,6 +266,8 @@ class Borders:
             self._device.close()
             self.crossing.leased.close()
             self.is_closed = True
+            if (written := self.crossing.writes.take()) is not None:
+                logger.error("closed: %s", written)
 
     def _extend_plans(self, handle: Handle) -> None:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
