@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import views
 from placement.budget import check_fits
-from placement.errors import EngineError, IntegrityError, PlacementError
+from placement.errors import EngineError, PlacementError
 from placement.handle import Handle
 from placement.journal import Journal
 from placement.leased import Leased, giving_way
 from placement.memory.base import Device, DeviceMemory
+from placement.memory.poisoned import WrittenWhileOffloaded
 from placement.planner import Planner
 from placement.reconcile import Reconciler
 from placement.registry import Registry
@@ -96,10 +97,8 @@ class Crossing:
         before = self._journal.num_changes
         try:
             self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
-        except IntegrityError as error:  # a value that was written while offloaded: its bytes may tell of the same write
-            self.writes.look_at_poison(wait=True)
-            if (written := self.writes.take()) is not None:
-                error.add_note(f"placement: {written}")
+        except WrittenWhileOffloaded as error:
+            self.writes.count(error)
             raise
         if self._journal.num_changes != before:  # asking torch and the driver is much of what a border costs that moves nothing
             self.measure()
@@ -136,6 +135,9 @@ class Crossing:
         except Exception as error:
             failures.append(error)
         failures += self._reconciler.retreat(self._handles, within, together=together, meanwhile=self._device.compare_poison)
+        for failure in failures:
+            if isinstance(failure, WrittenWhileOffloaded):
+                self.writes.count(failure)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:

@@ -9,6 +9,7 @@ from placement.handle import Handle
 from placement.journal import Journal
 from placement.memory.base import Device, WrittenPoison
 from placement.memory.holding import Holding
+from placement.memory.poisoned import WrittenWhileOffloaded
 
 _NAMES = 8
 """As many tensors of a handle are named."""
@@ -77,6 +78,14 @@ class WrongWrites:
             "every value of a handle is as it was. Look for writes outside a phase that has it on the device (EMA updates, initialisers, "
             "clipped or unscaled gradients, late collectives); manager.audit() names what is offloaded."
         )
+
+    def count(self, error: WrittenWhileOffloaded) -> None:
+        """A load raises what it has found. What the bytes tell goes with it: most likely of the same write, which is reported once."""
+        self.look_at_poison(wait=True)
+        if (written := self.take()) is not None:
+            error.add_note(f"placement: {written}")
+        else:
+            self._journal.wrong_writes += 1
 
     def _note(self, handle: str | None, what: str) -> None:
         if not self._found:

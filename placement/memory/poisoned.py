@@ -70,14 +70,18 @@ def written(before: Versions, now: Versions, ranges: Sequence[Range]) -> list[st
     return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in storages] if storages else []
 
 
+class WrittenWhileOffloaded(IntegrityError):
+    """A load has found at the version counters that values were written in place."""
+
+
 def refuse_written(name: str, names: Sequence[str]) -> None:
     """Raise where values were written in place while offloaded. The host copy has the registered ones.
 
     Raises:
-        IntegrityError: what was written.
+        WrittenWhileOffloaded: what was written.
     """
     if names:
-        raise IntegrityError(
+        raise WrittenWhileOffloaded(
             f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, where nothing can be written: what was written is "
             "lost, every value is as it was. Look for updates outside a phase that has it on the device (EMA updates, initialisers)."
         )
