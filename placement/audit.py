@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from placement.errors import IntegrityError
@@ -102,8 +102,12 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     )
 
 
-def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, poison_written: bool) -> Audit:
-    """Compare what every handle declares with what its tensors and the device say. Enumerates tensors; not for the hot path."""
+def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Sequence[tuple[str | None, str]]) -> Audit:
+    """Compare what every handle declares with what its tensors and the device say. Enumerates tensors; not for the hot path.
+
+    Args:
+        written: by handle, what was written into offloaded memory.
+    """
     findings: list[Finding] = []
     for handle in handles.values():
         handle.measure()
@@ -112,8 +116,8 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, poison_writ
     if chunks != declared:
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
-    if poison_written:
-        findings.append(Finding(handle=None, what="wrong_write", detail="something wrote into offloaded memory; the poison was refilled"))
+    for name, what in written:
+        findings.append(Finding(handle=name, what="wrong_write", detail=f"{what}; it is lost, and the next border of a phase raises it"))
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]

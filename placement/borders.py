@@ -302,6 +302,8 @@ class Borders:
 
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""
+        with suppress(Exception):  # a device beyond use has nothing to say, and what lies on the host can leave
+            self.crossing.writes.look(wait=True)
         self.registry.remove(handle)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
@@ -330,6 +332,8 @@ class Borders:
                 self._device.close()
                 self.crossing.leased.close()
                 self.is_closed = True
+                if (written := self.crossing.writes.take()) is not None:
+                    logger.error("closed: %s", written)
         finally:
             self.is_closing = False
 

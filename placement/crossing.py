@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement import views
 from placement.budget import check_fits, without_surplus
-from placement.errors import EngineError, IntegrityError, PlacementError
+from placement.errors import EngineError, PlacementError
 from placement.handle import Handle
 from placement.journal import Journal
 from placement.leased import Leased, giving_way
 from placement.memory.base import Device, DeviceMemory
-from placement.memory.holding import Holding
+from placement.memory.poisoned import WrittenWhileOffloaded
 from placement.phases import Open, innermost
 from placement.planner import Planner
 from placement.reconcile import Reconciler
@@ -20,15 +20,10 @@ from placement.registry import Registry
 from placement.settings import Settings
 from placement.states import IDLE, Plan, State, View
 from placement.together import Together
+from placement.writes import WrongWrites
 
 if TYPE_CHECKING:
     from placement.group.lease import Lease
-
-_WRONG_WRITE = (
-    "something wrote into the memory of an offloaded handle since the last border; what it wrote is lost, every value of a handle "
-    "is as it was. Look for writes outside a phase (EMA updates, initialisers, late collectives); manager.audit() names what is offloaded."
-)
-
 
 class Wanted(NamedTuple):
     """A phase that is to begin."""
@@ -67,6 +62,7 @@ class Crossing:
         self._handles = registry.handles
         self._reconciler = reconciler
         self._together = together
+        self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.leased = Leased(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
@@ -93,13 +89,18 @@ class Crossing:
             raise
         decisions = [_decision(handle, plan) for handle in handles.values()]
         # An offload waits for the device anyway; what only loads, or moves nothing, must not.
-        if self.poison_was_written(wait="offload" in decisions):
-            raise IntegrityError(_WRONG_WRITE)
+        self.writes.look(wait="offload" in decisions)
+        if (written := self.writes.take()) is not None:
+            raise written
         self._journal.decisions.update(decisions)
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
-        self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
+        try:
+            self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
+        except WrittenWhileOffloaded as error:
+            self.writes.count(error)
+            raise
         if self._journal.num_changes != before:  # asking torch and the driver is much of what a border costs that moves nothing
             self.measure()
         self.leased.settle(name)
@@ -111,6 +112,7 @@ class Crossing:
         """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing; with `agree` on all ranks."""
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
+        self.writes.look(wait=False)  # an owner may have to be loaded; what was written is raised at the next border of a phase
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         room_bytes = self.leased.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)
@@ -128,9 +130,15 @@ class Crossing:
         within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
         before = self._journal.num_changes
         leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
-        if leaves:
-            self._take_zeroed()  # before the comparison: it is no wrong write
+        try:
+            if self.writes.look_at_gradients() and not leaves:  # what leaves waits for the device: nothing changes under the refilling
+                self.writes.look_at_poison(wait=True)
+        except Exception as error:
+            failures.append(error)
         failures += self._reconciler.retreat(self._handles, within, together=together, meanwhile=self._device.compare_poison)
+        for failure in failures:
+            if isinstance(failure, WrittenWhileOffloaded):
+                self.writes.count(failure)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
@@ -138,8 +146,9 @@ class Crossing:
         if self.leased.is_shared or self._journal.num_changes != before:
             self.measure()
         self.leased.settle(name)
-        if self.poison_was_written(wait=leaves):  # as at an entry: what moves nothing waits for nothing
-            failures.append(IntegrityError(_WRONG_WRITE))
+        self.writes.look_at_poison(wait=leaves)  # as at an entry: what moves nothing waits for nothing
+        if (written := self.writes.take()) is not None:
+            failures.append(written)
         return failures
 
     def complete(self, *, together: bool) -> list[Exception]:
@@ -162,26 +171,6 @@ class Crossing:
             handle.measure()
         self.planner.measure_state()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
-
-    def poison_was_written(self, wait: bool = True) -> bool:
-        """Whether something wrote into offloaded memory; without waiting, a late answer comes at a later border."""
-        was_zeroed = self._take_zeroed()
-        written = self._device.heal_poison(wait or was_zeroed)  # a load must not change what is under the refilling
-        self._journal.wrong_writes += written
-        if written:  # reported once: by its bytes now, not by its counter later
-            for holding in self._holdings():
-                holding.forget_writes()
-        return written
-
-    def _take_zeroed(self) -> bool:
-        """Whether gradients were zeroed while offloaded, which zero_grad() may do anywhere; their host copies are zero then."""
-        zeroed = [(holding, places) for holding in self._holdings() if (places := holding.zeroed())]
-        for holding, places in zeroed:
-            holding.take_zeroed(places)
-        return bool(zeroed)
-
-    def _holdings(self) -> list[Holding]:
-        return [handle.holding for handle in self._handles.values() if handle.holding is not None]
 
     def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from placement.errors import DeviceMemoryError, HostMemoryError
-from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
 from placement.memory.simulated import SimulatedDevice
 from placement.states import State
 
@@ -171,6 +171,12 @@ class Faults(Device):
 
     def heal_poison(self, wait: bool = True) -> bool:
         return self.device.heal_poison(wait)
+
+    def written_poison(self) -> Sequence[WrittenPoison]:
+        return self.device.written_poison()
+
+    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
+        self.device.mend_poison(addresses, offset, nbytes)
 
     def trim(self) -> None:
         self.device.trim()

@@ -22,10 +22,10 @@ from placement.memory.fingerprint import fingerprints
 from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
 from placement.memory.host import round_up
-from placement.memory.intake import Intake
+from placement.memory.intake import Intake, Versions
 from placement.memory.range import Places, Range
 from placement.memory.stock import Stock
-from placement.memory.zeroed import Place, Zeroed
+from placement.memory.zeroed import Found, Zeroed
 
 
 class Adopted:
@@ -42,8 +42,8 @@ class Adopted:
         """The ranges, by address."""
         self.handed = Handed(device)
         self.gradients = Gradients(adapter)
-        self.versions_offloaded: dict[int, int] = {}
-        """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
+        self.versions_offloaded: Versions | None = Versions({}, {})
+        """As of the offload; None where a state dict that was alive then shares the counters, and may be written by right."""
         self.moving_in: frozenset[int] = frozenset()
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
         self.loose_bytes = 0
@@ -170,6 +170,7 @@ class Adopted:
         self.count_uses()
         self.newborn()
         self.note_versions()
+        self.note_gradients()
         if was_on_device:
             self._device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
 
@@ -180,10 +181,7 @@ class Adopted:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
         before, here = self.ranges, 0
         born = self.newborn()
-        self.refuse_poisoned(born)
-        before_versions = self.versions_offloaded
-        self.note_versions()
-        poisoned.refuse_written(self.name, before_versions, self._intake.versions, self.ranges)
+        self.refuse(born)
         for loose, claims in enumerate(born):
             here += sum(c.nbytes for c in claims if c.storage.device == self._device.torch_device)
             fresh = self._intake.take_in([c for c in claims if c.storage.device != self._device.torch_device], bool(loose))
@@ -192,6 +190,8 @@ class Adopted:
                 fresh.move_in()
         if len(self.ranges) > len(before):
             self.align_wrappers()
+            self.newborn()
+            self._note_more_versions()  # the load may fail, and be tried again
         self.loose_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]
@@ -222,17 +222,40 @@ class Adopted:
         """What is written from now on, as seen from the last look, is written while offloaded."""
         self.versions_offloaded = self._intake.versions
 
-    def refuse_poisoned(self, born: poisoned.Born) -> None:
-        """Raise where what was born while offloaded was computed from poison.
+    def _note_more_versions(self) -> None:
+        """The same of what the last look has found for the first time."""
+        if (noted := self.versions_offloaded) is not None:
+            now = self._intake.versions
+            self.versions_offloaded = Versions({**now.sums, **noted.sums}, {**now.counts, **noted.counts})
+
+    def written(self) -> list[str]:
+        """Names of what was written in place since the offload, gradients left out, as far as version counters tell."""
+        self.newborn()
+        return self._written()
+
+    def _written(self) -> list[str]:
+        noted = self.versions_offloaded
+        return [] if noted is None else poisoned.written(noted, self._intake.versions, self.ranges)
+
+    def forget_writes(self) -> None:
+        """What the last look has found is reported: only what is written from now on counts."""
+        if self.versions_offloaded is not None:
+            self.note_versions()
+
+    def refuse(self, born: poisoned.Born) -> None:
+        """Raise where something was written while offloaded, or what was born meanwhile was computed from poison.
 
         Raises:
-            IntegrityError: see `poisoned.refuse`.
+            IntegrityError: see `poisoned.refuse_written` and `poisoned.refuse`. Each is raised once.
         """
+        if names := self._written():
+            self.forget_writes()
+            poisoned.refuse_written(self.name, names)
         try:
             poisoned.refuse(self._device, self.name, born, self.ranges)
         except IntegrityError:
             self.newborn()  # what was put back lies in other storages now, which were never counted
-            self.note_versions()
+            self.forget_writes()
             raise
 
     def align_wrappers(self) -> None:
@@ -272,21 +295,31 @@ class Adopted:
 
     def count_uses(self) -> None:
         """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
-        self._zeroed.note(self.ranges)
         if strays.uncounted(self.ranges):
             self.newborn()  # rebinding gave tensors another storage since the last look
+            self._note_more_versions()  # nothing of theirs has been written yet
         strays.count(self.ranges)
 
     def strays(self, ranges: Iterable[Range]) -> dict[str, int]:
         """By name, the references to storages adopted into these ranges that others hold now."""
         return strays.find(ranges, self.gradients.lasting())
 
-    def zeroed(self) -> list[Place]:
-        """Gradients that were zeroed in place while offloaded; for `take_zeroed`, once all holdings were asked."""
+    # --- gradients that are written while offloaded
+
+    def note_gradients(self) -> None:
+        """The object is offloaded: what is written into its gradients from now on is found. Idempotent until `forget_gradients`."""
+        self._zeroed.note(self.ranges)
+
+    def forget_gradients(self) -> None:
+        """The object is on the device: its gradients may be written."""
+        self._zeroed.forget()
+
+    def written_gradients(self) -> Found:
+        """What was written since; several share their poison, so all holdings are asked before `take_gradients`."""
         return self._zeroed.find(self.ranges)
 
-    def take_zeroed(self, places: list[Place]) -> None:
-        self._zeroed.take(places, self.ranges)
+    def take_gradients(self, found: Found) -> None:
+        self._zeroed.take(found, self.ranges)
 
     def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
         """See `Holding.drifted`."""

@@ -64,6 +64,16 @@ class Addresses(abc.ABC):
     """Length, a multiple of the granularity."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenPoison:
+    """A run of poison that something wrote into, in whole pages."""
+
+    addresses: Addresses
+    start: int
+    """Bytes from `addresses.base`."""
+    nbytes: int
+
+
 class Chunk(abc.ABC):
     """Physical device memory. `Device.release` returns it to the driver; so does the death of this object."""
 
@@ -297,10 +307,15 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def heal_poison(self, wait: bool = True) -> bool:
-        """Compare the poison with what it must be and refill it. True when something had written into it.
+        """Make all poison whole again. True when something had written into it, also where a chunk has taken its place since.
 
-        The comparison comes after all work that the calling thread's current stream holds now, or held at `compare_poison`. Each damage
+        The answer comes after all work that the calling thread's current stream holds now, or held at `compare_poison`. Each damage
         is reported once.
+
+        Ranges may share one piece of poison. A write then shows in all of them, nobody can say whose memory was meant, and it is found by
+        its bytes: one that leaves every byte as it was (a copy of poison, NaN that arithmetic hands on) is not found (CUDA). Or each
+        page is a range's own: then a write shows there alone, and is found whatever it wrote (the simulated device, where the kernel
+        says which pages were written).
 
         Args:
             wait: wait for the answer. Otherwise the host waits for nothing: what an earlier call began is reported if it is
@@ -310,6 +325,18 @@ class Device(abc.ABC):
         Raises:
             RuntimeError: the device reports an error of earlier work.
         """
+
+    def written_poison(self) -> Sequence[WrittenPoison]:
+        """Where the damage lay that the last `heal_poison` reported; empty where ranges share their poison."""
+        return ()
+
+    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
+        """Make the poison in `[offset, offset + nbytes)` whole: what was written there was written by right, and is no damage.
+
+        A write beside it is still reported. Enqueued on the calling thread's current stream: what is behind the addresses must not change
+        before that is through.
+        """
+        self.view(addresses, offset, nbytes).fill_(POISON_BYTE)
 
     def trim(self) -> None:
         """Make torch's allocator return what it caches to the driver. Waits for the whole device; never in the hot path."""

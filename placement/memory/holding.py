@@ -23,7 +23,7 @@ from placement.memory.loans import Loans
 from placement.memory.range import Range
 from placement.memory.rehome import rehome
 from placement.memory.stock import Stock
-from placement.memory.zeroed import Place
+from placement.memory.zeroed import NOTHING, Found
 
 
 class Holding:
@@ -126,7 +126,7 @@ class Holding:
         """From here to the end of `settle` nothing may be taken for granted.
 
         Raises:
-            IntegrityError: values of it are lost, or were computed from poison; nothing has begun.
+            IntegrityError: values of it are lost, were written while offloaded, or were computed from poison; nothing has begun.
         """
         if self.lost is not None:
             raise IntegrityError(self.lost)
@@ -134,7 +134,7 @@ class Holding:
             self.loans.wait()  # what leaves the device is written over the host copy
         if not self.on_device and self.adopted.dead():
             # Before the dead are dropped, with the only good values in them.
-            self.adopted.refuse_poisoned(self.adopted.newborn())
+            self.adopted.refuse(self.adopted.newborn())
         self.is_settled = False
         self._is_copying = not self.on_device
         if self.on_device:
@@ -223,6 +223,7 @@ class Holding:
             if self._is_vacating:
                 self.on_device = self._have_back(stock)
             self.adopted.handed.point_to_device(self.adopted.places)
+            self.adopted.forget_gradients()
         if not self.on_device:
             if self._is_copying:
                 self.device.sync()
@@ -236,7 +237,8 @@ class Holding:
             self.adopted.handed.point_to_host(self.adopted.places)
             self.adopted.handed.note_shown(self.adopted.places)
             if self.adopted.handed:
-                self.adopted.versions_offloaded = {}
+                self.adopted.versions_offloaded = None
+            self.adopted.note_gradients()
             self.adopted.loose_bytes = 0
             self.adopted.look_at_unborn()
             self.adapter.drop_caches()
@@ -284,16 +286,21 @@ class Holding:
         self.device.order()
         return True
 
+    def written(self) -> list[str]:
+        """Names of what was written in place while offloaded, gradients left out, as far as version counters tell. Asks every tensor."""
+        return [] if self.on_device else self.adopted.written()
+
     def forget_writes(self) -> None:
-        """What was written while offloaded has been reported."""
-        self.adopted.versions_offloaded = {}
+        """What `written` has found is reported."""
+        self.adopted.forget_writes()
 
-    def zeroed(self) -> list[Place]:
-        """Gradients that were zeroed in place while offloaded; for `take_zeroed`, once all holdings were asked."""
-        return [] if self.on_device else self.adopted.zeroed()
+    def written_gradients(self) -> Found:
+        """What was written into gradients while offloaded; for `take_gradients`, once all holdings were asked."""
+        return NOTHING if self.on_device else self.adopted.written_gradients()
 
-    def take_zeroed(self, places: list[Place]) -> None:
-        self.adopted.take_zeroed(places)
+    def take_gradients(self, found: Found) -> None:
+        """Take over what was zeroed; what else was written is reported."""
+        self.adopted.take_gradients(found)
 
     # --- reading and leaving
 

@@ -6,7 +6,8 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -50,6 +51,22 @@ def guests() -> Iterator[torch.Tensor]:
     return iter(_GUESTS)
 
 
+class Versions(NamedTuple):
+    """What the version counters of an object's tensors said at one look, by storage (`_cdata`). Gradients are not in it: see `Zeroed`."""
+
+    sums: Mapping[int, int]
+    """Of all its tensors together: views share a counter, and what was bound by `.data =` has one of its own."""
+    counts: Mapping[int, int]
+    """How many tensors these were."""
+
+    def written_since(self, before: Versions) -> set[int]:
+        """The storages that were written since another look. One that has got or lost a tensor since is not compared."""
+        if self.sums == before.sums:  # at once, however many there are
+            return set()
+        known, counts = before.sums, before.counts
+        return {key for key, now in self.sums.items() if now > known.get(key, now) and self.counts[key] == counts[key]}
+
+
 class Intake:
     """Takes in what one object comes to own: at registration, at its offloads, and when it is loaded.
 
@@ -62,8 +79,8 @@ class Intake:
         self._adapter = adapter
         self._name = name
         self._owner = weakref.ref(owner)
-        self.versions: dict[int, int] = {}
-        """By storage in a range, the version counter of its tensors at the last look: a write in between raises it."""
+        self.versions = Versions({}, {})
+        """Of what lies in a range, at the last look: a write in between raises it."""
         self.aliases: dict[int, int] = {}
         """Tensors of the object by storage at the last look, storages of other objects included."""
         self._alive: list[StorageWeakRef] = []
@@ -81,7 +98,8 @@ class Intake:
             return [], []
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
         known = set(itertools.compress(placed, map(storage_use_count, placed)))
-        versions: dict[int, int] = {}
+        sums: dict[int, int] = {}
+        counts: dict[int, int] = {}
         aliases: dict[int, int] = {}
         found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
         storages: list[int] = []
@@ -92,8 +110,9 @@ class Intake:
             storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
             if key in known:
-                if not owned.loose:  # views share their base's counter
-                    versions[key] = max(versions.get(key, 0), owned.version)
+                if not owned.loose:
+                    sums[key] = sums.get(key, 0) + owned.version
+                    counts[key] = counts.get(key, 0) + 1
                 continue
             alive.append(StorageWeakRef(storage))
             if storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
@@ -108,7 +127,7 @@ class Intake:
         for guest in self._adapter.guests():
             _GUESTS.add(guest)
             hosts.append(StorageWeakRef(guest.untyped_storage()))
-        self.versions, self._alive = versions, alive + hosts
+        self.versions, self._alive = Versions(sums, counts), alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
         self._note(ranges, storages if known.issuperset(storages) else ())
         for tensor in handed:
@@ -135,11 +154,12 @@ class Intake:
             return False
         if versions == last_versions:
             return True
-        by_storage = dict(zip(storages, versions, strict=True))
-        if len(by_storage) < len(storages):
+        sums = dict(zip(storages, versions, strict=True))
+        if len(sums) < len(storages):
+            sums = dict.fromkeys(sums, 0)
             for key, version in zip(storages, versions, strict=True):
-                by_storage[key] = max(by_storage[key], version)
-        self.versions = by_storage
+                sums[key] += version
+        self.versions = self.versions._replace(sums=sums)
         self._last = ranges, storages, addresses, versions  # last: what an interrupt leaves out is made up for by the next look
         return True
 

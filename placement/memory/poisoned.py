@@ -7,7 +7,7 @@ a phase leaves gradients of the same kind. Poison spreads as NaN, so NaN in a te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.errors import IntegrityError
 from placement.memory.adopt import Claim
 from placement.memory.base import Device
+from placement.memory.intake import Versions
 from placement.memory.range import Placed, Range
 
 Born = tuple[list[Claim], list[Claim]]
@@ -63,23 +64,25 @@ def put_back(device: Device, born: Born, ranges: Sequence[Range]) -> Born:
     return values, gradients
 
 
-def refuse_written(name: str, before: Mapping[int, int], now: Mapping[int, int], ranges: Sequence[Range]) -> None:
-    """Raise where a value was written in place while offloaded, and what was written is NaN like the poison (`mul_`, `lerp_`).
+def written(before: Versions, now: Versions, ranges: Sequence[Range]) -> list[str]:
+    """Names of what was written in place between two looks, as far as version counters tell: not through `.data`."""
+    storages = now.written_since(before)
+    return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in storages] if storages else []
 
-    The host copy has the registered value.
 
-    Args:
-        before: version counters at the offload, by storage; now: those of today.
+class WrittenWhileOffloaded(IntegrityError):
+    """A load has found at the version counters that values were written in place."""
+
+
+def refuse_written(name: str, names: Sequence[str]) -> None:
+    """Raise where values were written in place while offloaded. The host copy has the registered ones.
 
     Raises:
-        IntegrityError: what was written.
+        WrittenWhileOffloaded: what was written.
     """
-    if before == now:  # at once, however many there are
-        return
-    written = [entry.name for r in ranges for entry in r.placed if now.get(entry.ref.cdata, 0) > before.get(entry.ref.cdata, 1 << 62)]
-    if written:
-        raise IntegrityError(
-            f"{', '.join(written[:8])} of {name!r} were written while it was offloaded, where nothing can be written: what was written is "
+    if names:
+        raise WrittenWhileOffloaded(
+            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, where nothing can be written: what was written is "
             "lost, every value is as it was. Look for updates outside a phase that has it on the device (EMA updates, initialisers)."
         )
 

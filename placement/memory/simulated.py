@@ -1,7 +1,7 @@
 """A device in host memory: the same contract as on an accelerator, on any Linux machine.
 
 Physical memory is one sparse memory file. A chunk is a piece of it, and mapping puts that piece behind addresses. Poison is its
-first piece, mapped over and over, so that a stray write into one offloaded tensor shows in all, as on a real device.
+first piece, mapped over and over: see `simulated_poison`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 
 from placement.errors import DeviceMemoryError, PlacementError
 from placement.memory.base import (
-    POISON_BYTE,
     Addresses,
     Chunk,
     Copy,
@@ -30,6 +29,7 @@ from placement.memory.base import (
     HostSlab,
     Mark,
     SharedSlab,
+    WrittenPoison,
     check_slots,
 )
 from placement.memory.host import (
@@ -46,6 +46,7 @@ from placement.memory.host import (
 )
 from placement.memory.shared_capacity import SharedCapacity
 from placement.memory.shared_slab import MappedSlab
+from placement.memory.simulated_poison import poison_of
 from placement.memory.simulated_range import SimulatedChunk, SimulatedRange, around, runs
 from placement.weak import WeakIdSet
 
@@ -112,9 +113,7 @@ class SimulatedDevice(Device):
         self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
-        self._poison = SimulatedRange(chunk_bytes, granularity)
-        self._fixed(self._poison.base, chunk_bytes, 0)
-        ctypes.memset(self._poison.base, POISON_BYTE, chunk_bytes)
+        self._poison = poison_of(self, self._file, chunk_bytes)
 
     @property
     def uuid(self) -> str:
@@ -182,6 +181,7 @@ class SimulatedDevice(Device):
         try:
             for offset, chunk in placed.items():
                 chunk.place = (weakref.ref(target), offset)
+            self._poison.note(target, start, end)
             target.chunks = beside | placed  # before the pages, so that none can be given back while it is behind an address
             for offset, nbytes, file_offset in runs(placed):
                 self._fixed(target.base + offset, nbytes, file_offset)
@@ -198,14 +198,15 @@ class SimulatedDevice(Device):
         check_slots((), start, self.chunk_bytes)
         end = start + round_up(nbytes, self.granularity)
         beside = around(target, start, end)
+        self._poison.note(target, start, end)
         for offset in range(start, end, self.chunk_bytes):
-            self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0)
+            self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags)
         keep_from_children(target.base + start, end - start)
         target.chunks = beside
 
-    def _fixed(self, address: int, nbytes: int, file_offset: int) -> None:
+    def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
         """Replace what is behind the addresses, at once."""
-        if libc.mmap(address, nbytes, READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
+        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
             raise DeviceMemoryError(f"simulated: mapping {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
     def release(self, *chunks: Chunk) -> None:
@@ -266,10 +267,16 @@ class SimulatedDevice(Device):
 
     def heal_poison(self, wait: bool = True) -> bool:
         self._check_process()
-        if ctypes.string_at(self._poison.base, self.chunk_bytes) == bytes([POISON_BYTE]) * self.chunk_bytes:
-            return False
-        ctypes.memset(self._poison.base, POISON_BYTE, self.chunk_bytes)
-        return True
+        return self._poison.heal([*self._ranges])
+
+    def written_poison(self) -> Sequence[WrittenPoison]:
+        return self._poison.written
+
+    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
+        self._check_process()
+        check_span(offset, nbytes, addresses.nbytes)
+        if nbytes:
+            self._poison.mend(self._own(addresses), offset, nbytes)
 
     def close(self) -> None:
         if os.getpid() == self._pid:

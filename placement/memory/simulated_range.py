@@ -20,6 +20,19 @@ class SimulatedRange(Addresses):
         if nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, 0, flags), granularity)
+        self._vacant: tuple[dict[int, SimulatedChunk], list[tuple[int, int]]] | None = None
+        """`chunks` when it was asked last what is vacant, and the answer."""
+
+    def vacant(self) -> list[tuple[int, int]]:
+        """[start, end) of everything without a chunk behind it, ascending."""
+        if self._vacant is None or self._vacant[0] is not self.chunks:
+            chunks, spans, end = self.chunks, [], 0
+            for offset in sorted(chunks):
+                spans.append((end, offset))
+                end = offset + chunks[offset].nbytes
+            spans.append((end, self.nbytes))
+            self._vacant = chunks, [(start, end) for start, end in spans if start < end]
+        return self._vacant[1]
 
 
 class SimulatedChunk(Chunk):

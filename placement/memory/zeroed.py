@@ -1,11 +1,13 @@
-"""Gradients that were zeroed in place while they were offloaded.
+"""Gradients that were written in place while they were offloaded: zeroed, or lost.
 
 `zero_grad(set_to_none=False)` outside a phase writes its zeros into poison, and a load would revive the old gradients. The
 version counter of a gradient tells that somebody wrote, its bytes tell what: only a gradient that reads zero throughout was
-zeroed. Its host copy becomes zero, and the poison is whole again, so that whatever else was written there is still found.
+zeroed. Its host copy becomes zero, and the poison is whole again, so that whatever else was written there is still found. Any other
+write (clipping, unscaling) is lost, and reported. What makes zeros of NaN (`nan_to_num_`) cannot be told from zeroing.
 
 Looked at one by one, because gradients share storages: FSDP2 cuts those of a part from one, with padding in between that nobody zeroes.
-Without a counter (a foreach over DTensors) it stays a wrong write: all offloaded memory shares its poison, so bytes alone prove nothing.
+These share a counter, so beside one that was zeroed nothing is known of the others but their poison.
+Without a counter (a foreach over DTensors) it stays a wrong write: all offloaded memory may share its poison, so bytes alone prove nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from placement.adapters.base import Adapter, Owned
-from placement.memory.base import POISON_BYTE, Device
+from placement.memory.base import Device
 from placement.memory.range import Placed, Range
 
 
@@ -29,32 +31,56 @@ class Place(NamedTuple):
     nbytes: int
 
 
+class Found(NamedTuple):
+    """What was written into the gradients of one object while they were offloaded."""
+
+    zeroed: list[Place]
+    written: list[str]
+    """Names of those that were written otherwise."""
+
+
+NOTHING = Found([], [])
+
+
 class Zeroed:
     """Watches the loose tensors of one holding."""
 
     def __init__(self, device: Device, adapter: Adapter) -> None:
         self._device = device
         self._adapter = adapter
-        self._versions: dict[int, int] = {}
-        """By tensor, as of the offload. Empty while nothing loose is offloaded, so that a border without gradients costs nothing."""
+        self._versions: dict[int, int] | None = None
+        """By tensor, as of the offload; None while on the device. Empty without gradients, so that a border costs nothing then."""
 
     def note(self, ranges: Sequence[Range]) -> None:
-        """The object is offloaded: remember what its loose tensors look like now."""
-        self._versions = {id(owned.tensor): owned.version for owned, _ in self._loose(ranges)}
+        """The object is offloaded: remember what its loose tensors look like now, if it is not remembered yet."""
+        if self._versions is None:
+            self._versions = {id(owned.tensor): owned.version for owned, _ in self._loose(ranges)}
 
-    def find(self, ranges: Sequence[Range]) -> list[Place]:
-        """The places of gradients that were zeroed since. Changes nothing: several share their poison, so all are found first."""
-        if not self._versions:
-            return []
-        written = [place for owned, place in self._loose(ranges) if owned.version != self._versions.get(id(owned.tensor))]
-        return [place for place in written if not self._shown(place).any()]
+    def forget(self) -> None:
+        """The object is on the device."""
+        self._versions = None
 
-    def take(self, places: Sequence[Place], ranges: Sequence[Range]) -> None:
-        """Make the host copies zero and the poison whole."""
-        for place in places:
+    def find(self, ranges: Sequence[Range]) -> Found:
+        """What was written since. Changes nothing: several share their poison, so all are found first."""
+        if not (noted := self._versions):
+            return NOTHING
+        changed = [(owned, place) for owned, place in self._loose(ranges) if owned.version != noted.get(id(owned.tensor))]
+        zeroed = [(owned, place) for owned, place in changed if not self._shown(place).any()]
+        counted = {owned.tensor.untyped_storage()._cdata for owned, _ in zeroed}
+        written = [
+            owned.name
+            for owned, _ in changed
+            if owned.version > noted.get(id(owned.tensor), owned.version) and owned.tensor.untyped_storage()._cdata not in counted
+        ]
+        return Found([place for _, place in zeroed], written)
+
+    def take(self, found: Found, ranges: Sequence[Range]) -> None:
+        """Make the host copies of what was zeroed zero and the poison whole; what was written otherwise is found no more."""
+        for place in found.zeroed:
             place.range.prints = None
             place.range.slab.view(place.offset, place.nbytes).zero_()
-            self._shown(place).fill_(POISON_BYTE)
+            self._device.mend_poison(place.range.adoption.addresses, place.offset, place.nbytes)
+        self.forget()
         self.note(ranges)
 
     def _shown(self, place: Place) -> torch.Tensor:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from placement.memory import simulated_poison
 from placement.memory.base import Device
+from placement.memory.simulated_poison import PrivatePoison
 from placement.testing import Faults, SimulatedDevice
 
 CHUNKS = 8
@@ -24,16 +26,30 @@ def wrapped() -> Device:
     return Faults(simulated())
 
 
+def compared() -> Device:
+    """On a kernel that does not say which pages were written: poison that all ranges share, compared by its bytes."""
+    with pytest.MonkeyPatch.context() as kernel:
+        kernel.setattr(simulated_poison, "_tells_copies", lambda page_map, file: False)
+        return simulated()
+
+
 def cuda() -> Device:
     from placement.memory.cuda import CudaDevice
 
     return CudaDevice(0, chunk_bytes=8 << 20)
 
 
-@pytest.fixture(params=[simulated, wrapped, pytest.param(cuda, marks=pytest.mark.gpu)], ids=lambda factory: factory.__name__)
+@pytest.fixture(params=[simulated, wrapped, compared, pytest.param(cuda, marks=pytest.mark.gpu)], ids=lambda factory: factory.__name__)
 def device(request: pytest.FixtureRequest) -> Device:
     made: Device = request.param()
     return made
+
+
+@pytest.fixture
+def shares_poison(device: Device) -> bool:
+    """Whether all ranges of the device read the same poison, and a damage is found by its bytes."""
+    poison = getattr(device, "_poison", None)
+    return not isinstance(poison, PrivatePoison)
 
 
 @pytest.fixture

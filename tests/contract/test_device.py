@@ -162,15 +162,63 @@ def test_a_view_has_a_storage_of_its_own_size(device: Device) -> None:
     assert view.data_ptr() == addresses.base + 256
 
 
-def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device) -> None:
+def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device, shares_poison: bool) -> None:
     first, second = poisoned(device, device.chunk_bytes), poisoned(device, device.chunk_bytes)
     assert not device.heal_poison()
+    assert not device.written_poison()
     device.view(first, 64, 1).zero_()
-    assert device.view(second, 64, 1).item() == 0, "poison is shared"
+    assert device.view(second, 64, 1).item() == (0 if shares_poison else 0xFF)
     assert device.heal_poison()
+    assert [place.addresses for place in device.written_poison()] == ([] if shares_poison else [first])
     assert not device.heal_poison()
+    assert not device.written_poison()
     assert (whole(device, first) == 0xFF).all()
     assert (whole(device, second) == 0xFF).all()
+
+
+@pytest.mark.parametrize("gets", ["a chunk", "poison"])
+def test_a_write_is_found_after_something_else_came_behind_the_addresses(device: Device, gets: str) -> None:
+    addresses, chunk = poisoned(device, 2 * device.chunk_bytes), device.create(device.chunk_bytes)
+    device.view(addresses, device.chunk_bytes + 8, 1).zero_()
+    device.sync()
+    if gets == "a chunk":
+        device.map(addresses, [chunk], device.chunk_bytes)
+        device.view(addresses, device.chunk_bytes, device.chunk_bytes).zero_()  # of the chunk, and no damage
+        device.sync()
+    else:
+        device.unmap(addresses, device.chunk_bytes, device.chunk_bytes)
+    assert device.heal_poison()
+    assert not device.heal_poison()
+    device.unmap(addresses, addresses.nbytes)
+    assert is_poison(device, addresses, 0, addresses.nbytes)
+    assert not device.heal_poison()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (8, 4000), (4000, 200), (100, 12000), (0, 16384), (4096, 4096)])
+def test_poison_that_was_written_by_right_and_mended_is_no_damage(device: Device, offset: int, nbytes: int) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    for beside in (None, offset - 1, offset + nbytes):
+        if beside is not None and not 0 <= beside < device.chunk_bytes:
+            continue
+        device.view(addresses, offset, nbytes).zero_()
+        if beside is not None:
+            device.view(addresses, beside, 1).zero_()
+        device.mend_poison(addresses, offset, nbytes)
+        device.sync()
+        assert is_poison(device, addresses, offset, nbytes)
+        assert device.heal_poison() is (beside is not None)
+        assert is_poison(device, addresses, 0, device.chunk_bytes)
+        assert not device.heal_poison()
+
+
+def test_two_neighbours_written_by_right_are_no_damage(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    device.view(addresses, 100, 8000).zero_()
+    device.mend_poison(addresses, 100, 5000)
+    device.mend_poison(addresses, 5100, 3000)
+    device.mend_poison(addresses, 9000, 0)
+    assert not device.heal_poison()
+    assert is_poison(device, addresses, 0, device.chunk_bytes)
 
 
 def test_a_damage_is_reported_once_without_waiting(device: Device) -> None:

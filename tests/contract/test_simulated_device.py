@@ -203,6 +203,116 @@ def test_a_forked_child_can_neither_use_nor_free_the_parents_memory(in_child: Ca
     assert in_child(lambda: int(view[0].item())) == -signal.SIGSEGV
 
 
+# --- poison
+
+
+TYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+OTHER = {torch.float64: torch.float32, torch.complex64: torch.complex128, torch.complex128: torch.complex64}
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "mul_": lambda t: t.mul_(0.9),
+    "add_": lambda t: t.add_(1),
+    "EMA": lambda t: t.mul_(0.4).add_(torch.ones_like(t), alpha=0.6),
+    "EMA of poison": lambda t: t.mul_(0.4).add_(t.clone(), alpha=0.6),
+    "lerp_": lambda t: t.lerp_(torch.ones_like(t), 0.1),
+    "neg_": lambda t: t.neg_(),
+    "clamp_": lambda t: t.clamp_(0, 5),
+    "nan_to_num_": lambda t: t.nan_to_num_(),
+    "_foreach_mul_": lambda t: torch._foreach_mul_([t], 0.9),
+    "_foreach_lerp_": lambda t: torch._foreach_lerp_([t], [torch.ones_like(t)], 0.1),
+    "out=": lambda t: torch.mul(t, 1.5, out=t),
+    "copy_": lambda t: t.copy_(torch.ones_like(t)),
+    "copy_ of poison": lambda t: t.copy_(t.clone()),
+    "copy_ of poison by way of another type": lambda t: t.copy_(t.to(OTHER.get(t.dtype, torch.float64)).to(t.dtype)),
+    "zero_": lambda t: t.zero_(),
+    "the same bytes": lambda t: t.view(torch.uint8).fill_(0xFF),
+    "one element": lambda t: t.view(torch.uint8)[3:4].fill_(0xFF),
+    "numpy": lambda t: t.view(torch.uint8).numpy().__setitem__(5, 0xFF),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_any_write_is_found_whatever_it_wrote(dtype: torch.dtype) -> None:
+    device = make()
+    device.unmap(addresses := device.reserve(2 * SIZE), 2 * SIZE)
+    tried = 0
+    for name, write in WRITES.items():
+        if name == "nan_to_num_" and not dtype.is_floating_point and not dtype.is_complex:
+            continue  # it writes nothing
+        try:
+            write(torch.ones(8, dtype=dtype))
+        except (RuntimeError, NotImplementedError):  # no such arithmetic for this type
+            continue
+        write(device.view(addresses, 8192, 4096).view(dtype))
+        assert device.heal_poison(), name
+        assert [(place.addresses, place.start, place.nbytes) for place in device.written_poison()] == [(addresses, 8192, 4096)], name
+        assert (device.view(addresses, 0, 2 * SIZE) == 0xFF).all()
+        assert not device.heal_poison(), name
+        tried += 1
+    assert tried >= 5
+
+
+def test_reading_poison_is_no_write() -> None:
+    device = make()
+    device.unmap(addresses := device.reserve(4 * SIZE), 4 * SIZE)
+    floats = device.view(addresses, 0, 4 * SIZE).view(torch.float32)
+    assert floats.isnan().all()
+    assert floats.clone().mul_(2).isnan().all()
+    assert floats.sum().isnan()
+    assert floats.numpy().tobytes() == b"\xff" * 4 * SIZE
+    with open(os.devnull, "wb") as nowhere:
+        torch.save(floats, nowhere)
+    device.copy([Copy(addresses.base, (slab := device.host(SIZE)).address, SIZE)], "to_host")
+    assert (slab.view(0, SIZE) == 0xFF).all()
+    assert not device.heal_poison()
+
+
+def test_each_run_of_pages_is_named_also_of_what_has_been_replaced() -> None:
+    device = make()
+    device.unmap(first := device.reserve(4 * SIZE + 4096), 4 * SIZE + 4096)
+    device.unmap(second := device.reserve(SIZE), SIZE)
+    device.map(first, [device.create(SIZE)], SIZE)
+    device.view(first, 0, 4 * SIZE + 4096)[4095:4097].mul_(1)
+    device.view(first, SIZE, SIZE).fill_(1)  # of the chunk
+    device.view(first, 4 * SIZE, 4096)[4095:].fill_(0xFF)
+    device.view(second, 0, SIZE).fill_(7)
+    device.map(second, [device.create(SIZE)])
+    assert device.heal_poison()
+    found = {(place.addresses, place.start, place.nbytes) for place in device.written_poison()}
+    assert found == {(first, 0, 8192), (first, 4 * SIZE, 4096), (second, 0, SIZE)}
+    assert (device.view(first, SIZE, SIZE) == 1).all()
+    assert not device.heal_poison()
+
+
+def test_a_write_beside_what_was_mended_is_found_by_its_bytes_in_the_same_page_and_by_any_write_in_others() -> None:
+    device = make()
+    device.unmap(addresses := device.reserve(SIZE), SIZE)
+    view = device.view(addresses, 0, SIZE)
+    for beside, is_found in ((slice(0, 100), False), (slice(8192, 8200), True)):
+        view[100:5000].zero_()
+        view[beside].fill_(0xFF)
+        device.mend_poison(addresses, 100, 4900)
+        assert device.heal_poison() is is_found
+    view[100:5000].zero_()
+    view[:100].fill_(3)
+    device.mend_poison(addresses, 100, 4900)
+    assert device.heal_poison()
+
+
+@forks
+def test_a_forked_child_changes_nothing_of_what_the_kernel_says_of_poison(in_child: Callable[[Callable[[], int]], int]) -> None:
+    device = make()
+    device.unmap(addresses := device.reserve(SIZE), SIZE)
+    view = device.view(addresses, 0, SIZE)
+    assert in_child(lambda: 0) == 0
+    assert not device.heal_poison()
+    view[0] = 0xFF
+    assert in_child(lambda: int(make().heal_poison())) == 0, "a device of its own has a page map of its own"
+    assert device.heal_poison()
+
+
 @pytest.mark.parametrize("operation", ["map", "unmap"])
 def test_an_interrupt_at_any_bytecode_of_a_partial_change_keeps_the_rest_and_loses_no_chunk(operation: str) -> None:
     device = make()

@@ -286,7 +286,6 @@ class Values(World):
         audit = self.manager.audit()
         written = [finding for finding in audit.findings if finding.what == "wrong_write"]
         assert bool(written) is self.was_written
-        self.was_written = False
         assert not [f for f in audit.findings if f.what in ("broken", "unaccounted")]
         if self.is_settled:
             assert not [f for f in audit.findings if f.what == "leak"], audit.report

@@ -113,8 +113,8 @@ def test_what_slips_past_a_guard_reads_nan_and_breaks_nothing() -> None:
 def test_a_write_that_slips_past_is_found_healed_and_counted() -> None:
     worker = Worker()
     with worker.manager.phase("values"):
-        torch.nn.init.zeros_(worker.net[0].weight)  # the reference reads this too: all offloaded memory is one chunk of poison
-        assert not worker.ref_net[0].weight.isnan().all()
+        torch.nn.init.zeros_(worker.net[0].weight)
+        assert worker.ref_net[0].weight.isnan().all(), "a write shows where it was written and nowhere else"
         with pytest.raises(IntegrityError, match="something wrote into the memory of an offloaded handle"):
             worker.manager.phase("log_prob").__enter__()
         assert worker.net[0].weight.isnan().all()
@@ -138,7 +138,10 @@ def test_the_audit_reports_a_write() -> None:
     worker = Worker()
     torch.nn.init.ones_(worker.net[0].weight)
     audit = worker.manager.audit()
-    assert [finding.what for finding in audit.findings] == ["wrong_write"]
+    assert [(finding.handle, finding.what) for finding in audit.findings] == [("actor", "wrong_write")]
+    assert worker.manager.audit().findings == audit.findings, "asking changes no answer"
+    with pytest.raises(IntegrityError, match=r"0\.weight of 'actor' were written"):
+        worker.manager.phase("log_prob").__enter__()
     assert worker.manager.audit().ok
 
 

@@ -1,0 +1,551 @@
+"""Writes into offloaded memory: every way in is an error at the next border, once, and nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import IntegrityError
+from placement.memory import simulated_poison
+from placement.policies import Colocated
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import CAPACITY, Worker, assert_same, batch, make_manager
+
+Tensors = dict[str, torch.Tensor]
+Write = Callable[[torch.Tensor], object]
+
+
+def compared() -> SimulatedDevice:
+    """A device whose kernel does not say which pages were written, so that poison is compared by its bytes, as on a GPU."""
+    with pytest.MonkeyPatch.context() as kernel:
+        kernel.setattr(simulated_poison, "_tells_copies", lambda page_map, file: False)
+        return SimulatedDevice(CAPACITY)
+
+
+class Program:
+    """A model with buffers, its optimizer, and one step of training, whose gradients are kept."""
+
+    def __init__(self, device: SimulatedDevice | None = None, dtype: torch.dtype = torch.float32, **keywords: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)).to(dtype)
+        self.adam = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.manager = make_manager(device=device or SimulatedDevice(CAPACITY), **keywords)
+        self.actor = self.manager.register("actor", self.model, role="actor")
+        self.optimizer = self.manager.register("actor.optimizer", self.adam)
+        self.other = torch.nn.Linear(64, 64).to(dtype)
+        self.manager.register("ref", self.other, role="reward")
+        self.dtype = dtype
+
+    def tensors(self) -> Tensors:
+        found = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        found |= {f"{name}.grad": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        found |= {f"{i}.{k}": v for i, s in enumerate(self.adam.state.values()) for k, v in s.items() if v.dim()}
+        return found
+
+    def values(self) -> Tensors:
+        """Copies, taken while it is on the device."""
+        return {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+
+    def learn(self) -> Tensors:
+        self.adam.zero_grad()
+        self.model(batch().to(self.dtype)).square().mean().backward()
+        self.adam.step()
+        return self.values()
+
+    def train(self, cycles: int = 1) -> Tensors:
+        """In as many phases of their own. Everything is offloaded then."""
+        for _ in range(cycles):
+            with self.manager.phase("train"):
+                values = self.learn()
+        return values
+
+
+TARGETS = {"value": "0.weight", "buffer": "1.running_mean", "gradient": "0.weight.grad", "state": "0.exp_avg"}
+COUNTED: dict[str, Write] = {
+    "mul_": lambda t: t.mul_(0.5),
+    "add_": lambda t: t.add_(torch.ones_like(t), alpha=0.1),
+    "clamp_": lambda t: t.clamp_(-1, 1),
+    "foreach": lambda t: torch._foreach_mul_([t], 0.5),
+    "out=": lambda t: torch.mul(t, 0.5, out=t),
+    "copy_ of poison": lambda t: t.copy_(t.detach().clone()),
+    "an element": lambda t: t.view(-1)[3].mul_(2),
+}
+"""NaN becomes NaN of the same bytes. A version counter counts them."""
+UNCOUNTED: dict[str, Write] = {
+    "EMA through data": lambda t: t.data.mul_(0.4).add_(torch.ones_like(t), alpha=0.6),
+    "lerp_ through data": lambda t: t.data.lerp_(torch.ones_like(t), 0.1),
+    "foreach through data": lambda t: torch._foreach_mul_([t.data], 0.5),
+    "copy_ of poison through data": lambda t: t.data.copy_(t.detach().clone()),
+    "numpy": lambda t: t.detach().numpy().reshape(-1).__imul__(0.5),
+    "unscaled": lambda t: torch._amp_foreach_non_finite_check_and_unscale_([t.detach()], torch.zeros(1), torch.full((1,), 0.25)),
+}
+VISIBLE: dict[str, Write] = {
+    "fill_": lambda t: t.fill_(3),
+    "normal_": lambda t: t.normal_(),
+    "copy_": lambda t: t.copy_(torch.ones_like(t)),
+    "numpy of an element": lambda t: t.detach().numpy().reshape(-1).__setitem__(0, 3.0),
+    "zero_ through data": lambda t: t.data.zero_(),
+}
+WRITES = COUNTED | UNCOUNTED | VISIBLE
+
+
+def raises() -> Any:
+    return pytest.raises(IntegrityError, match=r"something wrote into the memory of an offloaded handle since the last border: .* of 'actor")
+
+
+def first_offload(program: Program, write: Callable[[], object]) -> Tensors:
+    values = program.train()
+    write()
+    with raises(), program.manager.phase("train"):
+        pass
+    return values
+
+
+def later(program: Program, write: Callable[[], object]) -> Tensors:
+    values = program.train(3)
+    write()
+    with raises(), program.manager.phase("train"):
+        pass
+    return values
+
+
+def after_audits(program: Program, write: Callable[[], object]) -> Tensors:
+    values = program.train()
+    write()
+    found = [program.manager.audit().findings for _ in range(2)]
+    assert {finding.what for finding in found[0]} == {"wrong_write"}
+    assert found[0] == found[1]
+    with raises(), program.manager.phase("train"):
+        pass
+    return values
+
+
+def at_an_exit(program: Program, write: Callable[[], object]) -> Tensors:
+    values = program.train()
+    with raises(), program.manager.phase("reward"):
+        write()
+    return values
+
+
+def in_a_phase_inside(program: Program, write: Callable[[], object]) -> Tensors:
+    """Leaving the inner phase brings it back."""
+    with program.manager.phase("train"):
+        values = program.learn()
+        with raises(), program.manager.phase("reward"):
+            write()
+        assert_same(program.values(), values)
+    return values
+
+
+def at_a_switch(program: Program, write: Callable[[], object]) -> Tensors:
+    values = program.train()
+    with program.manager.phase("reward") as phase:
+        write()
+        with raises():
+            phase.switch("train")
+        phase.switch("train")
+        assert_same(program.values(), values)
+    return values
+
+
+WHENS = [first_offload, later, after_audits, at_an_exit, in_a_phase_inside, at_a_switch]
+
+
+def check(program: Program, target: str, write: Write, when: Callable[[Program, Callable[[], object]], Tensors]) -> None:
+    def written() -> None:
+        with torch.no_grad():
+            write(program.tensors()[TARGETS[target]])
+
+    values = when(program, written)
+    assert program.manager.snapshot().wrong_writes == 1
+    assert_nothing_resident(program.manager)
+    with program.manager.phase("train"):
+        assert_same(program.values(), values)
+    assert program.manager.snapshot().wrong_writes == 1
+    assert_nothing_resident(program.manager)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("way", WRITES)
+def test_a_write_is_an_error_at_the_next_border_once_and_nothing_is_lost(way: str, target: str) -> None:
+    check(Program(), target, WRITES[way], first_offload)
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("way", ["mul_", "EMA through data"])
+def test_it_is_an_error_whenever_it_was_written(way: str, target: str, when: Any) -> None:
+    check(Program(), target, WRITES[way], when)
+
+
+@pytest.mark.parametrize(
+    ("way", "offloads", "audits"), [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)], ids=str
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_where_bytes_are_compared_counters_find_what_leaves_them_as_they_were(target: str, way: str, offloads: int, audits: int) -> None:
+    """The simulated device shows every write, and would hide a counter that is not looked at."""
+    program = Program(compared())
+    values = program.train(offloads)
+    with torch.no_grad():
+        COUNTED[way](program.tensors()[TARGETS[target]])
+    found = [program.manager.audit().findings for _ in range(audits)]
+    assert [[finding.what for finding in findings] for findings in found] == [["wrong_write"]] * audits
+    with pytest.raises(IntegrityError, match=rf"{TARGETS[target]} of 'actor.* were written while it was offloaded"):
+        program.manager.phase("train").__enter__()
+    for _ in range(2):
+        with program.manager.phase("train"):
+            assert_same(program.values(), values)
+    assert program.manager.snapshot().wrong_writes == 1
+    assert_nothing_resident(program.manager)
+
+
+@pytest.mark.parametrize("way", VISIBLE)
+def test_where_bytes_are_compared_a_write_that_changes_them_is_found(way: str) -> None:
+    for when in WHENS:
+        program = Program(compared())
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(globals(), "raises", lambda: pytest.raises(IntegrityError, match="something wrote into the memory of an off"))
+            check(program, "value", VISIBLE[way], when)
+
+
+def test_a_layer_that_was_added_on_the_device_is_watched_from_its_first_offload_on() -> None:
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        program = Program(device)
+        with program.manager.phase("train"):
+            program.learn()
+            program.model.append(torch.nn.Linear(8, 8))
+            values = program.values()
+        with torch.no_grad():
+            program.model[3].weight.mul_(0.5)
+        with pytest.raises(IntegrityError, match=r"3\.weight of 'actor' were written"), program.manager.phase("train"):
+            pass
+        with program.manager.phase("train"):
+            assert_same(program.values(), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_reference_that_is_synced_with_the_actor_while_both_are_offloaded(dtype: torch.dtype, readonly: bool) -> None:
+    """TRL's SyncRefModelCallback writes `ref.data` at the end of a step, in no phase."""
+    manager = make_manager()
+    actor, reference = torch.nn.Linear(64, 64).to(dtype), torch.nn.Linear(64, 64).to(dtype)
+    before = {name: value.clone() for name, value in reference.state_dict().items()}
+    manager.register("actor", actor, role="actor")
+    manager.register("ref", reference, role="ref", readonly=readonly)
+    for step in range(1, 3):
+        with manager.phase("log_prob"):
+            pass
+        for mine, other in zip(reference.parameters(), actor.parameters(), strict=True):
+            mine.data.mul_(0.4).add_(other.data, alpha=0.6)
+        assert not manager.audit().ok
+        with pytest.raises(IntegrityError, match=r"in the memory pages of weight, bias of 'ref'"), manager.phase("log_prob"):
+            pass
+        assert manager.snapshot().wrong_writes == step
+    with manager.phase("log_prob"):
+        assert_same(dict(reference.named_parameters()), before)
+    assert_nothing_resident(manager)
+
+
+def test_a_view_taken_earlier_writes_as_its_tensor_does() -> None:
+    program = Program()
+    with program.manager.phase("train"):
+        values = program.learn()
+        views = {"value": program.model[0].weight.detach()[3:5], "state": program.tensors()["0.exp_avg"][0], "numpy": None}
+        as_array = program.model[1].running_var.numpy()
+    for write in (lambda: views["value"].mul_(2), lambda: views["state"].fill_(0), lambda: as_array.__imul__(2)):
+        write()
+        with raises(), program.manager.phase("train"):
+            pass
+        with program.manager.phase("train"):
+            assert_same(program.values(), values)
+
+
+def test_all_handles_that_were_written_are_named_and_the_next_border_goes_on() -> None:
+    worker = Worker()
+    with torch.no_grad():
+        worker.net[0].weight.mul_(2)
+        worker.critic_net[2].bias.mul_(2)
+    worker.ref_net[0].bias.data.mul_(2)
+    with pytest.raises(IntegrityError) as raised, worker.manager.phase("reward"):
+        pass
+    for named in ("0.weight of 'actor' were written", "2.bias of 'critic' were written", "of 'ref'"):
+        assert named in str(raised.value)
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+        assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
+    assert worker.manager.snapshot().wrong_writes == 1
+    assert_nothing_resident(worker.manager)
+
+
+def test_another_write_after_an_error_is_another_error() -> None:
+    """What was reported is forgotten, and nothing else."""
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        worker = Worker(device=device)
+        for count in range(1, 4):
+            with torch.no_grad():
+                worker.ref_net[0].weight.fill_(2)
+                worker.net[0].weight.mul_(2)
+            with pytest.raises(IntegrityError), worker.manager.phase("reward"):
+                pass
+            assert worker.manager.snapshot().wrong_writes == 2 * count - 1
+            with torch.no_grad():
+                worker.net[0].weight.mul_(2)
+            with pytest.raises(IntegrityError, match=r"0\.weight of 'actor' were written"), worker.manager.phase("log_prob"):
+                pass
+            assert worker.manager.snapshot().wrong_writes == 2 * count
+
+
+def test_tensors_of_one_storage_with_counters_of_their_own_are_all_watched() -> None:
+    """What `.data =` has bound to a buffer does not share the buffer's counter: the largest of them would hide the others."""
+    manager = make_manager(device=compared())
+    model = torch.nn.Module()
+    model.register_buffer("flat", torch.ones(128))
+    model.left, model.right = torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.empty(0))
+    model.left.data, model.right.data = model.flat[:64], model.flat[64:]
+    with torch.no_grad():
+        for _ in range(9):
+            model.left.add_(1)
+    manager.register("actor", model, role="actor")
+    with torch.no_grad():
+        model.right.mul_(2)
+    with pytest.raises(IntegrityError, match=r"of 'actor' were written"), manager.phase("log_prob"):
+        pass
+    with manager.phase("log_prob"):
+        assert (model.left == 10).all()
+        assert (model.right == 1).all()
+
+
+def test_weights_that_are_tied_while_offloaded_are_no_write() -> None:
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        manager, model = make_manager(device=device), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        manager.register("actor", model, role="actor")
+        before = model.state_dict()["0.weight"].clone()
+        model[1].weight = model[0].weight
+        with manager.phase("log_prob"):
+            assert torch.equal(model[1].weight, before)
+        assert manager.snapshot().wrong_writes == 0
+
+
+# --- what stays legal
+
+
+def one_actor(program: Program) -> list[torch.Tensor]:
+    return [p.grad for p in program.model.parameters() if p.grad is not None]
+
+
+ZEROINGS: dict[str, Callable[[Program], object]] = {
+    "module": lambda program: program.model.zero_grad(set_to_none=False),
+    "optimizer": lambda program: program.adam.zero_grad(set_to_none=False),
+    "each": lambda program: [grad.zero_() for grad in one_actor(program)],
+    "twice": lambda program: [program.adam.zero_grad(set_to_none=False) for _ in range(2)],
+    "none": lambda program: program.model.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("device", [SimulatedDevice, lambda nbytes: compared()], ids=["pages", "bytes"])
+@pytest.mark.parametrize("how", ZEROINGS)
+def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(how: str, device: Callable[[int], SimulatedDevice]) -> None:
+    def zeroed_in(program: Program) -> None:
+        assert not any(grad.any() for grad in one_actor(program)), "the old gradients came back"
+        with program.manager.phase("train"):
+            assert not any(grad.any() for grad in one_actor(program)), "the old gradients came back"
+        assert program.manager.audit().ok
+        assert program.manager.snapshot().wrong_writes == 0
+
+    zero = ZEROINGS[how]
+    program = Program(device(CAPACITY))
+    program.train()
+    with program.manager.phase("reward"):
+        zero(program)
+    with program.manager.phase("train"):
+        zeroed_in_phase = one_actor(program)
+        assert not any(grad.any() for grad in zeroed_in_phase)
+    with program.manager.phase("train"):
+        program.learn()
+        with program.manager.phase("reward"):
+            zero(program)
+        zeroed_in(program)
+        program.learn()
+        with program.manager.phase("reward") as phase:
+            zero(program)
+            phase.switch("log_prob")
+            zeroed_in(program)
+    program.train()
+    zero(program)
+    late = torch.nn.Linear(8, 8)
+    program.manager.register("late", late, role="critic")
+    program.manager.unregister("actor.optimizer")
+    program.manager.unregister("actor")
+    assert not any(grad.any() for grad in one_actor(program)), "leaving placement has revived them"
+
+
+def test_a_module_that_leaves_by_close_has_the_gradients_that_were_zeroed() -> None:
+    program = Program()
+    values = program.train()
+    program.model.zero_grad(set_to_none=False)
+    program.manager.close()
+    assert all(not grad.any() for grad in one_actor(program))
+    assert torch.equal(program.model[0].weight, values["0.weight"])
+
+
+def test_an_owner_that_a_registration_loads_has_the_gradients_that_were_zeroed() -> None:
+    program = Program()
+    program.train()
+    program.manager.unregister("actor.optimizer")
+    program.model.zero_grad(set_to_none=False)
+    with program.manager.phase("train"):
+        assert not program.actor.resident_bytes
+        program.manager.register("actor.optimizer", program.adam)
+        assert program.actor.resident_bytes
+        assert not any(grad.any() for grad in one_actor(program))
+    assert program.manager.snapshot().wrong_writes == 0
+
+
+def test_gradients_that_are_dropped_or_replaced_while_offloaded_are_no_wrong_write() -> None:
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        program = Program(device)
+        program.train()
+        first, *others = program.model.parameters()
+        first.grad = torch.full_like(first, 0.25, device="cpu")
+        for parameter in others:
+            parameter.grad = None
+        with program.manager.phase("train"):
+            assert first.grad is not None
+            assert (first.grad == 0.25).all()
+            assert all(parameter.grad is None for parameter in others)
+            program.adam.step()
+        assert program.manager.snapshot().wrong_writes == 0
+        assert_nothing_resident(program.manager)
+
+
+def test_gradients_bound_to_the_same_memory_anew_are_no_wrong_write() -> None:
+    program = Program()
+    values = program.train()
+    for parameter in program.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.detach()
+    with program.manager.phase("train"):
+        assert_same(program.values(), values)
+    assert program.manager.snapshot().wrong_writes == 0
+
+
+def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        program = Program(device)
+        values = program.train()
+        head, *others = one_actor(program)
+        head.zero_()
+        for grad in others:
+            grad.mul_(0.5)
+        with raises(), program.manager.phase("train"):
+            pass
+        values["0.weight.grad"].zero_()
+        with program.manager.phase("train"):
+            assert_same(program.values(), values)
+        assert program.manager.snapshot().wrong_writes == 1
+
+
+def test_a_state_dict_that_is_written_while_offloaded_is_no_wrong_write() -> None:
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        program = Program(device)
+        with program.manager.phase("train"):
+            values = program.learn()
+            taken = program.actor.state_dict()
+        for shown in (taken, program.actor.state_dict()):
+            shown["0.weight"].mul_(2)
+        program.optimizer.state_dict()["state"][0]["exp_avg"].mul_(2)
+        values["0.weight"] *= 4
+        values["0.exp_avg"] *= 2
+        with program.manager.phase("train"):
+            assert_same(program.values(), values)
+        assert program.manager.snapshot().wrong_writes == 0
+
+
+def test_a_checkpoint_that_is_loaded_while_offloaded_is_no_wrong_write(tmp_path: Path) -> None:
+    for index, device in enumerate((SimulatedDevice(CAPACITY), compared())):
+        program = Program(device)
+        values = program.train()
+        placement.checkpoint.save(program.manager, tmp_path / str(index))
+        program.train(2)
+        placement.checkpoint.load(program.manager, tmp_path / str(index))
+        program.adam.zero_grad()
+        with program.manager.phase("train"):
+            now = program.values()
+            assert_same(now, {name: value for name, value in values.items() if name in now})
+        assert program.manager.snapshot().wrong_writes == 0
+        fresh = Program(compared())
+        placement.checkpoint.load(fresh.manager, tmp_path / str(index))  # state is born in the host copy
+        with torch.no_grad():
+            fresh.tensors()["0.exp_avg"].mul_(2)
+        with pytest.raises(IntegrityError, match=r"exp_avg of 'actor\.optimizer' were written"), fresh.manager.phase("train"):
+            pass
+        with fresh.manager.phase("train"):
+            assert torch.equal(fresh.tensors()["0.exp_avg"], values["0.exp_avg"])
+
+
+# --- beside a phase's borders
+
+
+def test_what_was_found_at_a_registration_or_a_departure_is_raised_at_the_next_border_of_a_phase() -> None:
+    worker = Worker()
+    worker.ref_net[0].weight.data.mul_(2)
+    late = torch.nn.Linear(8, 8)
+    worker.manager.register("late", late, role="reward")
+    worker.manager.unregister("ref")
+    assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
+    assert [finding.handle for finding in worker.manager.audit().findings] == ["ref"]
+    with pytest.raises(IntegrityError, match="of 'ref'"), worker.manager.phase("log_prob"):
+        pass
+    with worker.manager.phase("log_prob"):
+        pass
+    assert worker.manager.audit().ok
+
+
+@pytest.mark.parametrize("is_audited", [False, True])
+def test_what_nobody_came_to_raise_is_logged_at_close(is_audited: bool, caplog: pytest.LogCaptureFixture) -> None:
+    program = Program()
+    values = program.train()
+    with torch.no_grad():
+        program.model[0].weight.mul_(2)
+    if is_audited:
+        assert not program.manager.audit().ok
+    with caplog.at_level(logging.ERROR, logger="placement"):
+        program.manager.close()
+    assert "0.weight of 'actor' were written while it was offloaded" in caplog.text
+    assert torch.equal(program.model[0].weight, values["0.weight"])
+
+
+def test_asking_counts_nothing_twice() -> None:
+    program = Program()
+    program.train()
+    program.model[0].weight.data.fill_(3)
+    for _ in range(3):
+        program.manager.check_integrity()
+        program.manager.snapshot()
+        assert not program.manager.audit().ok
+    assert program.manager.snapshot().wrong_writes == 1
+    with raises(), program.manager.phase("train"):
+        pass
+    assert program.manager.audit().ok
+    assert program.manager.snapshot().wrong_writes == 1
+
+
+def test_a_write_while_weights_are_published_from_the_host_copy() -> None:
+    program = Program(policy=Colocated(stream_sync=True))
+    values = program.train()
+    with raises(), program.manager.phase("weight_sync"):
+        assert not program.actor.resident_bytes
+        with torch.no_grad():
+            program.model[0].weight.mul_(2)
+        published = {name: tensor.clone() for bucket in program.actor.weights() for name, tensor in bucket}
+    assert torch.equal(published["0.weight"], values["0.weight"])
+    with program.manager.phase("train"):
+        assert_same(program.values(), values)
