@@ -21,7 +21,7 @@ from placement.policies import Colocated, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import PHASES_USED, drawn_policies
 from tests.model.shadow import Shadow
-from tests.model.values import ANY, Values, has_object, is_module, is_not_stepped, is_stepped, may_change, when
+from tests.model.values import ANY, Values, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
 from tests.seeds import seed
 
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
@@ -138,12 +138,23 @@ class ManagerMachine(Values):
         with pytest.raises(PhaseError, match="is stepped by"):
             self.manager.unregister(self.pick(index, is_stepped).handle)
 
-    @when(has_object)
+    @when(is_engine)
+    @rule(index=ANY)
+    def let_go_of_an_engine(self, index: int) -> None:
+        """The manager holds an engine, and with it the model, until it is unregistered."""
+        shadow = self.pick(index, is_engine)
+        engine = weakref.ref(shadow.object)
+        shadow.object = None
+        gc.collect()
+        shadow.object = engine()
+        assert shadow.object is not None
+
+    @when(is_held_by_its_user)
     @rule(index=ANY, fault=FAULTS)
     def collect(self, index: int, fault: Fault) -> None:
         """Drop the last reference to a registered object; what steps its parameters may live on."""
         self.armed = fault
-        shadow = self.pick(index, has_object)
+        shadow = self.pick(index, is_held_by_its_user)
         shadow.strays.clear()
         self.forget(shadow)
         gone = weakref.ref(shadow.object)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from placement import NotResidentError, PhaseError, State
+from placement import NotResidentError, PhaseError, State, TorchEngine
 from tests.model.architectures import backward
 from tests.model.shadow import Facts, Shadow, raw
 from tests.model.world import World
@@ -66,8 +66,13 @@ def is_not_stepped(shadow: Shadow) -> bool:
     return not shadow.optimizers
 
 
-def has_object(shadow: Shadow) -> bool:
-    return shadow.object is not None
+def is_engine(shadow: Shadow) -> bool:
+    return isinstance(shadow.object, TorchEngine)
+
+
+def is_held_by_its_user(shadow: Shadow) -> bool:
+    """Whether nobody but the user holds the object: the manager holds engines."""
+    return shadow.object is not None and not is_engine(shadow)
 
 
 def has_strays(shadow: Shadow) -> bool:
