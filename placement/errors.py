@@ -72,10 +72,11 @@ class EngineLost(EngineError):
 
 
 class GroupError(PlacementError):
-    """A rank of the group failed, so that every rank went back to where it was.
+    """A rank of the group failed, so that every rank went back to where it was. The next phase can succeed, unless the message says
+    that the group has to be made anew (`Manager.rejoin`).
 
     Attributes:
-        failures: reason by rank.
+        failures: by rank, each with its own reason; the same on all ranks, but for one that failed later than the others waited.
     """
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:
@@ -88,4 +89,4 @@ class GroupError(PlacementError):
 
 
 class CoordinatorLost(PlacementError):
-    """The group's decision cannot be read; what was prepared is kept."""
+    """The group's decision cannot be read; what was prepared is kept. A group that is made anew helps: see `Manager.rejoin`."""
