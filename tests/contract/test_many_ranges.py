@@ -66,10 +66,10 @@ def test_any_number_of_handles_is_loaded(count: int, nbytes: int) -> None:
 # --- growing handles
 
 
-COUNTS = st.sampled_from([1, 2, 9, 17, 40])
+COUNTS = st.sampled_from([1, 2, 9, 17, 30])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     counts=st.tuples(COUNTS, COUNTS),
     chunk_pages=st.sampled_from([1, 2, 5, 64]),
@@ -102,22 +102,18 @@ def test_two_handles_that_grow_for_a_long_time_swap_hundreds_of_ranges() -> None
     device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)
     scene = Scene(device, {f"{side}.0": [100] for side in SIDES}, [f"{side}.0" for side in SIDES])
     drawn = sizes(PAGE, chunk_bytes)
-    for step in range(60):
+    for step in range(50):
         with scene.manager.phase(SIDES[0]) as phase:
             for side in SIDES:
                 if side != SIDES[0]:
                     device.capacity_bytes = max(map(scene.needs, SIDES))
                     phase.switch(side)
                 for each in scene.of(side):
-                    each.add([chance.choice(drawn)])
-                    each.add_to_optimizer()
-                    each.bear_state([each.module[-1]])
-                    each.bear_gradients([each.module[-1]])
-                    each.note()
+                    each.grow_by(chance.choice(drawn))
             device.capacity_bytes = 1 << 30
-        if step % 10 == 9:
+        if step % 20 == 19:
             scene.check(None)
-    assert all(each.num_ranges > 180 for each in scene.all.values())
+    assert all(each.num_ranges > 150 for each in scene.all.values())
     with scene.manager.phase(SIDES[0]):
         scene.check(SIDES[0])
     scene.leave()

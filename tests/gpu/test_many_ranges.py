@@ -47,11 +47,7 @@ def test_two_handles_that_grow_for_a_long_time_swap_every_bit(device: CudaDevice
                 if side != SIDES[0]:
                     phase.switch(side)
                 (each,) = scene.of(side)
-                each.add([chance.choice(drawn)])
-                each.add_to_optimizer()
-                each.bear_state([each.module[-1]])
-                each.bear_gradients([each.module[-1]])
-                each.note()
+                each.grow_by(chance.choice(drawn))
         if step % 20 == 19:
             scene.check(None)
     assert all(each.num_ranges > 150 for each in scene.all.values())
