@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from placement.errors import IntegrityError
+from placement.errors import IntegrityError, PlacementError
 from placement.handle import Handle
 from placement.journal import Journal
 from placement.memory.base import Device, WrittenPoison
@@ -56,9 +57,10 @@ class WrongWrites:
         is_damaged = self._device.heal_poison(wait or bool(self._found))  # what is known by name is not to be found again by its bytes
         if is_damaged or at_counters:
             for handle, holding in self._offloaded():
-                if names := holding.written():
-                    self._note_values(handle.name, names)
-                    holding.forget_writes()
+                with suppress(PlacementError):  # of an object that cannot be looked through: a load and an audit say so themselves
+                    if names := holding.written():
+                        self._note_values(handle.name, names)
+                        holding.forget_writes()
         if is_damaged:
             self._note_damage(self._device.written_poison())
 

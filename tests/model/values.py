@@ -15,6 +15,13 @@ from tests.model.shadow import Facts, Shadow, raw
 from tests.model.world import World
 
 ANY = st.integers(0, 5)
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "fill_": lambda tensor: tensor.data.fill_(1),
+    "mul_": lambda tensor: tensor.mul_(0.5),
+    "mul_ through data": lambda tensor: tensor.data.mul_(0.5),
+    "copy_ of poison": lambda tensor: tensor.data.copy_(tensor.detach().clone()),
+}
+"""Into offloaded memory. All but the first leave the bytes of poison as they were."""
 Wanted = Callable[[Shadow], bool]
 
 
@@ -277,14 +284,16 @@ class Values(World):
             shadow.object.step()
 
     @when(is_off)
-    @rule(index=ANY)
-    def write_offloaded(self, index: int) -> None:
+    @rule(index=ANY, which=ANY, way=st.sampled_from(sorted(WRITES)))
+    def write_offloaded(self, index: int, which: int, way: str) -> None:
         shadow = self.pick(index, is_off)
-        for tensor in shadow.tensors().values():
-            if tensor.numel() and shadow.handle.holding.over_host(tensor) is not None:
-                tensor.data.fill_(1)
-                self.was_written = True
-                return
+        tensors = shadow.tensors().values()
+        placed = [each for each in tensors if each.numel() and shadow.handle.holding.over_host(each) is not None]
+        if placed:
+            tensor = placed[which % len(placed)]
+            with torch.no_grad():
+                WRITES[way if tensor.is_floating_point() else "fill_"](tensor)
+            self.was_written = True
 
     @rule()
     def audit(self) -> None:

@@ -22,6 +22,7 @@ LAYERS = (
         "phases",
         "borders",
         "crossing",
+        "writes",
         "planner",
         "moves",
         "reconcile",

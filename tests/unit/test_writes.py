@@ -96,7 +96,7 @@ WRITES = COUNTED | UNCOUNTED | VISIBLE
 
 
 def raises() -> Any:
-    return pytest.raises(IntegrityError, match=r"something wrote into the memory of an offloaded handle since the last border: .* of 'actor")
+    return pytest.raises(IntegrityError, match=r"something wrote into the memory of an offloaded handle .*: .* of 'actor")
 
 
 def first_offload(program: Program, write: Callable[[], object]) -> Tensors:
