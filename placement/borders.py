@@ -19,6 +19,7 @@ from placement.errors import CoordinatorLost, PhaseError, PlacementError, Policy
 from placement.handle import Handle
 from placement.journal import Journal, logger
 from placement.memory.base import Device
+from placement.memory.host_reads import suspended
 from placement.phases import Open, Phase, check_holder
 from placement.reconcile import Reconciler
 from placement.registry import Registry
@@ -188,7 +189,7 @@ class Borders:
                     self._busy = True
                     if self._device.is_capturing():
                         raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
-                    with torch.inference_mode(False), torch.no_grad():
+                    with torch.inference_mode(False), torch.no_grad(), suspended():
                         self._sweep_gone()
                         self._sweep_abandoned()
                         yield

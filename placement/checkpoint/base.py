@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -156,12 +157,17 @@ class Part(abc.ABC):
         return in_host_memory(live)
 
 
-def apply(changes: Sequence[Change]) -> None:
-    """Make several changes: all, or none where one cannot be begun."""
+def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
+    """Make several changes: all, or none where one cannot be begun.
+
+    Args:
+        agreed: raises where it is left while another rank cannot begin its changes.
+    """
     with torch.inference_mode(False), torch.no_grad():
         try:
-            for change in changes:
-                change.begin()
+            with agreed or nullcontext():
+                for change in changes:
+                    change.begin()
         except BaseException:
             for change in changes:
                 change.undo()
@@ -218,6 +224,23 @@ def fqn(module: Any, name: str) -> str:
     """A parameter's name as torch's state dicts of distributed models have it, without what wrappers add."""
     (found,) = _get_fqns(module, name)
     return str(found)
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values of state dicts are alike, tensors byte by byte: NaN is like NaN, and -0.0 not like 0.0."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        pairs = zip(parts_of(one, ""), parts_of(other, ""), strict=True) if _form(one) == _form(other) else None
+        return pairs is not None and all(torch.equal(_bytes(mine), _bytes(theirs)) for (_, mine), (_, theirs) in pairs)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        mine, theirs = ({str(key): value for key, value in each.items()} for each in (one, other))
+        return mine.keys() == theirs.keys() and all(same_values(value, theirs[key]) for key, value in mine.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124: NaN
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

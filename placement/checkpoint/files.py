@@ -134,7 +134,7 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         changes: list[Change] = []
         with _together(process_group):
             changes = [part.prepare(given[name]) for name, part in parts.items()]
-        apply(changes)
+        apply(changes, _together(process_group))
 
 
 def _part(handle: Handle) -> Part:
