@@ -21,7 +21,7 @@ from placement.errors import NotResidentError, PhaseError, PlacementError
 from placement.initial_step import undo_initial_step
 from placement.memory.host_reads import is_reading
 from placement.method_call import MethodCall
-from placement.state_dicts import StateDictCall, shown
+from placement.state_dicts import StateDictCall, is_stateless, lies_in, shown
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -166,12 +166,23 @@ class StepGuard(_Guard):
 
 
 class LoadGuard(_Guard):
-    """Pre-hook of load_state_dict, of a module or an optimizer."""
+    """Pre-hook of load_state_dict, of a module or an optimizer, or in front of the method."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
         handle = self.handle()
-        if handle is not None and is_off(handle) and not is_reading():  # there the host copy is what is written
-            refuse(handle, "given a state dict", _advise(handle, "load it inside manager.phase('restore')", "restore"))
+        if handle is None or handle.holding is None or not is_off(handle) or is_reading():  # then the host copy is what is written
+            return
+        if isinstance(given, tuple):  # in front of the method: its arguments
+            given = next(iter((*given, *rest[0].values())), None)
+        if handle.kind == "optimizer" and is_stateless(target) and is_stateless(given):
+            return
+        advice = _advise(handle, "load it inside manager.phase('restore')", "restore")
+        if lies_in(given, handle.holding):
+            # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads: told here, it is no riddle for the next border.
+            handle.holding.device.heal_poison()
+            handle.holding.forget_writes()
+            advice += ". What torch has written meanwhile is lost, and every value is as it was"
+        refuse(handle, "given a state dict", advice)
 
 
 class MergeGuard(_Guard):

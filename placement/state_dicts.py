@@ -6,7 +6,7 @@ stood in for. While the object is offloaded all of the call reads the host copy;
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,20 @@ def _changed(value: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(value, dict):
         return parts
     return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+
+
+def is_stateless(optimizer: Any) -> bool:
+    """Whether an optimizer, or its state dict, has no state."""
+    state = optimizer.get("state", True) if isinstance(optimizer, dict) else getattr(optimizer, "state", True)
+    return isinstance(state, Mapping) and not state
+
+
+def lies_in(state_dict: Any, holding: Holding) -> bool:
+    """Whether a state dict has tensors at the device addresses of an object: its own parameters."""
+    bases = [(r.adoption.addresses.base, r.nbytes) for r in holding.ranges]
+    tensors = [value for value in (state_dict.values() if isinstance(state_dict, Mapping) else ()) if isinstance(value, torch.Tensor)]
+    parts = [part.untyped_storage().data_ptr() for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
+    return any(0 <= address - base < nbytes for address in parts for base, nbytes in bases)
 
 
 def _refuse_poison(handle: Handle, found: Any) -> None:

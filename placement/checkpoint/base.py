@@ -7,6 +7,7 @@ Reading shows the host copy while a handle is offloaded. Writing is done in thre
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -236,7 +237,7 @@ def same_values(one: Any, other: Any) -> bool:
         return mine.keys() == theirs.keys() and all(same_values(value, theirs[key]) for key, value in mine.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same_values, one, other))
-    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124: NaN
+    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Optimizer(Part):
                         f"{self.handle.name!r}: {type(optimizer).__name__} takes state over in its own way: load the checkpoint inside "
                         "manager.phase('restore')"
                     )
-                changes.append(OwnLoad(optimizer, names, given["state"], groups))
+                changes.append(OwnLoad(self.handle, optimizer, names, given["state"], groups))
             else:
                 changes.append(self._state_change(optimizer, names, given, groups))
         return Changes(changes)

@@ -70,7 +70,8 @@ class TakeOver(Change):
         note_written(self._part.handle)
 
     def _subject(self) -> str:
-        return f"{self._part.handle.name!r}: its state dict shows copies (a hook, an overridden state_dict()), so its load_state_dict() " + (
+        return (
+            f"{self._part.handle.name!r}: its state dict shows copies (a hook, an overridden state_dict()), so its own load_state_dict() "
             "has to take over what was saved"
         )
 
@@ -98,8 +99,8 @@ class Before:
             for name in [name for name in fields if name not in before]:
                 del fields[name]
             fields.update(before)
-        for live, before in self._bytes:
-            live.copy_(before)
+        for live, bytes_before in self._bytes:
+            live.copy_(bytes_before)
 
 
 def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
