@@ -227,7 +227,7 @@ class GatherGuard(_Guard):
         handle = self.handle()
         reason = None if handle is None or handle.adapter is None else handle.adapter.gathers
         if handle is not None and reason is not None and is_off(handle):
-            advice = _advise(handle, "ask inside a phase that has it on the device, such as manager.phase('restore')", "restore")
+            advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
 
     def install(self, module: torch.nn.Module) -> _Removable:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from placement.adapters.tensors import has_bytes, parts_of
+from placement.adapters.tensors import has_bytes, nested_tensors, parts_of
 from placement.errors import BrokenHandleError, NotResidentError, PlacementError
 from placement.memory.holding import Holding
 from placement.memory.host_reads import from_host_copies, is_reading, suspended
@@ -127,9 +127,8 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
     ranges = [r for each in (handle, *handle.owners) if each.holding is not None for r in each.holding.ranges]
     computed = [
         (name, part)
-        for key, value in (found.items() if isinstance(found, dict) else ())
-        if isinstance(value, torch.Tensor)
-        for name, part in parts_of(value, str(key))
+        for path, value in nested_tensors(found, "")
+        for name, part in parts_of(value, path.lstrip("."))
         if has_bytes(part) and not any(r.has(part.untyped_storage().data_ptr()) for r in ranges)
     ]
     wrong = [name for name, part in computed if _has_nan(part)]

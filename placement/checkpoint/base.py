@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from placement.adapters.tensors import parts_of, rewrapped
 from placement.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.guards import is_off
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Part(abc.ABC):
     """One handle as a `Stateful` of torch.distributed.checkpoint."""
 
     kind: ClassVar[str]
+    noun: ClassVar[str]
+    """What torch's functions for state dicts call it."""
 
     def __init__(self, handle: Handle) -> None:
         if handle.kind != self.kind:
@@ -115,17 +118,20 @@ class Part(abc.ABC):
         lost = handle.broken or (handle.holding.lost if handle.holding is not None else None)
         if lost is not None:
             raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
-        if handle.adapter is not None and handle.adapter.gathers is not None:
-            raise CheckpointError(
-                f"{handle.name!r}: {handle.adapter.gathers}, so its checkpoint is torch's to make: inside a phase that has it on the "
-                "device, such as manager.phase('restore'), call get_model_state_dict and set_model_state_dict of "
-                "torch.distributed.checkpoint.state_dict (for its optimizer their like, after the first step); leave it out here with only="
-            )
+        if handle.gathers is not None and any(is_off(each) for each in (handle, *handle.owners)):
+            advice = "save it inside manager.phase('checkpoint'), or leave it out with only="
+            raise CheckpointError(f"{handle.name!r}: {handle.gathers}: {advice}")
         return handle.object
 
     def require_writable(self) -> None:
         """Raise where nothing may write the handle's values now: PhaseError, CheckpointError, NotResidentError."""
         handle = self.handle
+        if handle.gathers is not None:
+            raise CheckpointError(
+                f"{handle.name!r}: {handle.gathers}, so it is torch's to load. Inside manager.phase('restore'): state = {{{handle.name!r}: "
+                f"get_{self.noun}_state_dict(...)}} of torch.distributed.checkpoint.state_dict, torch.distributed.checkpoint.load(state, "
+                f"checkpoint_id=path), set_{self.noun}_state_dict(...). Leave it out here with only="
+            )
         self._object()
         if handle.readonly:
             raise CheckpointError(f"{handle.name!r} is readonly: load its values before it is registered, or leave it out with only=")

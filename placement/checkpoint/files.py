@@ -87,6 +87,10 @@ def async_save(
         Done when this rank's files and the metadata are written; its `result()` raises CheckpointError when they were not.
     """
     with manager._borders.border():
+        with _together(process_group):
+            for handle in _chosen(manager, only):
+                if handle.gathers is not None:
+                    raise CheckpointError(f"{handle.name!r}: {handle.gathers}: save() it, or leave it out with only=")
         state = _collect(manager, only, process_group)
         group = background.group_for(process_group)
         with background.held(manager.handles[name] for name in state) as loans:

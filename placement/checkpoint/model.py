@@ -38,6 +38,7 @@ class Model(Part):
     """A module handle for torch.distributed.checkpoint: `{"model": placement.checkpoint.Model(actor)}`."""
 
     kind = "module"
+    noun = "model"
 
     def state_dict(self) -> Shown:
         module = self._object()
