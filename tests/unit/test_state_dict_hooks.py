@@ -17,13 +17,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import placement
 from placement import Handle, Manager, NotResidentError
 from placement.memory.host_reads import is_reading
 from placement.testing import assert_nothing_resident
 from tests.unit.worker import Worker, assert_same, in_a_range, learn, make_manager, net
 
-Prepare = Callable[[torch.nn.Sequential], None]
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert not is_reading()
 
 
 class Layer(torch.nn.Linear):
@@ -60,8 +63,8 @@ class Extra(Layer):
             "number": self.weight.sum().item(),
             "list": self.bias.tolist(),
             "array": self.weight.detach().numpy().tobytes(),
-            "file": file.getvalue(),
-            "pickled": pickle.dumps(self.scale),
+            "file": torch.load(io.BytesIO(file.getvalue()), weights_only=False),
+            "pickled": pickle.loads(pickle.dumps(self.scale)),
             "copy": copy.deepcopy(self.bias).detach(),
             "data": self.weight.data.clone(),
             "address": torch.tensor(list(bytes(live.untyped_storage()))),
@@ -83,7 +86,7 @@ class Alone(Layer):
     """It asks nobody, and shows live tensors in containers of its own."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return OrderedDict(weight=self.weight, nested={"pair": (self.bias.detach(), self.scale)}, total=self.weight.sum())
+        return OrderedDict(weight=self.weight.detach(), nested={"pair": (self.bias.detach(), self.scale)}, total=self.weight.detach().sum())
 
 
 class Phased(Layer):
@@ -103,7 +106,7 @@ KINDS: dict[str, tuple[type[Layer], Callable[[Layer], Any]]] = {
     "extra state": (Extra, lambda _: None),
     "overridden": (Overridden, lambda _: None),
     "alone": (Alone, lambda _: None),
-    "wrapped around": (Layer, lambda layer: torch.nn.utils.parametrizations.weight_norm(layer)),
+    "wrapped around": (Layer, torch.nn.utils.parametrizations.weight_norm),
     "phased": (Phased, lambda _: None),
 }
 
@@ -163,7 +166,7 @@ def test_a_submodule_is_asked_alone_with_any_arguments() -> None:
     model[2][1].register_state_dict_post_hook(double)
     manager.register("actor", model, role="actor")
     asks = [
-        lambda: model[1].state_dict(),
+        model[1].state_dict,
         lambda: model[2].state_dict(prefix="x."),
         lambda: model[2][1].state_dict(prefix="x.", keep_vars=True),
         lambda: model[2][1].state_dict(destination=OrderedDict()),
@@ -242,7 +245,7 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
             raise fails.pop()
 
     layer._register_state_dict_hook(fail)
-    wanted = copy.deepcopy(layer.state_dict) and {name: value.clone() for name, value in layer.named_parameters()}
+    wanted = {name: value.detach().clone() for name, value in layer.named_parameters()}
     manager.register("actor", layer, role="actor")
     for error in (RuntimeError, ZeroDivisionError, KeyboardInterrupt):
         with pytest.raises(error) as caught:
@@ -251,7 +254,7 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
             assert "'actor' is CPU_OFFLOADED in phase 'idle'" in caught.value.__notes__[0]
         assert not is_reading()
         assert layer.weight.isnan().all(), "outside of a state dict nothing reads the host copy"
-    assert_same({name: layer.state_dict()[name] for name in wanted}, {name: value.detach() for name, value in wanted.items()})
+    assert_same({name: layer.state_dict()[name] for name in wanted}, wanted)
 
 
 def test_a_state_dict_within_a_state_dict() -> None:
@@ -278,7 +281,7 @@ def test_what_another_thread_computes_is_refused_and_named() -> None:
 
     def elsewhere(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
         with ThreadPoolExecutor(1) as threads:
-            found[prefix + "weight"] = threads.submit(module.weight.detach().clone if torch.is_tensor(found) else copied).result()
+            found[prefix + "weight"] = threads.submit(copied).result()
 
     def copied() -> torch.Tensor:
         return layer.weight.detach().clone()
@@ -314,7 +317,7 @@ READS: list[Callable[[torch.Tensor], Any]] = [
     lambda t: torch.where(t > 0, t, -t),
     lambda t: torch.nn.functional.layer_norm(t, t.shape[1:]),
     lambda t: torch.tensor(t.tolist()),
-    lambda t: torch.tensor([float(value) for row in t for value in row]),
+    lambda t: torch.tensor([float(value) for row in t.detach() for value in row]),
     lambda t: torch.from_numpy(t.detach().numpy().copy()),
     lambda t: copy.deepcopy(t.detach()),
     lambda t: pickle.loads(pickle.dumps(t.detach())),
@@ -324,8 +327,8 @@ READS: list[Callable[[torch.Tensor], Any]] = [
     lambda t: t.new_zeros(t.shape).add_(t),
     lambda t: torch.zeros(t.shape, device=t.device) + t,
     lambda t: t.mT @ t,
-    lambda t: torch.ops.aten.clone.default(t),
-    lambda t: max(t.flatten().unbind()),
+    torch.ops.aten.clone.default,
+    lambda t: max(t.detach().flatten().unbind()),
     lambda t: torch.tensor([t.requires_grad, t.is_leaf, t.is_contiguous(), t._version, t.dim()]),
 ]
 
@@ -335,8 +338,8 @@ def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: 
     model = torch.nn.Linear(5, 4, bias=False).requires_grad_(requires_grad)
 
     def compute(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
-        value = read(module.weight)
-        found["found"] = (value.detach(), also(value.detach().reshape(1, -1) if value.dim() != 2 else value.detach()).detach())
+        value = read(module.weight).detach()
+        found["found"] = value, also(value.reshape(1, -1).float())
 
     model._register_state_dict_hook(compute)
     wanted = copy.deepcopy(model.state_dict()["found"])
@@ -353,13 +356,11 @@ def test_an_object_is_freed_with_its_last_reference() -> None:
     """Its own method, put on the object, does not keep it alive until a collection."""
     manager, model = make_manager(), torch.nn.Sequential(Layer(), Extra())
     manager.register("actor", model, role="actor")
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    manager.register("actor.optimizer", optimizer)
-    alive = [weakref.ref(model), weakref.ref(model[0]), weakref.ref(optimizer)]
+    alive = [weakref.ref(model), weakref.ref(model[0])]
     gc.disable()
     try:
-        del model, optimizer
-        assert [each() for each in alive] == [None] * 3
+        del model
+        assert [each() for each in alive] == [None] * 2
     finally:
         gc.enable()
 
@@ -394,7 +395,7 @@ def test_a_copy_has_the_method_of_its_class(how: str) -> None:
 def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> None:
     manager, model = make_manager(), torch.nn.Linear(4, 4)
     plain = model.state_dict
-    mine = (lambda self, *_, **__: {"mine": plain()["weight"] * 2, "bias": self.bias.clone()}).__get__(model, type(model))
+    mine = (lambda self, *_, **__: {"mine": plain()["weight"] * 2, "bias": self.bias.detach().clone()}).__get__(model, type(model))
     model.state_dict = mine  # type: ignore[method-assign]
     wanted = copy.deepcopy(model.state_dict())
     handle = manager.register("actor", model, role="actor")
@@ -416,14 +417,13 @@ def test_unregistering_takes_the_methods_off() -> None:
     assert all(each.state_dict.__func__ is not guarded for each, guarded in zip(objects, before, strict=True))
 
 
-def test_compiled_scripted_and_scheduled_objects_still_work() -> None:
+def test_compiled_and_scheduled_objects_still_work() -> None:
     worker = Worker()
     scheduler = torch.optim.lr_scheduler.StepLR(worker.adam, 1)
     compiled = torch.compile(worker.net, backend="eager")
     with worker.manager.phase("train"):
         learn(compiled, worker.adam)
         scheduler.step()
-        assert torch.jit.trace(worker.net, torch.ones(1, 64))(torch.ones(1, 64)).isfinite().all()
     assert_same({name.removeprefix("_orig_mod."): value for name, value in compiled.state_dict().items()}, dict(worker.net.state_dict()))
     assert "initial_lr" in worker.adam.state_dict()["param_groups"][0]
 
@@ -445,15 +445,8 @@ def test_nothing_can_be_loaded_into_an_optimizer_that_has_nothing(cls: type[torc
     with manager.phase("train"):
         learn(model, optimizer)
         full = copy.deepcopy(torch.optim.Optimizer.state_dict(optimizer))
-    with pytest.raises(NotResidentError, match="'actor.optimizer'.*cannot be given a state dict"):
+    with pytest.raises(NotResidentError, match=r"'actor.optimizer'.*cannot be given a state dict"):
         optimizer.load_state_dict(empty)
     optimizer.state.clear()
-    with pytest.raises(NotResidentError, match="'actor.optimizer'.*cannot be given a state dict"):
+    with pytest.raises(NotResidentError, match=r"'actor.optimizer'.*cannot be given a state dict"):
         optimizer.load_state_dict(full)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    yield
-    assert not is_reading()
-    assert placement is not None
