@@ -223,7 +223,7 @@ def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
 
 def _said(error: BaseException) -> str:
     """An exception in words; some have none (what unpickling a file raises that ends too soon)."""
-    return str(error) or type(error).__name__
+    return str(error).rstrip(".") or type(error).__name__
 
 
 def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:

@@ -50,6 +50,7 @@ class TakeOver(Change):
         try:
             with from_host_copies() if is_off(handle) else nullcontext():
                 set_model_state_dict(handle.object, dict(self._given), options=StateDictOptions(strict=False))
+                self._before.keep_objects()
         except Exception as error:
             raise CheckpointError(f"{self._subject()}, and that raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
         if handle.holding is not None:
@@ -92,6 +93,15 @@ class Before:
         fields = [each for module in modules for each in (vars(module), vars(module)["_parameters"], vars(module)["_buffers"])]
         self._fields = [(each, dict(each)) for each in fields]
         self._bytes = [(live, live.to("cpu", copy=True)) for live in _memory(handle)]
+
+    def keep_objects(self) -> None:
+        """Of tensors that stand in place of the module's own (`assign=True`) the values are taken: optimizers step the module's own."""
+        for fields, before in self._fields:
+            for name, own in before.items():
+                now = fields.get(name)
+                if isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor) and now is not own:
+                    own.copy_(now)
+                    fields[name] = own
 
     def put_back(self) -> None:
         """Idempotent."""

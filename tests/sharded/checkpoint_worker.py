@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,15 +21,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import placement
 from placement import Handle, Manager, checkpoint
+from placement.adapters.tensors import nested_tensors
+from placement.states import State
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.training import as_bytes, local_parts
 
+CPU_OFFLOADED, GPU_RESIDENT, TRAINING = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.TRAINING
 WIDTH = 12
 STATES = {"offloaded": None, "resident": "log_prob", "syncing": "weight_sync", "training": "train", "checkpoint": "checkpoint"}
 
@@ -377,6 +381,66 @@ def broadcast(options: dict[str, bool]) -> list[str]:
     with program.manager.phase("log_prob"):
         now = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(now[name], value) for name, value in given.items())
+    return said
+
+
+def fsdp1(root: str, use_orig_params: bool) -> list[str]:
+    """FSDP1 gathers for a state dict: saved in the phase for it, and loaded by torch from the same files. Returns what was refused."""
+    keywords: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    inner = FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords)
+    model: Any = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 5), inner), **keywords)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    actor = manager.register("actor", model, role="actor")
+    adam = manager.register("actor.optimizer", optimizer)
+    beside = torch.nn.Linear(4, 4)
+    critic = manager.register("critic", beside, role="critic")
+
+    def train() -> None:
+        with manager.phase("train"):
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def values() -> dict[str, bytes]:
+        with manager.phase("checkpoint"):
+            shown = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)["state"]
+            found = {name: tensor for name, tensor in nested_tensors(list(shown), "") if not isinstance(tensor, ShardedTensor)}
+            sharded = [(name, tensor) for name, tensor in nested_tensors(list(shown), "") if isinstance(tensor, ShardedTensor)]
+            found |= {f"{name}.{index}": shard.tensor for name, each in sharded for index, shard in enumerate(each.local_shards())}
+            return {name: as_bytes(tensor) for name, tensor in found.items()}
+
+    said = []
+    with manager.phase("checkpoint"):
+        try:
+            checkpoint.save(manager, root, only=["actor.optimizer"])  # it would take a step to give birth to its state
+        except placement.CheckpointError as error:
+            said.append(str(error))
+    train()
+    wanted = values()
+    for act in (checkpoint.save, checkpoint.async_save, checkpoint.load):
+        if act is checkpoint.load:
+            with manager.phase("checkpoint"):
+                assert (actor.state, adam.state, critic.state) == (GPU_RESIDENT, GPU_RESIDENT, CPU_OFFLOADED)
+                checkpoint.save(manager, root)
+        try:
+            act(manager, root)
+        except placement.CheckpointError as error:
+            said.append(str(error))
+    assert_nothing_resident(manager)
+    train()
+    assert values() != wanted
+    beside.state_dict()["weight"].zero_()
+    checkpoint.load(manager, root, only=["critic"])
+    assert beside.state_dict()["weight"].any()
+    with manager.phase("restore"):
+        state = {"actor": get_model_state_dict(model), "actor.optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=root)
+        set_model_state_dict(model, state["actor"])
+        set_optimizer_state_dict(model, optimizer, state["actor.optimizer"])
+    assert values() == wanted
+    with manager.phase("train"), manager.phase("checkpoint"):
+        assert actor.state is TRAINING, "what is on the device stays in its state"
     return said
 
 

@@ -86,6 +86,16 @@ def test_what_shows_copies_takes_a_checkpoint_over_on_every_rank_or_on_none(
         assert refused_by in (None, rank) or said.startswith(f"rank {refused_by}: ")
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params: bool, two_ranks: Ranks, tmp_path: Path) -> None:
+    for unborn, offloaded, in_background, load in two_ranks.run(worker.fsdp1, str(tmp_path), use_orig_params):
+        assert "'actor.optimizer' steps parameters whose state is not born yet" in unborn
+        assert "save it inside manager.phase('checkpoint')" in offloaded
+        assert "save() it" in in_background
+        assert "Inside manager.phase('restore'): state = {'actor': get_model_state_dict(...)}" in load
+        assert "set_model_state_dict" in load
+
+
 def test_tensors_of_one_name_on_two_meshes_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     for found in two_ranks.run(worker.two_meshes, str(tmp_path)):
         assert "actor.weight is sharded over ranks" in found

@@ -43,8 +43,8 @@ def test_fsdp1_is_not_gathered_from_poison(use_orig_params: bool, two_ranks: Ran
     for first, second, third in two_ranks.run(worker.fsdp1, use_orig_params, str(tmp_path)):
         for said in (first, second):
             assert "'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict" in said
-            assert "manager.phase('restore')" in said
-        assert "get_model_state_dict" in third
+            assert "manager.phase('checkpoint')" in said
+        assert "save it inside manager.phase('checkpoint')" in third
         assert "only=" in third
     assert not list(tmp_path.iterdir())
 

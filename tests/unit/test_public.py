@@ -28,6 +28,7 @@ LAYERS = (
         "registry",
         "replication",
         "guards",
+        "state_dicts",
         "views",
         "budget",
         "audit",
