@@ -34,10 +34,11 @@ class StateDictCall(MethodCall):
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
-        if handle is None or is_reading():  # called by a module around it: what that one returns is looked at
+        if handle is None:
             return method(*args, **kwargs)
-        if not any(each.holding is not None and each.holding.is_on_host for each in (handle, *handle.owners)):
-            is_part = bool(args) or kwargs.get("destination") is not None
+        is_offloaded = any(each.holding is not None and each.holding.is_on_host for each in (handle, *handle.owners))
+        if is_reading() or not is_offloaded:
+            is_part = bool(args) or kwargs.get("destination") is not None  # called by a module around it, whose own call looks at it all
             found = method(*args, **kwargs)
             return found if is_part else _shown(handle, found, Holding.hand_out_once)
         try:

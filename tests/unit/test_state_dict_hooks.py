@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Handle, Manager, NotResidentError
@@ -275,6 +275,20 @@ def test_a_state_dict_within_a_state_dict() -> None:
     assert_same(found["moments"], worker.optimizer.state_dict()["state"])
 
 
+def test_a_state_dict_within_another_that_shows_live_tensors() -> None:
+    manager, outer, inner = make_manager(), Layer(), Alone()
+    outer._register_state_dict_hook(lambda _, found, *__: found.update(inner=inner.state_dict()))
+    wanted = copy.deepcopy(inner.state_dict())
+    manager.register("actor", outer, role="actor")
+    manager.register("critic", inner, role="critic")
+    held = outer.state_dict()
+    for phase in ("idle", "values", "log_prob", "idle"):
+        with manager.phase(phase):
+            assert_same(dict(held["inner"]), dict(wanted))
+            assert_same(dict(outer.state_dict()["inner"]), dict(wanted))
+    assert manager.audit().ok
+
+
 def test_what_another_thread_computes_is_refused_and_named() -> None:
     """Only the thread of the call reads the host copy: there is an error in place of poison."""
     manager, layer = make_manager(), Layer()
@@ -333,6 +347,7 @@ READS: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
+@settings(deadline=None)
 @given(read=st.sampled_from(READS), also=st.sampled_from(READS), requires_grad=st.booleans())
 def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: Callable[[Any], Any], requires_grad: bool) -> None:
     model = torch.nn.Linear(5, 4, bias=False).requires_grad_(requires_grad)
