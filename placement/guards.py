@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 import torch
 
 from placement.adapters.framework import is_a
-from placement.adapters.megatron import is_megatron_optimizer, reading_methods
-from placement.errors import BrokenHandleError, NotResidentError, PhaseError, PlacementError
+from placement.adapters.megatron import reading_methods
+from placement.errors import NotResidentError, PhaseError, PlacementError
 from placement.initial_step import undo_initial_step
+from placement.memory.host_reads import is_reading
 from placement.method_call import MethodCall
-from placement.modes import without_modes
+from placement.state_dicts import StateDictCall, is_stateless, lies_in, shown
 from placement.states import State
 
 if TYPE_CHECKING:
@@ -165,12 +166,23 @@ class StepGuard(_Guard):
 
 
 class LoadGuard(_Guard):
-    """Pre-hook of load_state_dict, of a module or an optimizer."""
+    """Pre-hook of load_state_dict, of a module or an optimizer, or in front of the method."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
         handle = self.handle()
-        if handle is not None and is_off(handle):
-            refuse(handle, "given a state dict", _advise(handle, "load it inside manager.phase('restore')", "restore"))
+        if handle is None or handle.holding is None or not is_off(handle) or is_reading():  # then the host copy is what is written
+            return
+        if isinstance(given, tuple):  # in front of the method: its arguments
+            given = next(iter((*given, *rest[0].values())), None)
+        if handle.kind == "optimizer" and is_stateless(target) and is_stateless(given):
+            return
+        advice = _advise(handle, "load it inside manager.phase('restore')", "restore")
+        if lies_in(given, handle.holding):
+            # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads: told here, it is no riddle for the next border.
+            handle.holding.device.heal_poison()
+            handle.holding.forget_writes()
+            advice += ". What torch has written meanwhile is lost, and every value is as it was"
+        refuse(handle, "given a state dict", advice)
 
 
 class MergeGuard(_Guard):
@@ -197,25 +209,8 @@ class StateDictGuard(_Guard):
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
-        if handle is None or handle.holding is None:
-            return None
-        if handle.holding.lost is not None:
-            raise BrokenHandleError(f"{handle.name!r} is broken and its values must not be saved: {handle.holding.lost}")
-        with without_modes(), torch.inference_mode(False):  # what is handed out follows the handle later, which inference tensors cannot
-            if not isinstance(owner, torch.nn.Module):
-                return self._readable(handle, state_dict)  # an optimizer's dict holds its live state: containers are copied
-            for key, value in state_dict.items():  # nested calls share one dict, and torch wants it changed in place
-                state_dict[key] = self._readable(handle, value)
-        return None
-
-    def _readable(self, handle: Handle, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value if handle.holding is None else handle.holding.hand_out(value)
-        if isinstance(value, dict):
-            return {k: self._readable(handle, v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._readable(handle, v) for v in value)
-        return value
+        found = state_dict if handle is None else shown(handle, state_dict)
+        return None if found is state_dict else found
 
 
 class PartGuard(StateDictGuard):
@@ -232,7 +227,7 @@ class GatherGuard(_Guard):
         handle = self.handle()
         reason = None if handle is None or handle.adapter is None else handle.adapter.gathers
         if handle is not None and reason is not None and is_off(handle):
-            advice = _advise(handle, "ask inside a phase that has it on the device, such as manager.phase('restore')", "restore")
+            advice = _advise(handle, "ask inside manager.phase('checkpoint')", "checkpoint", "restore")
             refuse(handle, f"asked for a state dict ({reason})", advice)
 
     def install(self, module: torch.nn.Module) -> _Removable:
@@ -256,6 +251,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     for part in _parts(objects):
         hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
         hooks.append(part.register_state_dict_post_hook(PartGuard(handle)))
+        hooks.append(StateDictCall(_Guard(handle).handle, part))
         if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
             hooks += [MethodCall(MergeGuard(handle), part, name) for name in ("merge", "unmerge")]
         if gathers:
@@ -266,6 +262,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
             hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
             hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
             hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
+            hooks.append(StateDictCall(_Guard(handle).handle, target))
             if gathers:
                 hooks.append(GatherGuard(handle).install(target))
             hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
@@ -297,9 +294,9 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) 
     else:
         guards = {"step": StepGuard(handle), "load_state_dict": LoadGuard(handle)}
         hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
-        if is_megatron_optimizer(target):
-            hooks.append(MethodCall(nothing, target, "state_dict", after=StateDictGuard(handle)))
     fields = getattr(target, "__dict__", {})
+    if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
+        hooks.append(StateDictCall(_Guard(handle).handle, target))
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
         plain = getattr(type(target), name, None)
         if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:

@@ -120,6 +120,13 @@ class Handle:
         return None if self.adapter is None else self.adapter.external
 
     @property
+    def gathers(self) -> str | None:
+        """Why its state dict needs the values on the device; of an optimizer, because that of a module it steps does. None: in no state."""
+        if self.adapter is None or self.external:
+            return None
+        return next((reason for each in (self, *self.owners) if each.adapter and (reason := each.adapter.gathers) is not None), None)
+
+    @property
     def is_built(self) -> bool:
         return self.adapter is not None
 

@@ -111,6 +111,8 @@ class HandleView:
     """For an optimizer: the module handles whose parameters it steps."""
     readonly: bool = False
     external: bool = False
+    gathers: bool = False
+    """Whether its framework gathers the values on the device for a state dict (FSDP1), so that no host copy can stand in for them."""
     built: bool = True
     kept: bool = False
     """Carried over the end of an earlier phase by `phase.keep`."""

@@ -23,6 +23,7 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         owners=tuple(owner.name for owner in handle.owners),
         readonly=handle.readonly,
         external=handle.external,
+        gathers=handle.gathers is not None,
         built=handle.is_built,
         kept=handle.name in kept,
         tags={} if handle.residency is None else handle.residency.bytes_by_tag(),

@@ -68,6 +68,15 @@ def present(view: View) -> Plan:
     return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts)
 
 
+def readable(view: View) -> Plan:
+    """The plan for reading every value: nothing moves but what can be read on the device alone."""
+    plan = present(view)
+    for handle in view.handles.values():
+        if handle.gathers and handle.built:
+            plan = plan.also(handle, State.GPU_RESIDENT)
+    return plan
+
+
 def unknown_phase(view: View) -> PolicyError:
     """The error for a phase that nobody declared."""
     nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from placement import Plan, State, View
 
-from .base import models, optimizers, present, rollout_models, stepped, targets, unknown_phase
+from .base import models, optimizers, readable, rollout_models, stepped, targets, unknown_phase
 
 OptimizerIn = Literal["train", "optimizer_step"]
 
@@ -22,7 +22,7 @@ class Colocated:
     | `ref_log_prob` | the ref alone, for a step that computes the two one after the other |
     | `values`, `reward` | critic; reward |
     | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
-    | `checkpoint` | nothing moves: every handle stays in its state, the host copy is read |
+    | `checkpoint` | nothing moves, the host copy is read; but FSDP1 gathers on the device for it, so its modules and their optimizers are |
     | a phase of `Settings.phases` | the modules and engines of its roles |
 
     What is needed is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is GPU_RESIDENT although its values
@@ -51,7 +51,7 @@ class Colocated:
     def plan(self, view: View) -> Plan:
         """What the phase needs, and nothing else."""
         if view.phase == "checkpoint":
-            return present(view)
+            return readable(view)
         needs = self.needs(view)
         streamed: list[str] = []
         dropped: list[str] = []

@@ -7,7 +7,9 @@ Reading shows the host copy while a handle is offloaded. Writing is done in thre
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from placement.adapters.tensors import parts_of, rewrapped
 from placement.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.guards import is_off
 from placement.modes import without_modes
 from placement.states import State
 
@@ -61,6 +64,8 @@ class Part(abc.ABC):
     """One handle as a `Stateful` of torch.distributed.checkpoint."""
 
     kind: ClassVar[str]
+    noun: ClassVar[str]
+    """What torch's functions for state dicts call it."""
 
     def __init__(self, handle: Handle) -> None:
         if handle.kind != self.kind:
@@ -115,17 +120,20 @@ class Part(abc.ABC):
         lost = handle.broken or (handle.holding.lost if handle.holding is not None else None)
         if lost is not None:
             raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
-        if handle.adapter is not None and handle.adapter.gathers is not None:
-            raise CheckpointError(
-                f"{handle.name!r}: {handle.adapter.gathers}, so its checkpoint is torch's to make: inside a phase that has it on the "
-                "device, such as manager.phase('restore'), call get_model_state_dict and set_model_state_dict of "
-                "torch.distributed.checkpoint.state_dict (for its optimizer their like, after the first step); leave it out here with only="
-            )
+        if handle.gathers is not None and any(is_off(each) for each in (handle, *handle.owners)):
+            advice = "save it inside manager.phase('checkpoint'), or leave it out with only="
+            raise CheckpointError(f"{handle.name!r}: {handle.gathers}: {advice}")
         return handle.object
 
     def require_writable(self) -> None:
         """Raise where nothing may write the handle's values now: PhaseError, CheckpointError, NotResidentError."""
         handle = self.handle
+        if handle.gathers is not None:
+            raise CheckpointError(
+                f"{handle.name!r}: {handle.gathers}, so it is torch's to load. Inside manager.phase('restore'): state = {{{handle.name!r}: "
+                f"get_{self.noun}_state_dict(...)}} of torch.distributed.checkpoint.state_dict, torch.distributed.checkpoint.load(state, "
+                f"checkpoint_id=path), set_{self.noun}_state_dict(...). Leave it out here with only="
+            )
         self._object()
         if handle.readonly:
             raise CheckpointError(f"{handle.name!r} is readonly: load its values before it is registered, or leave it out with only=")
@@ -158,12 +166,17 @@ class Part(abc.ABC):
         return in_host_memory(live)
 
 
-def apply(changes: Sequence[Change]) -> None:
-    """Make several changes: all, or none where one cannot be begun."""
+def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
+    """Make several changes: all, or none where one cannot be begun.
+
+    Args:
+        agreed: raises where it is left while another rank cannot begin its changes.
+    """
     with without_modes(), torch.inference_mode(False), torch.no_grad():
         try:
-            for change in changes:
-                change.begin()
+            with agreed or nullcontext():
+                for change in changes:
+                    change.begin()
         except BaseException:
             for change in changes:
                 change.undo()
@@ -220,6 +233,23 @@ def fqn(module: Any, name: str) -> str:
     """A parameter's name as torch's state dicts of distributed models have it, without what wrappers add."""
     (found,) = _get_fqns(module, name)
     return str(found)
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values of state dicts are alike, tensors byte by byte: NaN is like NaN, and -0.0 not like 0.0."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        pairs = zip(parts_of(one, ""), parts_of(other, ""), strict=True) if _form(one) == _form(other) else None
+        return pairs is not None and all(torch.equal(_bytes(mine), _bytes(theirs)) for (_, mine), (_, theirs) in pairs)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        mine, theirs = ({str(key): value for key, value in each.items()} for each in (one, other))
+        return mine.keys() == theirs.keys() and all(same_values(value, theirs[key]) for key, value in mine.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_values, one, other))
+    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

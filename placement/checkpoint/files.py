@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from placement.checkpoint import background
+from placement.checkpoint import background, meshes
 from placement.checkpoint.base import Change, Part, Path, Shown, apply, under
 from placement.checkpoint.model import Model
 from placement.checkpoint.optimizer import Optimizer
@@ -90,6 +90,10 @@ def async_save(
         Done when this rank's files and the metadata are written; its `result()` raises CheckpointError when they were not.
     """
     with manager._borders.border():
+        with _together(process_group):
+            for handle in _chosen(manager, only):
+                if handle.gathers is not None:
+                    raise CheckpointError(f"{handle.name!r}: {handle.gathers}: save() it, or leave it out with only=")
         state = _collect(manager, only, process_group)
         group = background.group_for(process_group)
         with background.held(manager.handles[name] for name in state) as loans:
@@ -132,12 +136,12 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
                     part = parts[handle.name] = _part(handle)
                     part.require_writable()
                     given[handle.name] = part.state_dict()
-        with _torch_errors(f"loading from {os.fspath(path)!r}"):
+        with _torch_errors(f"loading from {os.fspath(path)!r}", lambda: _truncated(path, metadata)):
             torch_load(given, checkpoint_id=path, planner=LoadPlanner(), process_group=process_group, no_dist=not dist.is_initialized())
         changes: list[Change] = []
         with _together(process_group):
             changes = [part.prepare(given[name]) for name, part in parts.items()]
-        apply(changes)
+        apply(changes, _together(process_group))
 
 
 def _part(handle: Handle) -> Part:
@@ -163,31 +167,16 @@ def _chosen(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handl
 def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_group: Any) -> dict[str, Shown]:
     """What is to be saved, by handle. Every rank can, or none does."""
     found: dict[str, Shown] = {}
-    meshes: dict[str, tuple[int, ...]] = {}
     with _together(process_group) as facts:
         for handle in _chosen(manager, only):
             if handle.is_built or only is not None:
                 found[handle.name] = _part(handle).state_dict()
-        meshes = dict(_own_meshes(found))
-        facts.append(meshes)
-    for others in facts:
-        for key in meshes.keys() & others.keys():
-            if meshes[key] != others[key]:
-                raise CheckpointError(
-                    f"{key} is sharded over ranks {meshes[key]} here and over {others[key]} there: torch.distributed.checkpoint would "
-                    "take the two for one and lose values (experts cut by expert parallelism). Save it with its framework's checkpoint, "
-                    "and leave it out here with only=. Nothing was written."
-                )
+        facts.append(meshes.own_meshes(found))
+    if several := meshes.on_several(facts):
+        with _together(process_group) as facts:
+            facts.append(meshes.shards(found, several))
+        meshes.refuse_experts(facts)
     return found
-
-
-def _own_meshes(found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The ranks of every sharded tensor that is not sharded over all of them."""
-    for key, value in found.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", ranks) for inner, ranks in _own_meshes(value))
-        elif (mesh := getattr(value, "device_mesh", None)) is not None and mesh.size() < dist.get_world_size():
-            yield key, tuple(mesh.mesh.flatten().tolist())
 
 
 @contextmanager
@@ -205,7 +194,7 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
         error = raised
     if dist.is_initialized():
         told: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(told, (None if error is None else str(error), facts), group=process_group)
+        dist.all_gather_object(told, (None if error is None else _said(error), facts), group=process_group)
         if error is None:
             for rank, (reason, _) in enumerate(told):
                 if reason is not None:
@@ -216,8 +205,12 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def _torch_errors(what: str) -> Iterator[None]:
-    """What torch.distributed.checkpoint raises, by its cause. It raises on every rank when one fails."""
+def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
+    """What torch.distributed.checkpoint raises, by its cause. It raises on every rank when one fails.
+
+    Args:
+        find: what else there is to say of a failure.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -225,7 +218,28 @@ def _torch_errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         reasons = {rank: failure[0] for rank, failure in error.failures.items()}
         first = next((reason for reason in reasons.values() if isinstance(reason, PlacementError)), None)
-        detail = str(first) if first is not None else "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-        raise CheckpointError(f"{what} failed: {detail}") from error
+        detail = str(first) if first is not None else "; ".join(f"rank {rank}: {_said(reason)}" for rank, reason in reasons.items())
+        raise CheckpointError(f"{what} failed: {detail}{find()}") from error
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"{what} failed: {error}") from error
+        raise CheckpointError(f"{what} failed: {_said(error)}{find()}") from error
+
+
+def _said(error: BaseException) -> str:
+    """An exception in words; some have none (what unpickling a file raises that ends too soon)."""
+    return str(error).rstrip(".") or type(error).__name__
+
+
+def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
+    """The files of a checkpoint that are missing, or end before what the metadata says they have."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        name = getattr(info, "relative_path", None)
+        if name is not None:
+            ends[name] = max(ends.get(name, 0), info.offset + info.length)
+    found = []
+    for name, end in ends.items():
+        file = os.path.join(path, name)
+        nbytes = os.path.getsize(file) if os.path.exists(file) else None
+        if nbytes is None or nbytes < end:
+            found.append(f"{name} " + ("is missing" if nbytes is None else f"ends after {nbytes:,} of {end:,} bytes"))
+    return f". Of its files, {', '.join(found)}" if found else ""

@@ -24,6 +24,7 @@ from placement.checkpoint.base import (
     under,
     wait_for_readers,
 )
+from placement.checkpoint.take_over import TakeOver, owns_memory
 from placement.errors import CheckpointError, NotResidentError
 from placement.guards import is_off
 from placement.modes import without_modes
@@ -38,6 +39,7 @@ class Model(Part):
     """A module handle for torch.distributed.checkpoint: `{"model": placement.checkpoint.Model(actor)}`."""
 
     kind = "module"
+    noun = "model"
 
     def state_dict(self) -> Shown:
         module = self._object()
@@ -91,7 +93,11 @@ class Model(Part):
                 f"{self.handle.name!r} has extra state ({some(extra)}) that the module itself has to take over: load the checkpoint inside "
                 "a phase that has it on the device, such as manager.phase('restore')"
             )
-        return _ModelChange(self.handle, copies, extra)
+        owns = owns_memory(self.handle)
+        own = [(value, new) for value, new in copies if owns(value)]
+        if len(own) == len(copies):
+            return _ModelChange(self.handle, copies, extra)
+        return TakeOver(self, {key: given[key] for key in live if key in given}, own)
 
 
 class _ModelChange(Change):

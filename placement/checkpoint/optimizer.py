@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from placement.adapters import hybrid
 from placement.adapters.framework import is_a
@@ -31,10 +32,12 @@ class Optimizer(Part):
     the checkpoint alone.
     """
 
-    kind = "optimizer"
+    kind = noun = "optimizer"
 
     def state_dict(self) -> Shown:
-        self._object()
+        optimizer = self._object()
+        if self.handle.gathers is not None:
+            return self._gathered(optimizer)
         names = self._names()
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -112,7 +115,7 @@ class Optimizer(Part):
                         f"{self.handle.name!r}: {type(optimizer).__name__} takes state over in its own way: load the checkpoint inside "
                         "manager.phase('restore')"
                     )
-                changes.append(OwnLoad(optimizer, names, given["state"], groups))
+                changes.append(OwnLoad(self.handle, optimizer, names, given["state"], groups))
             else:
                 changes.append(self._state_change(optimizer, names, given, groups))
         return Changes(changes)
@@ -175,6 +178,17 @@ class Optimizer(Part):
         return saved
 
     # --- what it has
+
+    def _gathered(self, optimizer: Any) -> Shown:
+        """Of a framework that gathers what it shows of a flat parameter: as torch shows it."""
+        owners = [owner.object for owner in self.handle.owners]
+        if len(owners) != 1 or not self._adapter().state_is_all_born():
+            what = "several modules" if len(owners) > 1 else "no module" if not owners else "parameters whose state is not born yet"
+            raise CheckpointError(f"{self.handle.name!r} steps {what}, and {self.handle.gathers}: leave it out with only=")
+        try:
+            return Shown(self, get_optimizer_state_dict(owners[0], optimizer))
+        except (AssertionError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"torch cannot name what {self.handle.name!r} has ({error}): leave it out with only=") from error
 
     def _adapter(self) -> OptimizerAdapter:
         adapter = self.handle.adapter

@@ -10,8 +10,9 @@ import torch
 
 from placement.adapters import hybrid
 from placement.adapters.optimizer import OptimizerAdapter
-from placement.adapters.tensors import local_device, rewrapped
-from placement.checkpoint.base import Change, copy_over, mapped, note_written, wait_for_readers
+from placement.adapters.tensors import local_device, nested_tensors, parts_of, rewrapped
+from placement.checkpoint.base import Change, copy_over, mapped, note_written, same_values, wait_for_readers
+from placement.errors import CheckpointError
 from placement.guards import is_off
 
 if TYPE_CHECKING:
@@ -116,25 +117,75 @@ class StateChange(Change):
 
 
 class OwnLoad(Change):
-    """State for an optimizer that has its own way of taking it over, with parameters by number as torch has them."""
+    """State for an optimizer that has its own way of taking it over, with parameters by number as torch has them.
 
-    def __init__(self, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
+    What it has afterwards is compared with what was saved.
+    """
+
+    def __init__(
+        self, handle: Handle, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._handle = handle
         self._optimizer = optimizer
+        self._names = names
+        self._before: _Before | None = None
         numbers: dict[str, int] = {}
         packed = []
         for group in optimizer.param_groups:
             mine = [names[id(parameter)] for parameter in group["params"]]
             packed.append(settings_of(groups[mine[0]]) | {"params": [numbers.setdefault(name, len(numbers)) for name in mine]})
+        self._wanted = {name: entry for name, entry in state.items() if name in numbers}
         self._state = {"state": {numbers.get(name, name): entry for name, entry in state.items()}, "param_groups": packed}
 
     def begin(self) -> None:
-        """Its own way does everything at once."""
+        self._before = _Before(self._optimizer)
+        kind = type(self._optimizer).__name__
+        subject = f"{self._handle.name!r}: {kind} takes state over by its own load_state_dict()"
+        wanted = mapped(self._wanted, lambda tensor: tensor.detach().clone())  # it may take the very tensors
+        try:
+            self._optimizer.load_state_dict(self._state)
+        except Exception as error:
+            raise CheckpointError(f"{subject}, which raised {type(error).__name__}: {error}. Every value is as it was.") from error
+        found = {self._names.get(id(owner), owner): entry for owner, entry in self._optimizer.state.items()}
+        differing = [name for name, entry in wanted.items() if not same_values(found.get(name, {}), entry)]
+        if differing:
+            raise CheckpointError(
+                f"{subject}. It ran, and the state of {differing[0]!r} is not what was saved ({len(differing)} differ). Every value is as "
+                "it was. Save and load it by its own state dict inside manager.phase('restore'), and leave it out here with only="
+            )
 
     def undo(self) -> None:
-        """Nothing has begun."""
+        if self._before is not None:
+            self._before.put_back()
 
     def finish(self) -> None:
-        self._optimizer.load_state_dict(self._state)
+        """Its own way does everything at once."""
+
+
+class _Before:
+    """What an optimizer has now, to be put back: its fields, its state and its groups, and the bytes of the tensors in them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._fields = dict(vars(optimizer))
+        self._entries = {key: (entry, dict(entry)) for key, entry in optimizer.state.items() if isinstance(entry, dict)}
+        self._state = dict(optimizer.state)
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        self._order = list(optimizer.param_groups)
+        held = [*self._state.values(), *(settings_of(group) for group in optimizer.param_groups)]
+        parts = [part for _, tensor in nested_tensors(held, "") for _, part in parts_of(tensor, "")]
+        self._bytes = [(part, part.detach().to("cpu", copy=True)) for part in parts]
+
+    def put_back(self) -> None:
+        """Idempotent."""
+        vars(self._optimizer).update(self._fields)
+        for fields, before in (*self._entries.values(), *self._groups, (self._optimizer.state, self._state)):
+            for key in [key for key in fields if key not in before]:
+                del fields[key]
+            fields.update(before)
+        self._optimizer.param_groups[:] = self._order
+        for live, bytes_before in self._bytes:
+            live.copy_(bytes_before)
 
 
 class HybridLoad(Change):

@@ -24,9 +24,9 @@ class Handed:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
-        """Plain ones: those handed out as they are, and the parts of the wrappers."""
-        self._wrappers: list[weakref.ref[torch.Tensor]] = []
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Plain ones, by identity: those handed out as they are, and the parts of the wrappers."""
+        self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage that shows a place, by address, while anybody holds it."""
 
@@ -51,16 +51,20 @@ class Handed:
         """Forget tensors that are the object's own now: `load_state_dict` of an optimizer takes over the tensors that it is given."""
         if self._tensors:
             own = {id(tensor) for tensor in live}
-            self._tensors = [ref for ref in self._tensors if (tensor := ref()) is not None and id(tensor) not in own]
-            kept = [(ref, wrapper) for ref in self._wrappers if (wrapper := ref()) is not None]
-            self._wrappers = [ref for ref, wrapper in kept if not any(id(part) in own for _, part in parts_of(wrapper, ""))]
+            self._tensors = {key: ref for key, ref in self._tensors.items() if ref() is not None and key not in own}
+            kept = [(ref, wrapper) for ref in self._wrappers.values() if (wrapper := ref()) is not None]
+            self._wrappers = {id(w): ref for ref, w in kept if not any(id(part) in own for _, part in parts_of(w, ""))}
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of these, or a wrapper of them."""
+        return any((ref := known.get(id(tensor))) is not None and ref() is tensor for known in (self._tensors, self._wrappers))
 
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
-        for ref in self._tensors:
+        for ref in [*self._tensors.values()]:
             tensor = ref()
             if tensor is not None:
                 yield tensor
@@ -167,16 +171,19 @@ class Handed:
                 there = find(tensor)
                 if there is not None:
                     tensor.data = there
-            for wrapper in self._wrappers:
+            for wrapper in [*self._wrappers.values()]:
                 if (alive := wrapper()) is not None:
                     align(alive)
-        self._tensors = [ref for ref in self._tensors if ref() is not None]
-        self._wrappers = [ref for ref in self._wrappers if ref() is not None]
+        self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
         self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
 
 
-def _add(known: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> list[weakref.ref[torch.Tensor]]:
+def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:
     """Remember one more tensor, which must be nobody else's object. The dead are swept out now and then."""
-    living = [ref for ref in known if ref() is not None] if len(known) % 256 == 255 else known
-    living.append(weakref.ref(tensor))
+    living = _living(known) if len(known) % 256 == 255 else known
+    living[id(tensor)] = weakref.ref(tensor)
     return living
+
+
+def _living(known: dict[int, weakref.ref[torch.Tensor]]) -> dict[int, weakref.ref[torch.Tensor]]:
+    return {key: ref for key, ref in known.copy().items() if ref() is not None}

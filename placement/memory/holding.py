@@ -62,6 +62,11 @@ class Holding:
     def gradients(self) -> Gradients:
         return self.adopted.gradients
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether values are to be read from the host copy: they are no longer on the device, or are about to leave it."""
+        return not self.on_device or self._is_vacating
+
     # --- measuring
 
     @property
@@ -308,6 +313,13 @@ class Holding:
         """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
         return self.adopted.handed.over_host(tensor, self.adopted.places)
 
+    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`over_host` for somebody who may also write there; None also while the device has the values."""
+        host = self.over_host(tensor) if self.is_on_host else None
+        if host is not None:
+            self.adopted.handed.note_shown(self.adopted.places, [host])
+        return host
+
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""
         place = self.adopted.places.find(tensor)
@@ -317,7 +329,11 @@ class Holding:
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
-        return self.adopted.handed.hand_out(tensor, self.adopted.places, from_host=not self.on_device or self._is_vacating)
+        return self.adopted.handed.hand_out(tensor, self.adopted.places, from_host=self.is_on_host)
+
+    def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`hand_out` for a tensor that may have come from there: then it follows already."""
+        return tensor if self.adopted.handed.knows(tensor) else self.hand_out(tensor)
 
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie, and of what was torn apart.

@@ -11,6 +11,7 @@ that we take of it leaves a hook that does nothing, because it knows its handle 
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,10 @@ import torch
 from torch import nn
 
 import placement
+from placement import checkpoint
+from placement.adapters.tensors import nested_tensors
 from placement.memory import adopt
+from placement.memory.host_reads import is_reading
 from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 
@@ -249,6 +253,58 @@ class BuildLazy(Extra):
         super().check()
 
 
+class ComputedStateDict(Case):
+    """Of what is offloaded, by hooks that compute: afterwards what lies there is poison again for everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+        self.extra[0]._register_state_dict_hook(lambda _, found, prefix, __: found.update({prefix + "weight": self.extra[0].weight * 2}))
+        self.worker.optimizers[0].register_state_dict_post_hook(lambda _, found: {**found, "state": copy.deepcopy(found["state"])})
+        self.handle = self.manager.register("extra", self.extra, role="reward")
+        self.wanted = self.shown()
+
+    def shown(self) -> list[bytes]:
+        found = nested_tensors([self.extra.state_dict(), self.worker.optimizers[0].state_dict()], "")
+        return [as_bytes(tensor.contiguous()) for _, tensor in found]
+
+    def run(self, tracing: Tracing) -> None:
+        tracing.on()
+        self.extra.state_dict()
+        self.worker.optimizers[0].state_dict()
+        tracing.off()
+
+    def check(self) -> None:
+        assert not is_reading()
+        assert self.extra[0].weight.isnan().all()
+        assert self.shown() == self.wanted
+        super().check()
+
+
+class TakenOver(ComputedStateDict):
+    """Values that the module itself takes over, because its state dict shows others than its own: all of them, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra[0].register_load_state_dict_pre_hook(
+            lambda _, given, prefix, *__: given.update({prefix + "weight": given[prefix + "weight"] / 2})
+        )
+        self.part = checkpoint.Model(self.handle)
+        self.before = copy.deepcopy(dict(self.part.state_dict()))
+        self.after = {name: value * 4 for name, value in self.before.items()}
+
+    def run(self, tracing: Tracing) -> None:
+        tracing.on()
+        self.part.load_state_dict(self.after)
+        tracing.off()
+
+    def check(self) -> None:
+        found = {name: as_bytes(value) for name, value in self.part.state_dict().items()}
+        assert found in [{name: as_bytes(value) for name, value in each.items()} for each in (self.before, self.after)]
+        self.part.load_state_dict(self.before)
+        super().check()
+
+
 def interrupted(case: Case, tracing: Tracing) -> BaseException | None:
     """Run the operation in frames of its own; what it raised, without its frames."""
     try:
@@ -331,6 +387,7 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
 
 OPERATIONS: list[type[Case]] = [
     Entry, EnterLeave, Switch, Nested, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase, BuildLazy,
+    ComputedStateDict, TakenOver,
 ]  # fmt: skip
 
 

@@ -12,22 +12,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import placement
 from placement import Handle, Manager, checkpoint
+from placement.adapters.tensors import nested_tensors
+from placement.states import State
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.training import as_bytes, local_parts
 
+CPU_OFFLOADED, GPU_RESIDENT, TRAINING = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.TRAINING
 WIDTH = 12
 STATES = {"offloaded": None, "resident": "log_prob", "syncing": "weight_sync", "training": "train", "checkpoint": "checkpoint"}
 
@@ -302,7 +307,8 @@ def one_rank_that_cannot(root: str) -> tuple[str, str, bool]:
 
 
 def two_meshes(root: str) -> str:
-    """Experts cut by expert parallelism: tensors of one name on two meshes."""
+    """Experts cut by expert parallelism: tensors of one name on two meshes, with values of their own."""
+    torch.manual_seed(dist.get_rank())
     model = torch.nn.Linear(4, 4, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shards"))["shards"])
     manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
@@ -312,6 +318,186 @@ def two_meshes(root: str) -> str:
     except placement.CheckpointError as error:
         return str(error)
     return "saved"
+
+
+def in_two_dimensions(root: str, unlike: bool) -> tuple[str, bool]:
+    """FSDP2 along one dimension of a mesh and tensor parallelism along the other, for some layers only: the rest are replicas.
+
+    Args:
+        unlike: a replica has lost its likeness by one element, on the last rank.
+
+    Returns:
+        What the save said, and whether a load of ours and one of torch's bring the saved values back.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = Net(36)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    program = Program(model, optimizer, Manager(device=SimulatedDevice(8 << 20, chunk_bytes=4096)))
+    assert program.manager is not None
+    program.manager.register("actor", model, role="actor")
+    program.manager.register("actor.optimizer", optimizer)
+    program.train(1, 2)
+    if unlike and dist.get_rank() == dist.get_world_size() - 1:
+        program.actor.state_dict()["head.weight"].to_local().view(-1)[:1].add_(1.0)
+    wanted = program.values()
+    try:
+        checkpoint.save(program.manager, root)
+    except placement.CheckpointError as error:
+        return str(error), program.values() == wanted
+    program.train(3)
+    assert program.values() != wanted
+    checkpoint.load(program.manager, root)
+    is_ours = program.values() == wanted
+    program.train(4)
+    with program.manager.phase("restore"):
+        state = {"actor": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=root)
+        set_model_state_dict(model, state["actor"])
+    model_values = {name: value for name, value in program.values().items() if name.startswith("model.")}
+    return "saved", is_ours and all(wanted[name] == value for name, value in model_values.items())
+
+
+def broadcast(options: dict[str, bool]) -> list[str]:
+    """A full state dict for an offloaded FSDP2 module, as torch's `set_model_state_dict` takes it: refused, and nothing is written."""
+    program = build("fsdp2", "adam")
+    assert program.manager is not None
+    wanted = program.values()
+    with program.manager.phase("log_prob"):
+        full = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
+    has_all = dist.get_rank() == 0 or "broadcast_from_rank0" not in options
+    given = {name: value + 1 for name, value in full.items()} if has_all else {}
+    said = []
+    try:
+        set_model_state_dict(program.model, dict(given), options=StateDictOptions(**options))
+    except placement.NotResidentError as error:
+        said.append(str(error))
+    assert program.values() == wanted
+    program.train(1)  # the next borders find nothing amiss
+    assert program.manager.audit().ok, program.manager.audit()
+    with program.manager.phase("restore"):
+        set_model_state_dict(program.model, dict(given), options=StateDictOptions(**options))
+    with program.manager.phase("log_prob"):
+        now = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(now[name], value) for name, value in given.items())
+    return said
+
+
+def fsdp1(root: str, use_orig_params: bool) -> list[str]:
+    """FSDP1 gathers for a state dict: saved in the phase for it, and loaded by torch from the same files. Returns what was refused."""
+    keywords: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    inner = FullyShardedDataParallel(torch.nn.Linear(5, 3), **keywords)
+    model: Any = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 5), inner), **keywords)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    actor = manager.register("actor", model, role="actor")
+    adam = manager.register("actor.optimizer", optimizer)
+    beside = torch.nn.Linear(4, 4)
+    critic = manager.register("critic", beside, role="critic")
+
+    def train() -> None:
+        with manager.phase("train"):
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def values() -> dict[str, bytes]:
+        with manager.phase("checkpoint"):
+            shown = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)["state"]
+            found = {name: tensor for name, tensor in nested_tensors(list(shown), "") if not isinstance(tensor, ShardedTensor)}
+            sharded = [(name, tensor) for name, tensor in nested_tensors(list(shown), "") if isinstance(tensor, ShardedTensor)]
+            found |= {f"{name}.{index}": shard.tensor for name, each in sharded for index, shard in enumerate(each.local_shards())}
+            return {name: as_bytes(tensor) for name, tensor in found.items()}
+
+    said = []
+    with manager.phase("checkpoint"):
+        try:
+            checkpoint.save(manager, root, only=["actor.optimizer"])  # it would take a step to give birth to its state
+        except placement.CheckpointError as error:
+            said.append(str(error))
+    train()
+    wanted = values()
+    for act in (checkpoint.save, checkpoint.async_save, checkpoint.load):
+        if act is checkpoint.load:
+            with manager.phase("checkpoint"):
+                assert (actor.state, adam.state, critic.state) == (GPU_RESIDENT, GPU_RESIDENT, CPU_OFFLOADED)
+                checkpoint.save(manager, root)
+        try:
+            act(manager, root)
+        except placement.CheckpointError as error:
+            said.append(str(error))
+    assert_nothing_resident(manager)
+    train()
+    assert values() != wanted
+    beside.state_dict()["weight"].zero_()
+    checkpoint.load(manager, root, only=["critic"])
+    assert beside.state_dict()["weight"].any()
+    with manager.phase("restore"):
+        state = {"actor": get_model_state_dict(model), "actor.optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=root)
+        set_model_state_dict(model, state["actor"])
+        set_optimizer_state_dict(model, optimizer, state["actor.optimizer"])
+    assert values() == wanted
+    with manager.phase("train"), manager.phase("checkpoint"):
+        assert actor.state is TRAINING, "what is on the device stays in its state"
+    return said
+
+
+class Export(torch.nn.Module):
+    """It shows its weights in another type, and takes them back; one rank of it may refuse."""
+
+    refuses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, 7)
+        self._register_state_dict_hook(lambda _, found, *__: found.update({name: value.to(torch.float64) for name, value in found.items()}))
+        self.register_load_state_dict_pre_hook(self._take)
+
+    def _take(self, _: Any, given: dict[str, Any], *__: Any) -> None:
+        if self.refuses:
+            raise ValueError("not on this rank")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+def taken_over(root: str, phase: str | None, refused_by: int | None) -> tuple[str, bool]:
+    """A sharded module that shows copies: restored on every rank, or on none. Returns what was said and whether the values are back."""
+    model: Any = Export()
+    fully_shard(model)
+    manager = Manager(device=SimulatedDevice(8 << 20, chunk_bytes=4096))
+    handle = manager.register("actor", model, role="actor")
+    beside = torch.nn.Linear(3, 3)
+    other = manager.register("critic", beside, role="critic")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.register("actor.optimizer", optimizer)
+
+    def values() -> dict[str, bytes]:
+        found = {**handle.state_dict(), **other.state_dict()}
+        return {name: as_bytes(part) for name, value in found.items() for _, part in local_parts(value)}
+
+    saved = values()
+    checkpoint.save(manager, root)
+    with manager.phase("train"), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    other.state_dict()["weight"].zero_()
+    changed = values()
+    assert changed != saved
+    model.refuses = refused_by == dist.get_rank()
+    said = ""
+    try:
+        if phase is None:
+            checkpoint.load(manager, root)
+        else:
+            with manager.phase(phase):
+                checkpoint.load(manager, root)
+    except placement.CheckpointError as error:
+        said = str(error)
+    return said, values() == (saved if refused_by is None else changed)
 
 
 def _assert_same(found: dict[str, bytes], wanted: dict[str, bytes], where: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from placement import CheckpointError, Manager, NotResidentError, checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -31,6 +32,40 @@ def live(program: Program) -> dict[str, bytes]:
         model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
         state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
         return parts({"model": model, "state": state})
+
+
+class Gathering(torch.nn.Linear):
+    """Extra state of a sharded layer: what it gathers from all ranks, and what it computes of its own shard."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        weight: Any = self.weight
+        return {"whole": weight.full_tensor().sum(), "own": weight.to_local().double(), "norm": weight.norm().full_tensor()}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def computed() -> None:
+    """What hooks compute of sharded parameters while these are offloaded is what they compute on the device."""
+    model: Any = torch.nn.Sequential(Gathering(7, 5), torch.nn.Linear(5, 3))
+    model[1]._register_state_dict_hook(lambda _, found, prefix, __: found.update({prefix + "weight": found[prefix + "weight"].bfloat16()}))
+    model._register_state_dict_hook(lambda _, found, *__: found.update(total=sum(p.to_local().sum() for p in model.parameters())))
+    for part in (*model, model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_state_dict_post_hook(lambda _, found: tree_map_only(torch.Tensor, lambda tensor: tensor * 2, found))
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("actor", model, role="actor")
+    adam = manager.register("actor.optimizer", optimizer)
+    with manager.phase("train"):
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted = parts({"model": dict(model.state_dict()), "part": dict(model[1].state_dict()), "state": optimizer.state_dict()["state"]})
+        assert ".model.0._extra_state.whole" in wanted
+    found = parts({"model": dict(handle.state_dict()), "part": dict(model[1].state_dict()), "state": adam.state_dict()["state"]})
+    assert found == wanted
+    assert_nothing_resident(manager)
 
 
 def _stepped(program: Program) -> list[torch.Tensor]:

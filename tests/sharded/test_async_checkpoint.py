@@ -231,3 +231,18 @@ def test_gradients_are_no_part_of_it_and_survive(tmp_path: Path) -> None:
     checkpoint.async_save(worker.manager, tmp_path / "b").result(SECONDS)
     with worker.manager.phase("train"):
         assert_same([parameter.grad for parameter in worker.net.parameters()], wanted)
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "train"])
+def test_what_hooks_compute_is_saved_as_it_was_at_the_call(phase: str, busy: Busy, tmp_path: Path) -> None:
+    worker, other = trained(), Worker()
+    for each in (worker, other):
+        each.net._register_state_dict_hook(lambda _, found, *__: found.update({"0.weight": found["0.weight"].bfloat16()}))
+    wanted = copy.deepcopy(dict(worker.actor.state_dict()))
+    assert wanted["0.weight"].isfinite().all()
+    with worker.manager.phase(phase):
+        saved = checkpoint.async_save(worker.manager, tmp_path, only=["actor"])
+    busy.go()
+    saved.result(SECONDS)
+    checkpoint.load(other.manager, tmp_path, only=["actor"])
+    assert_same(dict(other.actor.state_dict()), wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,49 @@ def test_what_fits_on_one_rank_only_changes_nothing_on_any(two_ranks: Ranks, tmp
         assert "'actor': row has shape (1, 12) in the checkpoint, and (1, 13) here" in fits, rank
         assert "no such handle" in chosen, rank
         assert unchanged
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_replicas_on_two_meshes_are_saved_and_loaded_while_they_are_alike(unlike: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+    for said, is_right in four_ranks.run(worker.in_two_dimensions, str(tmp_path), unlike):
+        refused = "actor.head.weight is sharded over ranks (0, 2) and over (1, 3), with other values"
+        assert said.startswith(refused if unlike else "saved")
+        assert is_right
+
+
+@pytest.mark.parametrize("options", [{"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}])
+def test_a_full_state_dict_for_an_offloaded_module_is_refused_and_nothing_is_written(options: dict[str, bool], two_ranks: Ranks) -> None:
+    for (said,) in two_ranks.run(worker.broadcast, options):
+        assert "'actor' is CPU_OFFLOADED in phase 'idle' and cannot be given a state dict" in said
+        assert ("What torch has written meanwhile is lost" in said) is ("broadcast_from_rank0" in options)
+
+
+@pytest.mark.parametrize("phase", [None, "restore"])
+@pytest.mark.parametrize("refused_by", [None, 0, 1])
+def test_what_shows_copies_takes_a_checkpoint_over_on_every_rank_or_on_none(
+    phase: str | None, refused_by: int | None, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for rank, (said, is_right) in enumerate(two_ranks.run(worker.taken_over, str(tmp_path), phase, refused_by)):
+        assert is_right
+        assert said == "" if refused_by is None else "'actor': its state dict shows copies" in said
+        assert refused_by in (None, rank) or said.startswith(f"rank {refused_by}: ")
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params: bool, two_ranks: Ranks, tmp_path: Path) -> None:
+    for unborn, offloaded, in_background, load in two_ranks.run(worker.fsdp1, str(tmp_path), use_orig_params):
+        assert "'actor.optimizer' steps parameters whose state is not born yet" in unborn
+        assert "save it inside manager.phase('checkpoint')" in offloaded
+        assert "save() it" in in_background
+        assert "Inside manager.phase('restore'): state = {'actor': get_model_state_dict(...)}" in load
+        assert "set_model_state_dict" in load
 
 
 def test_tensors_of_one_name_on_two_meshes_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:

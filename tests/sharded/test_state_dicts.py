@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def test_what_is_handed_out_while_offloaded_can_be_gathered(kind: str, two_ranks
     two_ranks.run(worker.gathered, kind)
 
 
+def test_what_hooks_compute_of_sharded_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(worker.computed)
+
+
 def test_an_optimizer_that_takes_over_what_it_had_shown(two_ranks: Ranks) -> None:
     two_ranks.run(worker.taken_over)
 
@@ -43,8 +48,8 @@ def test_fsdp1_is_not_gathered_from_poison(use_orig_params: bool, two_ranks: Ran
     for first, second, third in two_ranks.run(worker.fsdp1, use_orig_params, str(tmp_path)):
         for said in (first, second):
             assert "'actor' is CPU_OFFLOADED in phase 'idle' and cannot be asked for a state dict" in said
-            assert "manager.phase('restore')" in said
-        assert "get_model_state_dict" in third
+            assert "manager.phase('checkpoint')" in said
+        assert "save it inside manager.phase('checkpoint')" in third
         assert "only=" in third
     assert not list(tmp_path.iterdir())
 
@@ -122,6 +127,53 @@ def test_a_quantised_module_shows_its_parts(phase: str | None) -> None:
     assert _parts(torch.load(file, weights_only=False)) == wanted
     manager.close()
     assert _parts(shown) == wanted
+
+
+def test_a_quantised_module_is_dequantised_by_its_hooks() -> None:
+    """As torchtune's hook for QLoRA: the state dict has the weights in full, computed from the parts."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
+
+    def dequantise(_: Any, found: dict[str, Any], *__: Any) -> None:
+        found.update({name: value.dequantize() if hasattr(value, "dequantize") else value.clone() for name, value in found.items()})
+
+    model._register_state_dict_hook(dequantise)
+    wanted = _parts(copy.deepcopy(model.state_dict()))
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    handle = manager.register("ref", model, role="ref")
+    assert _parts(handle.state_dict()) == wanted
+    with manager.phase("log_prob"):
+        assert _parts(handle.state_dict()) == wanted
+    assert manager.audit().ok
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("phase", [None, "log_prob"])
+def test_what_packages_save_of_an_offloaded_module(phase: str | None, tmp_path: Path) -> None:
+    """transformers' `save_pretrained`, with tied weights, PEFT's, and its own state dict."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, tie_word_embeddings=True
+    )
+    base = transformers.LlamaForCausalLM(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    model.state_dict()
+    wanted = _parts(copy.deepcopy(peft.get_peft_model_state_dict(model)))
+    model.save_pretrained(tmp_path / "before")
+    base.save_pretrained(tmp_path / "before" / "base")
+    manager = Manager(device=SimulatedDevice(4 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    with manager.phase(phase) if phase is not None else nullcontext():
+        assert _parts(peft.get_peft_model_state_dict(model)) == wanted
+        model.save_pretrained(tmp_path / "after")
+        base.save_pretrained(tmp_path / "after" / "base")
+    for name in ("adapter_model.safetensors", "base/model.safetensors"):
+        before, after = (_parts(safetensors.load_file(tmp_path / when / name)) for when in ("before", "after"))
+        assert before == after
+        assert before
+    assert_nothing_resident(manager)
 
 
 def _parts(values: dict[str, torch.Tensor]) -> dict[str, bytes]:

@@ -81,6 +81,8 @@ def test_loading_a_state_dict_belongs_into_restore() -> None:
     worker = Worker()
     with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* given a state dict.*phase\('restore'\)"):
         worker.net.load_state_dict(worker.values)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
     with pytest.raises(NotResidentError, match=r"'actor\.optimizer' .*phase\('restore'\)"):
         worker.adam.load_state_dict(worker.adam.state_dict())
     zeros = {name: torch.zeros_like(value) for name, value in worker.values.items()}

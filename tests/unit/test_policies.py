@@ -133,6 +133,16 @@ class TestColocated:
         assert set(plan.targets.values()) == {state}
         assert not plan.streamed
 
+    def test_a_checkpoint_brings_what_its_framework_gathers_on_the_device_for_it(self) -> None:
+        gathering = [replace(h, gathers=h.name.startswith("actor")) for h in WORKER]
+        for policy in (Colocated(), Resident(), AsyncRollout()):
+            plan = policy.plan(view("checkpoint", *gathering))
+            assert used(plan) == {"actor": GPU, "actor.optimizer": GPU}
+            training = after(view("train", *gathering), Colocated().plan(view("train", *gathering)))
+            assert used(policy.plan(replace(training, phase="checkpoint"))) == TRAINED
+            unbuilt = [replace(h, built=False) for h in gathering]
+            assert not used(policy.plan(view("checkpoint", *unbuilt)))
+
     def test_a_checkpoint_within_a_streamed_sync_stays_streamed(self) -> None:
         policy = Colocated(stream_sync=True)
         syncing = policy.plan(view("weight_sync", *WORKER))

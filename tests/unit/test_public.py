@@ -29,6 +29,7 @@ LAYERS = (
         "registry",
         "replication",
         "guards",
+        "state_dicts",
         "views",
         "budget",
         "audit",

@@ -1,0 +1,87 @@
+"""Tensors of one name that are sharded over several meshes.
+
+Ranks of different meshes hold either the same values (replicas: FSDP2 over one dimension of a mesh of two, and no tensor parallelism
+along the other) or different ones (experts that expert parallelism cut by name). torch.distributed.checkpoint takes the two for one:
+it writes replicas once, and would lose experts. Only the values tell them apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from placement.adapters.tensors import parts_of
+from placement.errors import CheckpointError
+
+Meshes = dict[str, tuple[int, ...]]
+"""The ranks of the mesh of each sharded tensor that is not sharded over all of them, by its path in the checkpoint."""
+
+
+class Shard(NamedTuple):
+    """What a rank has of a tensor, so that it can be compared with another mesh's."""
+
+    ranks: tuple[int, ...]
+    place: str
+    """Where in its mesh, and how the tensor is cut along that."""
+    digest: bytes
+
+
+def own_meshes(found: Mapping[str, Any]) -> Meshes:
+    return {key: tuple(value.device_mesh.mesh.flatten().tolist()) for key, value in _on_own_meshes(found)}
+
+
+def on_several(facts: Sequence[Meshes]) -> set[str]:
+    """Tensors that some ranks have on one mesh and some on another."""
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for meshes in facts:
+        for key, ranks in meshes.items():
+            seen.setdefault(key, set()).add(ranks)
+    return {key for key, ranks in seen.items() if len(ranks) > 1}
+
+
+def shards(found: Mapping[str, Any], names: Collection[str]) -> dict[str, Shard]:
+    """This rank's shards of the tensors of these names."""
+    return {key: _shard(value) for key, value in _on_own_meshes(found) if key in names}
+
+
+def refuse_experts(facts: Sequence[Mapping[str, Shard]]) -> None:
+    """Raise unless every mesh of a tensor has the same bytes at the same places. The same on every rank.
+
+    Raises:
+        CheckpointError: one has not.
+    """
+    found: dict[str, dict[tuple[int, ...], dict[str, bytes]]] = {}
+    for each in facts:
+        for key, shard in each.items():
+            found.setdefault(key, {}).setdefault(shard.ranks, {})[shard.place] = shard.digest
+    for key, by_mesh in found.items():
+        (first, wanted), *others = by_mesh.items()
+        for ranks, shards_there in others:
+            if shards_there != wanted:
+                raise CheckpointError(
+                    f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would take "
+                    "the two for one and lose values (experts cut by expert parallelism). Save it with its framework's checkpoint, and "
+                    "leave it out here with only=. Nothing was written."
+                )
+
+
+def _shard(tensor: Any) -> Shard:
+    mesh = tensor.device_mesh
+    digest = hashlib.blake2b(digest_size=16)
+    for _, part in parts_of(tensor._local_tensor, ""):
+        digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    place = f"{mesh.get_coordinate()} {tuple(mesh.shape)} {tensor.placements} {tuple(tensor.shape)}"
+    return Shard(tuple(mesh.mesh.flatten().tolist()), place, digest.digest())
+
+
+def _on_own_meshes(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _on_own_meshes(value, f"{prefix}{key}.")
+        elif (mesh := getattr(value, "device_mesh", None)) is not None and mesh.size() < dist.get_world_size():
+            yield f"{prefix}{key}", value

@@ -1,0 +1,145 @@
+"""Values for a module that shows copies in its state dict: written there they would be lost.
+
+Hooks of a state dict and overridden methods compute what they show. Only the module's own `load_state_dict` knows the way back, so it
+is called, and what the module shows afterwards is compared with what was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from placement.adapters.tensors import parts_of
+from placement.checkpoint.base import Change, copy_over, note_written, same_values, wait_for_readers
+from placement.errors import CheckpointError
+from placement.guards import is_off
+from placement.memory.host_reads import from_host_copies
+from placement.memory.intake import byte_view
+
+if TYPE_CHECKING:
+    from placement.checkpoint.model import Model
+    from placement.handle import Handle
+
+
+class TakeOver(Change):
+    """Values that a module takes over by its own `load_state_dict`, into the host copy while it is offloaded.
+
+    Args:
+        given: everything that is to be there, by the names of the state dict.
+        own: what the state dict shows of the module's own memory, and its new values.
+    """
+
+    def __init__(self, part: Model, given: Mapping[str, Any], own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._part = part
+        self._given = given
+        self._own = own
+        self._before: Before | None = None
+
+    def begin(self) -> None:
+        handle = self._part.handle
+        wait_for_readers(handle)
+        self._before = Before(handle)
+        for live, new in self._own:
+            copy_over(live, new)
+        if not self._differing():  # what the copies were computed from is all that had to be written
+            return
+        try:
+            with from_host_copies() if is_off(handle) else nullcontext():
+                set_model_state_dict(handle.object, dict(self._given), options=StateDictOptions(strict=False))
+                self._before.keep_objects()
+        except Exception as error:
+            raise CheckpointError(f"{self._subject()}, and that raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
+        if handle.holding is not None:
+            if is_off(handle):
+                handle.holding.take_in_restored()
+            else:
+                handle.holding.adopted.look()
+        if differing := self._differing():
+            names = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
+            raise CheckpointError(f"{self._subject()}. It ran, and {names} of the state dict is still not what was saved. {_UNCHANGED}")
+
+    def undo(self) -> None:
+        if self._before is not None:
+            self._before.put_back()
+            note_written(self._part.handle)
+
+    def finish(self) -> None:
+        note_written(self._part.handle)
+
+    def _subject(self) -> str:
+        return (
+            f"{self._part.handle.name!r}: its state dict shows copies (a hook, an overridden state_dict()), so its own load_state_dict() "
+            "has to take over what was saved"
+        )
+
+    def _differing(self) -> list[str]:
+        """The tensors that the module does not show as they were asked for."""
+        shown = self._part.state_dict()
+        return [key for key, new in self._given.items() if isinstance(new, torch.Tensor) and not same_values(shown.get(key), new)]
+
+
+_UNCHANGED = "Every value is as it was. Give the module a load_state_dict() that fits, or leave it out with only="
+
+
+class Before:
+    """Every value of a module as it is now, and where it lies, to be put back. In host memory of its own."""
+
+    def __init__(self, handle: Handle) -> None:
+        modules = [*handle.object.modules()]
+        fields = [each for module in modules for each in (vars(module), vars(module)["_parameters"], vars(module)["_buffers"])]
+        self._fields = [(each, dict(each)) for each in fields]
+        self._bytes = [(live, live.to("cpu", copy=True)) for live in _memory(handle)]
+
+    def keep_objects(self) -> None:
+        """Of tensors that stand in place of the module's own (`assign=True`) the values are taken: optimizers step the module's own."""
+        for fields, before in self._fields:
+            for name, own in before.items():
+                now = fields.get(name)
+                if isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor) and now is not own:
+                    own.copy_(now)
+                    fields[name] = own
+
+    def put_back(self) -> None:
+        """Idempotent."""
+        for fields, before in self._fields:
+            for name in [name for name in fields if name not in before]:
+                del fields[name]
+            fields.update(before)
+        for live, bytes_before in self._bytes:
+            live.copy_(bytes_before)
+
+
+def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor that a handle's state dict shows is the handle's own memory, so that what is written there counts."""
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(handle)}
+    places = None if handle.holding is None else handle.holding.adopted.places
+
+    def owns(part: torch.Tensor) -> bool:
+        if part.numel() == 0 or part.untyped_storage().data_ptr() in addresses:
+            return True
+        return places is not None and places.find(part) is not None
+
+    return lambda shown: all(owns(part) for _, part in parts_of(shown, ""))
+
+
+def _tensors(handle: Handle) -> list[torch.Tensor]:
+    """The tensors with the module's values, those that stay on the CPU by right included."""
+    assert handle.adapter is not None
+    found = [owned.tensor for owned in handle.adapter.owned() if not owned.loose]
+    module: torch.nn.Module = handle.object
+    return found + [part for tensor in (*module.parameters(), *module.buffers()) for _, part in parts_of(tensor, "")]
+
+
+def _memory(handle: Handle) -> list[torch.Tensor]:
+    """The bytes of each storage with the module's values, where they are now."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in _tensors(handle):
+        host = handle.holding.over_host(tensor) if handle.holding is not None and is_off(handle) else None
+        storage = (tensor if host is None else host).untyped_storage()
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), byte_view(storage))
+    return [*found.values()]

@@ -1,0 +1,467 @@
+"""State dicts that are computed: hooks, overridden methods and extra state see the values, wherever the handle is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement import Handle, Manager, NotResidentError
+from placement.memory.host_reads import is_reading
+from placement.testing import assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, in_a_range, learn, make_manager, net
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert not is_reading()
+
+
+class Layer(torch.nn.Linear):
+    """A linear layer with a buffer and a plain tensor attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("seen", torch.arange(4.0))
+        self.scale = torch.tensor([1.5, -0.0, 2.0])
+
+
+def cast(layer: torch.nn.Module, found: dict[str, Any], prefix: str, _: Any) -> None:
+    found[prefix + "weight"] = found[prefix + "weight"].to(torch.bfloat16)
+
+
+def double(_: torch.nn.Module, found: dict[str, Any], prefix: str, __: Any) -> None:
+    found.update({name: value * 2 for name, value in found.items() if name.startswith(prefix)})
+
+
+class SavesItself(Layer):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "packed"] = torch.cat([self.weight.flatten(), self.bias, self.scale])
+
+
+class Extra(Layer):
+    """As Transformer Engine and torchao do: extra state of any kind, computed in any way."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save({"weight": self.weight, "seen": self.seen}, file)
+        live: Any = self.weight
+        return {
+            "amax": self.weight.detach().abs().max(),
+            "number": self.weight.sum().item(),
+            "list": self.bias.tolist(),
+            "array": self.weight.detach().numpy().tobytes(),
+            "file": torch.load(io.BytesIO(file.getvalue()), weights_only=False),
+            "pickled": pickle.loads(pickle.dumps(self.scale)),
+            "copy": copy.deepcopy(self.bias).detach(),
+            "data": self.weight.data.clone(),
+            "address": torch.tensor(list(bytes(live.untyped_storage()))),
+            "norms": torch._foreach_norm([self.weight.detach(), self.bias.detach()]),
+            "out": torch.add(self.bias.detach(), 1, out=torch.empty(6)),
+            "scale": self.scale,
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Overridden(Layer):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"{name}.half": value.to(torch.float16) for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class Alone(Layer):
+    """It asks nobody, and shows live tensors in containers of its own."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return OrderedDict(weight=self.weight.detach(), nested={"pair": (self.bias.detach(), self.scale)}, total=self.weight.detach().sum())
+
+
+class Phased(Layer):
+    """It goes where it can gather."""
+
+    manager: Manager
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self.manager.phase("log_prob"):
+            return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+KINDS: dict[str, tuple[type[Layer], Callable[[Layer], Any]]] = {
+    "cast": (Layer, lambda layer: layer._register_state_dict_hook(cast)),
+    "computed": (Layer, lambda layer: layer.register_state_dict_post_hook(double)),
+    "saves itself": (SavesItself, lambda _: None),
+    "extra state": (Extra, lambda _: None),
+    "overridden": (Overridden, lambda _: None),
+    "alone": (Alone, lambda _: None),
+    "wrapped around": (Layer, torch.nn.utils.parametrizations.weight_norm),
+    "phased": (Phased, lambda _: None),
+}
+
+
+def make(kind: str) -> tuple[Manager, Handle, Layer]:
+    cls, prepare = KINDS[kind]
+    layer = cls()
+    prepare(layer)
+    manager = make_manager()
+    if isinstance(layer, Phased):
+        layer.manager = manager
+    return manager, manager.register("actor", layer, role="actor"), layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_while_offloaded_is_what_is_computed_on_the_device(kind: str) -> None:
+    manager, handle, layer = make(kind)
+    placed = {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()}
+    with manager.phase("log_prob"):
+        wanted = copy.deepcopy(layer.state_dict())
+    for ask in (layer.state_dict, handle.state_dict, lambda: layer.state_dict(prefix="")):
+        found = ask()
+        assert_same(dict(found), dict(wanted))
+        assert type(found) is type(wanted)
+    assert not is_reading()
+    assert_nothing_resident(manager)
+    with manager.phase("train"), torch.no_grad():
+        assert {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in layer.named_parameters()} == placed
+    del ask, found
+    assert manager.audit().ok, manager.audit()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("phase", [None, "log_prob"])
+def test_what_is_shown_follows_the_handle(kind: str, phase: str | None) -> None:
+    """What is a copy stays as it is; live tensors show what the object has, and are no stray references."""
+    manager, handle, layer = make(kind)
+    if phase is None:
+        held = handle.state_dict()
+    else:
+        with manager.phase(phase):
+            held = handle.state_dict()
+    wanted = copy.deepcopy(held)
+    assert_same(dict(held), dict(wanted))
+    with manager.phase("log_prob"):
+        assert_same(dict(held), dict(wanted))
+    assert_same(dict(held), dict(wanted))
+    assert manager.audit().ok, manager.audit()
+    manager.close()
+    assert_same(dict(held), dict(wanted))
+    del layer
+
+
+def test_a_submodule_is_asked_alone_with_any_arguments() -> None:
+    manager = make_manager()
+    model = torch.nn.Sequential(torch.nn.ReLU(), Overridden(), torch.nn.Sequential(Extra(), Layer()))
+    model[2][1].register_state_dict_post_hook(double)
+    manager.register("actor", model, role="actor")
+    asks = [
+        model[1].state_dict,
+        lambda: model[2].state_dict(prefix="x."),
+        lambda: model[2][1].state_dict(prefix="x.", keep_vars=True),
+        lambda: model[2][1].state_dict(destination=OrderedDict()),
+    ]
+    with manager.phase("log_prob"):
+        wanted = [copy.deepcopy(dict(ask())) for ask in asks]
+    for ask, values in zip(asks, wanted, strict=True):
+        found = ask()
+        assert_same(dict(found), values)
+        assert not any(in_a_range(value) for value in found.values() if isinstance(value, torch.Tensor))
+
+
+class Packing(torch.optim.AdamW):
+    """Moments in half the bytes, and what it computes from its parameters."""
+
+    def state_dict(self) -> Any:
+        found = super().state_dict()
+        found["norms"] = [parameter.norm() for group in self.param_groups for parameter in group["params"]]
+        found["state"] = {key: {name: value.bfloat16() for name, value in entry.items()} for key, entry in found["state"].items()}
+        return found
+
+
+def cloned(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "state": {key: {name: value * 3 for name, value in entry.items()} for key, entry in found["state"].items()}}
+
+
+@pytest.mark.parametrize("kind", ["post hook", "overridden"])
+def test_an_optimizer_computes_its_state_dict_from_the_host_copy(kind: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters()) if kind == "post hook" else Packing(model.parameters())
+    if kind == "post hook":
+        optimizer.register_state_dict_post_hook(cloned)
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    handle = manager.register("actor.optimizer", optimizer)
+    assert not optimizer.state_dict()["state"]
+    with manager.phase("train"):
+        learn(model, optimizer)
+        wanted = copy.deepcopy(optimizer.state_dict())
+    assert_same(optimizer.state_dict(), wanted)
+    assert_same(handle.state_dict(), wanted)
+    with manager.phase("optimizer_step"):
+        assert_same(optimizer.state_dict(), wanted)
+    assert manager.audit().ok
+
+
+def test_what_a_hook_writes_reaches_the_values() -> None:
+    manager, layer = make_manager(), Layer()
+
+    def write(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
+        with torch.no_grad():
+            assert module.weight.zero_() is module.weight
+            module.bias[:2] = 7.0
+            module.seen += 1  # a buffer is assigned what an in-place operation returns
+
+    layer._register_state_dict_hook(write)
+    seen = layer.seen
+    manager.register("actor", layer, role="actor")
+    for phase in range(2):
+        layer.state_dict()
+        with manager.phase("log_prob"):
+            assert not layer.weight.any()
+            assert layer.bias[:2].eq(7.0).all()
+            assert layer.seen is seen
+            assert layer.seen.equal(torch.arange(4.0) + phase + 1)
+    manager.check_integrity()
+    assert manager.audit().ok
+
+
+def test_a_hook_that_raises_leaves_nothing_behind() -> None:
+    manager, layer = make_manager(), Layer()
+    fails = [KeyboardInterrupt, ZeroDivisionError, RuntimeError]
+
+    def fail(*_: Any) -> None:
+        if fails:
+            raise fails.pop()
+
+    layer._register_state_dict_hook(fail)
+    wanted = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    manager.register("actor", layer, role="actor")
+    for error in (RuntimeError, ZeroDivisionError, KeyboardInterrupt):
+        with pytest.raises(error) as caught:
+            layer.state_dict()
+        if error is not KeyboardInterrupt:
+            assert "'actor' is CPU_OFFLOADED in phase 'idle'" in caught.value.__notes__[0]
+        assert not is_reading()
+        assert layer.weight.isnan().all(), "outside of a state dict nothing reads the host copy"
+    assert_same({name: layer.state_dict()[name] for name in wanted}, wanted)
+
+
+def test_a_state_dict_within_a_state_dict() -> None:
+    """A model that shows what another registered one holds."""
+    worker = Worker()
+
+    def add(_: Any, found: dict[str, Any], prefix: str, __: Any) -> None:
+        found["ref"] = {name: value.clone() for name, value in worker.ref_net.state_dict().items()}
+        found["moments"] = copy.deepcopy(worker.adam.state_dict()["state"])
+        found["critic"] = worker.critic_net[0].weight.clone()
+
+    worker.net._register_state_dict_hook(add)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    found = worker.net.state_dict()
+    assert_same(found["ref"], dict(worker.ref_values))
+    assert_same(found["critic"], worker.critic.state_dict()["0.weight"])
+    assert_same(found["moments"], worker.optimizer.state_dict()["state"])
+
+
+def test_a_state_dict_within_another_that_shows_live_tensors() -> None:
+    manager, outer, inner = make_manager(), Layer(), Alone()
+    outer._register_state_dict_hook(lambda _, found, *__: found.update(inner=inner.state_dict()))
+    wanted = copy.deepcopy(inner.state_dict())
+    manager.register("actor", outer, role="actor")
+    manager.register("critic", inner, role="critic")
+    held = outer.state_dict()
+    for phase in ("idle", "values", "log_prob", "idle"):
+        with manager.phase(phase):
+            assert_same(dict(held["inner"]), dict(wanted))
+            assert_same(dict(outer.state_dict()["inner"]), dict(wanted))
+    assert manager.audit().ok
+
+
+def test_what_another_thread_computes_is_refused_and_named() -> None:
+    """Only the thread of the call reads the host copy: there is an error in place of poison."""
+    manager, layer = make_manager(), Layer()
+
+    def elsewhere(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            found[prefix + "weight"] = threads.submit(copied).result()
+
+    def copied() -> torch.Tensor:
+        return layer.weight.detach().clone()
+
+    layer._register_state_dict_hook(elsewhere)
+    manager.register("actor", layer, role="actor")
+    with pytest.raises(NotResidentError, match=r"weight of the state dict of 'actor' came out as NaN.*CPU_OFFLOADED in phase 'idle'"):
+        layer.state_dict()
+    with manager.phase("log_prob"):
+        assert layer.state_dict()["weight"].isfinite().all()
+
+
+def test_true_nans_are_shown() -> None:
+    manager, layer = make_manager(), Layer()
+    with torch.no_grad():
+        layer.weight[0, 0] = float("nan")
+    layer._register_state_dict_hook(cast)
+    wanted = layer.weight.detach().bfloat16()
+    manager.register("actor", layer, role="actor")
+    assert_same(layer.state_dict()["weight"], wanted)
+
+
+READS: list[Callable[[torch.Tensor], Any]] = [
+    lambda t: t.clone(),
+    lambda t: t.double(),
+    lambda t: t.to(torch.bfloat16).float(),
+    lambda t: t[1:].sum(),
+    lambda t: t.t().contiguous(),
+    lambda t: t.reshape(-1).sort().values,
+    lambda t: torch.stack([t, t + 1]),
+    lambda t: torch.cat((t.flatten(), t.flatten())),
+    lambda t: torch.einsum("ij,kj->ik", t, t),
+    lambda t: torch.where(t > 0, t, -t),
+    lambda t: torch.nn.functional.layer_norm(t, t.shape[1:]),
+    lambda t: torch.tensor(t.tolist()),
+    lambda t: torch.tensor([float(value) for row in t.detach() for value in row]),
+    lambda t: torch.from_numpy(t.detach().numpy().copy()),
+    lambda t: copy.deepcopy(t.detach()),
+    lambda t: pickle.loads(pickle.dumps(t.detach())),
+    lambda t: torch.frombuffer(bytearray(bytes(t.untyped_storage())), dtype=torch.uint8),
+    lambda t: torch.utils.dlpack.from_dlpack(t.detach()).clone(),
+    lambda t: torch.empty_like(t).copy_(t),
+    lambda t: t.new_zeros(t.shape).add_(t),
+    lambda t: torch.zeros(t.shape, device=t.device) + t,
+    lambda t: t.mT @ t,
+    torch.ops.aten.clone.default,
+    lambda t: max(t.detach().flatten().unbind()),
+    lambda t: torch.tensor([t.requires_grad, t.is_leaf, t.is_contiguous(), t._version, t.dim()]),
+]
+
+
+@settings(deadline=None)
+@given(read=st.sampled_from(READS), also=st.sampled_from(READS), requires_grad=st.booleans())
+def test_every_way_of_reading_gives_the_value(read: Callable[[Any], Any], also: Callable[[Any], Any], requires_grad: bool) -> None:
+    model = torch.nn.Linear(5, 4, bias=False).requires_grad_(requires_grad)
+
+    def compute(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
+        value = read(module.weight).detach()
+        found["found"] = value, also(value.reshape(1, -1).float())
+
+    model._register_state_dict_hook(compute)
+    wanted = copy.deepcopy(model.state_dict()["found"])
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    assert_same(model.state_dict()["found"], wanted)
+    manager.close()
+
+
+# --- the method on the object
+
+
+def test_an_object_is_freed_with_its_last_reference() -> None:
+    """Its own method, put on the object, does not keep it alive until a collection."""
+    manager, model = make_manager(), torch.nn.Sequential(Layer(), Extra())
+    manager.register("actor", model, role="actor")
+    alive = [weakref.ref(model), weakref.ref(model[0])]
+    gc.disable()
+    try:
+        del model
+        assert [each() for each in alive] == [None] * 2
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "copy"])
+def test_a_copy_has_the_method_of_its_class(how: str) -> None:
+    manager = make_manager()
+    model = torch.nn.Sequential(Overridden(), Extra())
+    handle = manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        if how == "deepcopy":
+            other = copy.deepcopy(model)
+        elif how == "copy":
+            other = copy.copy(model)
+        elif how == "pickle":
+            other = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+        wanted = copy.deepcopy(dict(other.state_dict()))
+        if how != "copy":
+            with torch.no_grad():
+                other[0].weight.zero_()
+            assert not other[0].state_dict()["weight.half"].any()
+            assert handle.state_dict()["0.weight"].any()
+    if how == "copy":  # it shares every tensor with the original
+        assert_same(dict(other.state_dict()), wanted)
+
+
+def test_a_method_that_the_user_put_on_the_object_is_called_and_comes_back() -> None:
+    manager, model = make_manager(), torch.nn.Linear(4, 4)
+    plain = model.state_dict
+    mine = (lambda self, *_, **__: {"mine": plain()["weight"] * 2, "bias": self.bias.detach().clone()}).__get__(model, type(model))
+    model.state_dict = mine  # type: ignore[method-assign]
+    wanted = copy.deepcopy(model.state_dict())
+    handle = manager.register("actor", model, role="actor")
+    assert_same(handle.state_dict(), wanted)
+    assert_same(model.state_dict(), wanted)
+    with manager.phase("log_prob"):
+        assert_same(model.state_dict(), wanted)
+    manager.unregister("actor")
+    assert model.__dict__["state_dict"] is mine
+
+
+def test_unregistering_takes_the_methods_off() -> None:
+    worker = Worker()
+    objects = [worker.net, worker.net[0], worker.adam]
+    assert all("state_dict" in vars(each) for each in objects)
+    before = [each.state_dict.__func__ for each in objects]
+    worker.manager.close()
+    assert not any("state_dict" in vars(each) for each in objects)
+    assert all(each.state_dict.__func__ is not guarded for each, guarded in zip(objects, before, strict=True))
+
+
+def test_compiled_and_scheduled_objects_still_work() -> None:
+    worker = Worker()
+    scheduler = torch.optim.lr_scheduler.StepLR(worker.adam, 1)
+    compiled = torch.compile(worker.net, backend="eager")
+    with worker.manager.phase("train"):
+        learn(compiled, worker.adam)
+        scheduler.step()
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in compiled.state_dict().items()}, dict(worker.net.state_dict()))
+    assert "initial_lr" in worker.adam.state_dict()["param_groups"][0]
+
+
+# --- an optimizer that is given nothing
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Packing])
+def test_nothing_can_be_loaded_into_an_optimizer_that_has_nothing(cls: type[torch.optim.Optimizer]) -> None:
+    """Accelerate's wrapper does so with the optimizer's own state dict."""
+    manager, model = make_manager(), net()
+    optimizer = cls(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
+    manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    empty = optimizer.state_dict()
+    empty["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(empty)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with manager.phase("train"):
+        learn(model, optimizer)
+        full = copy.deepcopy(torch.optim.Optimizer.state_dict(optimizer))
+    with pytest.raises(NotResidentError, match=r"'actor.optimizer'.*cannot be given a state dict"):
+        optimizer.load_state_dict(empty)
+    optimizer.state.clear()
+    with pytest.raises(NotResidentError, match=r"'actor.optimizer'.*cannot be given a state dict"):
+        optimizer.load_state_dict(full)
