@@ -229,21 +229,21 @@ def test_what_was_never_entered_is_refused_on_all_ranks(what: str, join: Join) -
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, join: Join) -> None:
-    """The ranks have agreed to go back, and one of them is interrupted while it does."""
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrupted: int, join: Join) -> None:
+    """A rank has no memory, so that all of them go back, and one of them is interrupted while it does."""
     ranks = ranks_of(join, 2)
-    victim = ranks[failing]
-    crossing = victim.manager._borders.crossing
+    crossing = ranks[interrupted].manager._borders.crossing
     retreat = crossing.retreat
 
-    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+    def interrupt(*arguments: Any, **keywords: Any) -> Any:
         crossing.retreat = retreat  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
+    ranks[failing].faults.fail("create")
+    crossing.retreat = interrupt  # type: ignore[method-assign]
+
     def body(rank: Rank) -> str:
-        if rank is victim:
-            crossing.retreat = interrupted  # type: ignore[method-assign]
-            rank.faults.fail("create")
         try:
             enter(rank)
         except (GroupError, KeyboardInterrupt) as error:
@@ -251,7 +251,7 @@ def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, join: Jo
         return "entered"
 
     found = on_all(ranks, body)
-    assert (found[failing], found[1 - failing]) == ("KeyboardInterrupt", "GroupError")
+    assert (found[interrupted], found[1 - interrupted]) == ("KeyboardInterrupt", "GroupError")
     assert [rank.group.epoch for rank in ranks] == [1, 1]
     assert on_all(ranks, Rank.step) == ["done", "done"]
 
