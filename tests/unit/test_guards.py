@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
 
 from placement import IntegrityError, NotResidentError, PhaseError
 from placement.testing import assert_nothing_resident
@@ -104,7 +105,7 @@ def test_guards_speak_of_the_phase_of_this_moment() -> None:
 
 def test_what_slips_past_a_guard_reads_nan_and_breaks_nothing() -> None:
     worker = Worker()
-    assert worker.net[0](batch()).isnan().all()
+    assert functional.linear(batch(), worker.net[0].weight).isnan().all()
     assert worker.net[0].weight.sum().isnan()
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
@@ -254,32 +255,6 @@ def test_training_through_a_compiled_wrapper_compiles_once(dynamo: None) -> None
             learn(wrapper, adam, seed)
     assert counter.frame_count == 1
     assert_nothing_resident(manager)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_module_compiled_in_place_is_guarded(dynamo: None, when: str) -> None:
-    counter, manager, model = CompileCounter(), make_manager(), net()
-    if when == "before":
-        model.compile(backend=counter)
-        manager.register("actor", model, role="actor")
-        with pytest.raises(NotResidentError):
-            model(batch())
-    else:
-        manager.register("actor", model, role="actor")
-        model.compile(backend=counter)
-    for _ in range(3):
-        with manager.phase("log_prob"), torch.no_grad():
-            assert model(batch()).isfinite().all()
-        if when == "before":
-            with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
-                model(batch())
-        else:
-            assert model(batch()).isnan().all()  # compiled behind our back: poison, and nothing breaks
-    assert counter.frame_count <= 2  # with and without grad
-    with manager.phase("log_prob"):
-        copy.deepcopy(model)(batch())
-    manager.unregister("actor")
-    assert model(batch()).isfinite().all()
 
 
 def test_compiled_wrapper_and_inner_module_are_one_object() -> None:

@@ -14,7 +14,7 @@ import placement
 
 ROOT = Path(placement.__file__).parent
 LAYERS = (
-    ("states", "errors", "on_demand", "weak"),
+    ("states", "errors", "on_demand", "weak", "call_guard", "refused_trace"),
     ("settings", "snapshot", "machine", "journal", "memory", "adapters", "annotate", "summary"),
     ("initial_step", "method_call", "handle"),
     (
@@ -28,6 +28,7 @@ LAYERS = (
         "registry",
         "replication",
         "guards",
+        "unregistered",
         "views",
         "budget",
         "audit",
