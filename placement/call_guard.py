@@ -139,23 +139,21 @@ class CallGuard:
 
 
 def _with_tensors(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The roots, and of their submodules those in which there is a tensor; without them a call needs no bytes."""
-    found: dict[int, torch.nn.Module] = {id(root): root for root in roots}
+    """The roots, and of their submodules those in which there is a tensor; a call of the others needs no bytes."""
     seen: dict[int, bool] = {}
-
-    def has_tensors(module: torch.nn.Module) -> bool:
-        if id(module) not in seen:
-            seen[id(module)] = False  # a module can be inside itself
-            children = [has_tensors(child) for child in module._modules.values() if child is not None]
-            own = any(isinstance(each, torch.Tensor) for each in vars(module).values())
-            seen[id(module)] = own or bool(module._parameters) or bool(module._buffers) or any(children)
-        if seen[id(module)]:
-            found[id(module)] = module
-        return seen[id(module)]
-
     for root in roots:
-        has_tensors(root)
-    return list(found.values())
+        _has_tensors(root, seen)
+    parts = {id(part): part for root in roots for part in root.modules()}
+    return [part for part in parts.values() if seen[id(part)] or any(part is root for root in roots)]
+
+
+def _has_tensors(module: torch.nn.Module, seen: dict[int, bool]) -> bool:
+    if id(module) not in seen:
+        seen[id(module)] = False  # a module may be inside itself
+        children = [_has_tensors(child, seen) for child in module._modules.values() if child is not None]
+        own = (*vars(module).values(), *module._parameters.values(), *module._buffers.values())
+        seen[id(module)] = any(children) or any(isinstance(each, torch.Tensor) for each in own)
+    return seen[id(module)]
 
 
 _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()
