@@ -29,7 +29,7 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
         return NotResidentError, (self._message,)
 
 
-@_dynamo.assume_constant_result
+@_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_while_compiling(key: str) -> None:
     """Run a check; dynamo calls this as it is instead of tracing it.
 

@@ -162,8 +162,8 @@ def _require_syncing(handle: Handle, begun: int | None = None) -> None:
         advice = "with manager.phase('weight_sync')"
         if handle.phase_now() == "weight_sync":
             advice = (
-                f"the plan of this phase leaves it out (its role: {handle.role!r}). The shipped policies publish what has the role 'actor', "
-                "and of that only what is named where only= is given"
+                f"the plan of this phase leaves it out (its role: {handle.role!r}). The shipped policies publish what has the role "
+                "'actor', and of that only what is named where only= is given"
             )
         raise PhaseError(
             f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"

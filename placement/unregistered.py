@@ -31,28 +31,27 @@ _logger = logging.getLogger("placement")
 _ADVICE = "manager.register() it after its module, once, and call step() inside manager.phase('train')"
 
 
-class StepWatch:
-    """Has the steps of unregistered optimizers seen as long as a handle is registered: as whose parameters are stepped, or who steps."""
+_WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
 
-    _watched: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+class StepWatch:
+    """Has the steps of unregistered optimizers seen while a handle is registered, be it a module's or an optimizer's."""
+
     _hook: torch.utils.hooks.RemovableHandle | None = None
+    """One for all."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = weakref.ref(handle)
-        self._watched.add(handle)
+        _WATCHED.add(handle)
         if StepWatch._hook is None:
             StepWatch._hook = register_optimizer_step_pre_hook(_before_step)
 
     def remove(self) -> None:
         if (handle := self._handle()) is not None:
-            self._watched.discard(handle)
-        if not self._watched and StepWatch._hook is not None:
+            _WATCHED.discard(handle)
+        if not _WATCHED and StepWatch._hook is not None:
             StepWatch._hook.remove()
             StepWatch._hook = None
-
-    @classmethod
-    def handles(cls) -> list[Handle]:
-        return list(cls._watched)
 
 
 def living(handle: Handle) -> list[str]:
@@ -60,7 +59,7 @@ def living(handle: Handle) -> list[str]:
     return [type(each).__name__ for each in handle.unregistered_optimizers if not _is_known(each)]
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Any, *_: Any) -> None:
     if torch.compiler.is_compiling() or _is_guarded(optimizer):
         return
     for handle in {id(each): each for each in _stepped(optimizer)}.values():
@@ -70,7 +69,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             _check(handle, type(optimizer).__name__)
         except PlacementError as error:
             if undo_initial_step():
-                error.add_note("A state dict wanted to create state by this step: register the optimizer, and use its handle's state_dict().")
+                error.add_note("A state dict wanted to create state by this step: register it and use its handle's state_dict().")
             raise
         _note(handle, optimizer)
 
@@ -80,8 +79,8 @@ def _check(handle: Handle, kind: str) -> None:
         refuse(handle, f"stepped, least of all by an optimizer that is not registered ({kind})", _ADVICE)
     if handle.state is not State.TRAINING:
         raise PhaseError(
-            f"step() of an optimizer that is not registered ({kind}) in phase {handle.phase_now()!r} would change {handle.name!r}, which is "
-            f"{handle.state}: values may change in TRAINING only; {_ADVICE}"
+            f"step() of an optimizer that is not registered ({kind}) in phase {handle.phase_now()!r} would change {handle.name!r}, which "
+            f"is {handle.state}: values may change in TRAINING only; {_ADVICE}"
         )
 
 
@@ -104,7 +103,7 @@ def _stepped(optimizer: Any) -> Iterator[Handle]:
             for _, part in itertools.islice(plain_parts(parameter, ""), 1):
                 holding = RANGES.owner_of(part.untyped_storage().data_ptr())
                 if holding is not None:
-                    yield from (each for each in StepWatch.handles() if each.holding is holding and each.kind == "module")
+                    yield from (each for each in list(_WATCHED) if each.holding is holding and each.kind == "module")
 
 
 def _is_guarded(optimizer: Any) -> bool:
@@ -115,7 +114,7 @@ def _is_known(optimizer: Any) -> bool:
     """Whether it is registered, or part of a registered one that makes such parts as it needs them (HybridDeviceOptimizer)."""
     if _is_guarded(optimizer):
         return True
-    roots = [each.object for each in StepWatch.handles() if each.kind == "optimizer"]
+    roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
     return any(_holds(each, optimizer) for root in roots if root is not None for each in find(root)[0])
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
-from placement import IntegrityError, NotResidentError, PhaseError
+from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseError, PlacementError
+from placement.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
+from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.unit.worker import OFF, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
@@ -98,6 +102,37 @@ def test_guards_speak_of_the_phase_of_this_moment() -> None:
     with pytest.raises(NotResidentError, match="phase 'reward'"):
         worker.net(batch())
     worker.manager.leave()
+
+
+def refusals(handle: Handle) -> Iterator[Callable[[], Any]]:
+    """Every guard that an offloaded handle can meet, and what publishing says."""
+    for guard in (ForwardGuard, StepGuard, LoadGuard, MergeGuard, ReadGuard):
+        yield functools.partial(guard(handle), None, (), {}) if guard is StepGuard else functools.partial(guard(handle), None, ())
+    yield handle.weights
+
+
+@pytest.mark.parametrize("stream_sync", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_advice_names_the_phase_that_one_is_in(phase: str, stream_sync: bool) -> None:
+    worker = Worker(policy=Colocated(stream_sync=stream_sync))
+    found: list[str] = []
+    with worker.manager.phase(phase) if phase != "idle" else contextlib.nullcontext():
+        for handle in (worker.actor, worker.ref, worker.critic):
+            for attempt in refusals(handle):
+                try:
+                    attempt()
+                except PlacementError as error:
+                    found.append(str(error))
+    assert found
+    for message in found:
+        assert f"phase('{phase}')" not in message
+        assert f"phase {phase!r}" in message
+
+
+def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
+    worker = Worker(policy=Colocated(stream_sync=True))
+    with worker.manager.phase("weight_sync"), pytest.raises(NotResidentError, match=r"stream_sync=True.*weights\(\) merges.*'log_prob'"):
+        MergeGuard(worker.actor)()
 
 
 # --- what slips past
