@@ -10,6 +10,7 @@ from placement.errors import IntegrityError
 from placement.handle import Handle
 from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
 from placement.states import Plan
+from placement.unregistered import living
 
 if TYPE_CHECKING:
     from placement.borders import Borders
@@ -167,6 +168,9 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
             "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make the optimizer anew"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
+    for kind in living(handle):
+        detail = f"a {kind} that is not registered has stepped its parameters: register it, its state stays on the device in every phase"
+        yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
     handle.look_for_strays()
     if handle.stray_references:
         detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.strays})"

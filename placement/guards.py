@@ -1,13 +1,12 @@
 """Guards: using an offloaded object raises, and reading its state dict works in every state.
 
-Hooks of torch, on the object itself and on a compiled wrapper of it. While dynamo compiles they step aside, so that they
-cost neither a graph nor a recompilation; the wrapper's own hook guards the compiled calls. A copy of a module takes no
-guard along: copied or pickled while resident they become a function that does nothing, while offloaded they refuse, because
-the copy would be full of poison.
+Most are hooks of torch; calls of a module are guarded by `CallGuard`. A copy of a module takes no guard along: copied or pickled
+while resident they become a function that does nothing, while offloaded they refuse, because the copy would be full of poison.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ import torch
 
 from placement.adapters.framework import is_a
 from placement.adapters.megatron import reading_methods
+from placement.call_guard import CHECKS, CallGuard
 from placement.errors import NotResidentError, PhaseError, PlacementError
 from placement.initial_step import undo_initial_step
 from placement.memory.host_reads import is_reading
@@ -62,14 +62,14 @@ class _Guard:
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        self._refuse_copy()
+        self.refuse_copy()
         return nothing
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        self._refuse_copy()
+        self.refuse_copy()
         return _no_guard, ()
 
-    def _refuse_copy(self) -> None:
+    def refuse_copy(self) -> None:
         handle = self.handle()
         if handle is not None and is_off(handle):
             refuse(handle, "copied or pickled", "copy it inside a phase that has it on the device, or use handle.state_dict()")
@@ -95,11 +95,23 @@ def _advise(handle: Handle, advice: str, *phases: str) -> str:
     )
 
 
+_NUMBERS = itertools.count()
+
+
 class ForwardGuard(_Guard):
-    """Pre-hook of the module's forward."""
+    """Before a module's forward (see `CallGuard`); of an external one a pre-hook, because its framework may take it away at any time."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__(handle)
+        self._key = f"{next(_NUMBERS)}"
+        CHECKS[self._key] = self
 
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            if self._is_off():
+                from placement.refused_trace import refuse_while_compiling
+
+                refuse_while_compiling(self._key)
             return
         handle = self.handle()
         if handle is None:
@@ -110,28 +122,10 @@ class ForwardGuard(_Guard):
         if handle.adapter is not None and (reason := handle.adapter.away()) is not None:
             refuse(handle, "called", reason)
 
-
-class CompiledCall:
-    """In place of the call that `module.compile()` made: torch runs no pre-hook of a module outside of it.
-
-    Torch leaves it out when it copies or pickles the module.
-    """
-
-    def __init__(self, handle: Handle, module: torch.nn.Module) -> None:
-        self._guard = ForwardGuard(handle)
-        self._module = weakref.ref(module)
-        self._call: Callable[..., Any] = module.__dict__["_compiled_call_impl"]
-        module._compiled_call_impl = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._guard(None, args)
-        return self._call(*args, **kwargs)
-
-    def remove(self) -> None:
-        module = self._module()
-        if module is not None and module.__dict__.get("_compiled_call_impl") is self:
-            module._compiled_call_impl = self._call
+    def _is_off(self) -> bool:
+        """Whether it would refuse, in words that dynamo can trace: it guards what it reads here."""
+        handle = self._handle()
+        return handle is not None and is_off(handle)
 
 
 class StepGuard(_Guard):
@@ -190,9 +184,18 @@ class MergeGuard(_Guard):
 
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
-        if handle is not None and is_off(handle):
-            advice = "do it inside a phase that has it on the device, such as manager.phase('weight_sync')"
-            refuse(handle, "merged with its adapters", advice)
+        if handle is None or not is_off(handle):
+            return
+        if handle.is_streaming:
+            advice = (
+                "its weights are published from the host copy here (stream_sync=True), with nothing of it on the device. weights() merges "
+                "what it publishes and leaves the model as it is; to merge in the model, open a phase that loads it, such as "
+                "manager.phase('log_prob')"
+            )
+        else:
+            do = "do it inside a phase that has it on the device, such as manager.phase('log_prob') or phase('train')"
+            advice = _advise(handle, do, "log_prob", "train")
+        refuse(handle, "merged with its adapters", advice)
 
 
 class ReadGuard(_Guard):
@@ -201,7 +204,8 @@ class ReadGuard(_Guard):
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
         if handle is not None and is_off(handle):
-            refuse(handle, "read by its framework", "do it inside a phase that has it on the device, such as manager.phase('restore')")
+            do = "do it inside a phase that has it on the device, such as manager.phase('restore')"
+            refuse(handle, "read by its framework", _advise(handle, do, "restore"))
 
 
 class StateDictGuard(_Guard):
@@ -259,17 +263,15 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
         hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
     for target in objects:
         if isinstance(target, torch.nn.Module):
-            hooks.append(target.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
             hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
             hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
             hooks.append(StateDictCall(_Guard(handle).handle, target))
             if gathers:
                 hooks.append(GatherGuard(handle).install(target))
             hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
-            if target.__dict__.get("_compiled_call_impl") is not None:
-                hooks.append(CompiledCall(handle, target))
         elif handle.kind == "optimizer":
             _install_on_optimizer(handle, target, hooks)
+    _install_on_calls(handle, [target for target in objects if isinstance(target, torch.nn.Module)], hooks)
     return hooks
 
 
@@ -281,7 +283,25 @@ def install_on_new(handle: Handle) -> None:
 
 
 def _is_guarded(module: torch.nn.Module, handle: Handle) -> bool:
+    if any(isinstance(hook, CallGuard) and hook.guards(module) for hook in handle.guards):
+        return True
     return any(isinstance(hook, ForwardGuard) and hook.handle() is handle for hook in module._forward_pre_hooks.values())
+
+
+def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[_Removable]) -> None:
+    if handle.holding is None:
+        for module in modules:
+            hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
+    elif modules:
+        earlier = [hook for hook in hooks if isinstance(hook, CallGuard)]
+        calls = CallGuard(ForwardGuard(handle), [*(root for each in earlier for root in each.roots()), *modules])
+        hooks.append(calls)
+        handle.holding.refuse_calls, handle.holding.allow_calls = calls.refuse, calls.allow
+        for each in earlier:  # one guard for all modules of the handle
+            each.remove()
+            hooks.remove(each)
+        if not handle.holding.on_device:
+            calls.refuse()
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) -> None:

@@ -60,6 +60,8 @@ class Handle:
         """Why the handle can go neither forward nor back; None while it is sound."""
         self.strangers = 0
         """Of an optimizer: parameters that were not among its owners' own when it was registered (flat copies, other ranks')."""
+        self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Of a module: those that stepped its parameters."""
         self.stray_references = 0
         self.strays = ""
         """The storages that others held at the last offload, by name."""

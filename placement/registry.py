@@ -29,6 +29,7 @@ from placement.modes import callers_function_modes
 from placement.reconcile import Reconciler
 from placement.replication import check_can_be_replicated
 from placement.states import KINDS, ROLES
+from placement.unregistered import StepWatch
 
 _logger = logging.getLogger("placement")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -165,6 +166,7 @@ class Registry:
         handle.attach(target, adapter, self._when_gone)
         handle.strangers = handle.detached_parameters()
         handle.guards = guards.install(handle, adapter.key_objects())
+        handle.guards.append(StepWatch(handle))
         self._by_key.update(dict.fromkeys(keys, handle))
 
     def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:

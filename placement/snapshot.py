@@ -150,7 +150,7 @@ class Finding(_Frozen):
 
     handle: str | None
     what: str
-    """"drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write"."""
+    """"drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write", "unregistered_optimizer"."""
     detail: str
 
 

@@ -164,9 +164,14 @@ def _times_begun(handle: Handle) -> int:
 
 def _require_syncing(handle: Handle, begun: int | None = None) -> None:
     if handle.state is not State.SYNCING:
+        advice = "with manager.phase('weight_sync')"
+        if handle.phase_now() == "weight_sync":
+            advice = (
+                f"the plan of this phase leaves it out (its role: {handle.role!r}). The shipped policies publish what has the role "
+                "'actor', and of that only what is named where only= is given"
+            )
         raise PhaseError(
-            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: "
-            "with manager.phase('weight_sync')"
+            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"
         )
     if begun is not None and begun != _times_begun(handle):
         raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync, and values may have changed; call weights() again")

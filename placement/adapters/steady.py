@@ -15,6 +15,7 @@ import torch
 
 from placement.adapters.base import Seen
 from placement.adapters.tensors import nested_tensors
+from placement.call_guard import GuardedForward
 
 _BLOCK = 256
 """Tensors that are asked everything before the next ones are. What torch keeps of one lies in six places, and so of this many still in
@@ -161,7 +162,10 @@ def _values(root: torch.nn.Module) -> list[Any]:
         visited.add(id(module))
         fields = module.__dict__
         children = fields["_modules"].values()
-        for each in (fields.values(), fields["_parameters"].values(), fields["_buffers"].values(), children):
+        found.extend(fields.values())
+        if isinstance(found[-1], GuardedForward):  # there while offloaded, and the newest attribute then; no change of the tree
+            found.pop()
+        for each in (fields["_parameters"].values(), fields["_buffers"].values(), children):
             found.extend(each)
         stack.extend(child for child in children if child is not None)
     return found

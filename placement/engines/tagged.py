@@ -160,7 +160,10 @@ class TaggedEngine(Engine):
         if residency.doubt is not None:
             raise EngineError(f"{self!r} is sent nothing more: {residency.doubt}")
         if WEIGHTS not in residency.resident:
-            raise EngineError(f"the weights of {self!r} are offloaded: update them inside manager.phase('weight_sync')")
+            raise EngineError(
+                f"the weights of {self!r} are offloaded: update them inside a phase whose plan has them on the device (of the shipped "
+                "policies 'weight_sync', where only= names the engine if it is given)"
+            )
         number = getattr(bucket, "number", None)
         is_adapters = getattr(bucket, "adapters", "merged") == "separate"
         if number is not None and number not in (0, self._next_bucket):

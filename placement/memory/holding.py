@@ -8,7 +8,7 @@ the decision names, and `settle` brings the rest in line.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +26,10 @@ from placement.memory.stock import Stock
 from placement.memory.zeroed import NOTHING, Found
 
 
+def _no_calls() -> None:
+    """There is nothing in the object that can be called."""
+
+
 class Holding:
     """The bytes of one object: its ranges (see `Adopted`), the decision on which side they count, and the moves between both."""
 
@@ -37,6 +41,10 @@ class Holding:
         self.adopted = Adopted(device, adapter, name, self)
         self.on_device = False
         """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
+        self.refuse_calls: Callable[[], None] = _no_calls
+        """Called before the decision that the bytes are on the host: from then on nobody can call what needs them."""
+        self.allow_calls: Callable[[], None] = _no_calls
+        """Called when everything is in line with the decision that they are on the device."""
         self.loans = Loans()
         self.offloaded_timestamp_seconds = time.time()
         """When the host copy became the authoritative one (Unix time); while on the device, the last time."""
@@ -193,6 +201,7 @@ class Holding:
         self.adopted.keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
+        self.refuse_calls()
         self.on_device = False
         return sum(surplus.values()), ", ".join([*surplus][:8])
 
@@ -225,8 +234,9 @@ class Holding:
                     self.adopted.set_aside(r)
             self.adopted.drop([*(r for r in self.ranges if r.claims is not None), *self.adopted.dead()], stock)
             stock.forget(chunk for r in self.ranges for chunk in r.chunks.values())
-            if self._is_vacating:
-                self.on_device = self._have_back(stock)
+            if self._is_vacating and not self._have_back(stock):
+                self.refuse_calls()
+                self.on_device = False
             self.adopted.handed.point_to_device(self.adopted.places)
             self.adopted.forget_gradients()
         if not self.on_device:
@@ -248,6 +258,8 @@ class Holding:
             self.adopted.look_at_unborn()
             self.adapter.drop_caches()
             self.adopted.look_at_foreign()
+        else:
+            self.allow_calls()
         self._is_copying = self._is_vacating = False
         self._dropped, self.adopted.moving_in = None, frozenset()
         self.is_settled = True

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from placement import Handle, Plan, Trigger, View
+from placement.call_guard import GuardedForward
 from placement.engines.base import TorchEngine
 from placement.memory.base import POISON_BYTE
 from tests.model.architectures import state_of, tensors_of
@@ -118,7 +119,9 @@ class Shadow:
         handle = self.handle
         assert handle.owners == (() if self.optimizer_of is None else (self.optimizer_of.handle,))
         if isinstance(self.object, nn.Module):
-            assert self.object._forward_pre_hooks, f"{handle!r} has lost its guards"
+            assert self.object._load_state_dict_pre_hooks, f"{handle!r} has lost its guards"
+            is_refused = isinstance(vars(self.object).get("forward"), GuardedForward)
+            assert handle.holding is None or is_refused is not handle.holding.on_device, f"{handle!r} can be called: {not is_refused}"
         if not handle.is_built or handle.node[1]:
             return
         for name, tensor in self.tensors().items():

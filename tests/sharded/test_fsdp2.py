@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -278,6 +279,49 @@ def _after_an_exception(where: str) -> None:
 def test_an_exception_in_the_middle_strands_nothing(two_ranks: Ranks, where: str) -> None:
     """As if that step had not been. Torch alone trains nothing after an exception in a backward until it is told to start afresh."""
     two_ranks.run(_after_an_exception, where)
+
+
+# --- compiled, whole or block by block
+
+
+def _compile(model: Model, form: str) -> tuple[torch.nn.Module, CompileCounter]:
+    counter = CompileCounter()
+    if form == "blocks":
+        for block in model.blocks:
+            block.compile(backend=counter)
+        return model, counter
+    return torch.compile(model, backend=counter), counter  # type: ignore[return-value]
+
+
+def _compiled(form: str, called_before: bool) -> None:
+    torch._dynamo.reset()
+    model, optimizer = _make()
+    call, counter = _compile(model, form)
+    wanted, num_graphs = _steps(call, optimizer, range(6)), counter.frame_count
+
+    torch._dynamo.reset()
+    model, optimizer = _make()
+    call, counter = _compile(model, form)
+    begun = _steps(call, optimizer, range(2)) if called_before else []
+    manager = placement.Manager(device=placement.testing.SimulatedDevice(training.CAPACITY, chunk_bytes=training.CHUNK_BYTES))
+    manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    for number in range(len(begun), 6):
+        begun += _steps(call, optimizer, range(number, number + 1), manager)
+        for refused, given in ((call, torch.zeros(1, 2, dtype=torch.int64)), (model.blocks[0], torch.zeros(1, worker.WIDTH))):
+            with pytest.raises(placement.NotResidentError, match="'actor' is CPU_OFFLOADED"):
+                refused(given)
+        assert not _unsharded(model), "poison was gathered"
+    assert begun == wanted
+    assert counter.frame_count == num_graphs > 0
+    manager.close()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("form", ["blocks", "wrapper"])
+def test_compiled_it_is_refused_before_anything_is_gathered_and_compiled_once(two_ranks: Ranks, form: str, called_before: bool) -> None:
+    two_ranks.run(_compiled, form, called_before)
 
 
 # --- gradients

@@ -14,7 +14,7 @@ import placement
 
 ROOT = Path(placement.__file__).parent
 LAYERS = (
-    ("states", "errors", "on_demand", "weak", "modes"),
+    ("states", "errors", "on_demand", "weak", "modes", "call_guard", "refused_trace"),
     ("settings", "snapshot", "machine", "journal", "memory", "adapters", "annotate", "summary"),
     ("initial_step", "method_call", "handle"),
     (
@@ -30,6 +30,7 @@ LAYERS = (
         "replication",
         "guards",
         "state_dicts",
+        "unregistered",
         "views",
         "budget",
         "audit",

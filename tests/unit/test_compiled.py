@@ -1,0 +1,466 @@
+"""Calls of an offloaded module, whole or in part, eager or compiled in any way and at any time: refused, and compiled once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
+
+from placement import Manager, NotResidentError
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import CAPACITY, assert_same, batch, learn, make_manager, net
+
+Call = Callable[[torch.Tensor], Any]
+REFUSED = r"^'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called: open .* manager\.phase\('log_prob'\) or phase\('train'\)$"
+
+
+class Block(nn.Module):
+    """A module with a forward of its own, which dynamo compiles by itself; one of torch's is traced through its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """Blocks whose layers are compiled one by one, as torchtitan does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+ROOTS: dict[str, Callable[[], nn.Module]] = {"sequential": net, "block": Block}
+
+
+def of_root(compile_it: Callable[..., Any], model: nn.Module) -> dict[str, Callable[[], Call]]:
+    def in_place() -> Call:
+        model.compile(**compile_it.keywords)  # type: ignore[attr-defined]
+        return model
+
+    return {
+        "wrapper": lambda: compile_it(model),
+        "in place": in_place,
+        "function": lambda: compile_it(lambda x: model(x) * 1),
+        "function of forward": lambda: compile_it(lambda x: model.forward(x) * 1),
+    }
+
+
+def of_part(compile_it: Callable[..., Any], model: Stack) -> dict[str, Callable[[], Call]]:
+    """What calls a part of the model; the model's output is the last layer's."""
+    first, last = model.layers
+
+    def layers() -> Call:
+        first.compile(**compile_it.keywords)  # type: ignore[attr-defined]
+        last.compile(**compile_it.keywords)  # type: ignore[attr-defined]
+        return lambda x: last(first(x))
+
+    return {
+        "wrappers": lambda: functools.partial(lambda one, two, x: two(one(x)), compile_it(first), compile_it(last)),
+        "layers": layers,
+        "function": lambda: compile_it(lambda x: last(first(x))),
+        "leaf": lambda: compile_it(lambda x: last.down(last.act(last.up(first(x))))),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiler(counter: CompileCounter | str, *, fullgraph: bool = False) -> Callable[..., Any]:
+    return functools.partial(torch.compile, backend=counter, fullgraph=fullgraph)
+
+
+def assert_guarded(manager: Manager, call: Call, wanted: torch.Tensor, counter: CompileCounter, graphs: int | None = None) -> None:
+    """Refused while offloaded, right in a phase, and compiled in the first phase only."""
+    found: list[int] = []
+    for _ in range(2):
+        for _ in range(2):
+            with pytest.raises(NotResidentError, match=REFUSED) as caught:
+                call(batch())
+            assert type(caught.value) is NotResidentError
+        with manager.phase("log_prob"), torch.no_grad():
+            assert_same(call(batch()), wanted)
+        found.append(counter.frame_count)
+    assert found[0] == found[1]
+    assert graphs is None or found[0] == graphs
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("when", ["after", "before", "called before"])
+@pytest.mark.parametrize("form", ["wrapper", "in place", "function", "function of forward"])
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_compiled_model_is_refused_and_compiled_once(root: str, form: str, when: str) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
+    with torch.no_grad():
+        wanted = model(batch())
+    make = of_root(compiler(counter), model)[form]
+    if when == "after":
+        manager.register("actor", model, role="actor")
+        with manager.phase("log_prob"):
+            call = make()
+    else:
+        call = make()
+        if when == "called before":
+            with torch.no_grad():
+                call(batch())
+        manager.register("actor", model, role="actor")
+    torch_compiles_it = form != "in place" or root == "block"  # torch leaves the call of its own modules as it is
+    assert_guarded(manager, call, wanted, counter, int(torch_compiles_it))
+
+
+@pytest.mark.parametrize("when", ["after", "called before"])
+@pytest.mark.parametrize("form", ["wrappers", "layers", "function", "leaf"])
+def test_compiled_parts_of_a_model_are_refused_and_compiled_once(form: str, when: str) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), Stack()
+    with torch.no_grad():
+        wanted = model(batch())
+    make = of_part(compiler(counter), model)[form]
+    if when == "after":
+        manager.register("actor", model, role="actor")
+        with manager.phase("log_prob"):
+            call = make()
+    else:
+        call = make()
+        with torch.no_grad():
+            call(batch())
+        manager.register("actor", model, role="actor")
+    assert_guarded(manager, call, wanted, counter)
+    if form == "layers":
+        assert_guarded(manager, model, wanted, counter)
+
+
+@pytest.mark.parametrize(
+    ("root", "form"), [("sequential", "wrapper"), ("sequential", "function"), ("block", "wrapper"), ("block", "in place")]
+)
+def test_a_full_graph_stays_one(root: str, form: str) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
+    with torch.no_grad():
+        wanted = model(batch())
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        call = of_root(compiler(counter, fullgraph=True), model)[form]()
+    assert_guarded(manager, call, wanted, counter, 1)
+
+
+def test_a_compiled_wrapper_that_was_registered_itself() -> None:
+    counter, manager, model = CompileCounter(), make_manager(), net()
+    wrapper = compiler(counter)(model)
+    with torch.no_grad():
+        wanted = wrapper(batch())
+    manager.register("actor", wrapper, role="actor")
+    assert_guarded(manager, wrapper, wanted, counter, 1)
+    assert_guarded(manager, model, wanted, counter, 1)
+
+
+def test_a_wrapper_around_a_class_of_torch_that_is_made_while_offloaded_works_without_compiling() -> None:
+    counter, manager, model = CompileCounter(), make_manager(), net()
+    with torch.no_grad():
+        wanted = model(batch())
+    manager.register("actor", model, role="actor")
+    assert_guarded(manager, compiler(counter)(model), wanted, counter, 0)
+
+
+@pytest.mark.parametrize("form", ["wrapper", "in place", "function", "function of forward"])
+def test_a_module_of_a_class_of_its_own_can_be_compiled_while_offloaded(form: str) -> None:
+    counter, manager, model = CompileCounter(), make_manager(), Block()
+    with torch.no_grad():
+        wanted = model(batch())
+    manager.register("actor", model, role="actor")
+    assert_guarded(manager, of_root(compiler(counter), model)[form](), wanted, counter, 1)
+
+
+def test_calls_that_are_refused_do_not_add_up_to_the_limit_of_recompilations() -> None:
+    counter, manager, model = CompileCounter(), make_manager(), Block()
+    manager.register("actor", model, role="actor")
+    compiled = compiler(counter)(lambda x: model(x) * 1)
+    for _ in range(2):
+        for _ in range(12):
+            with pytest.raises(NotResidentError):
+                compiled(batch())
+        with manager.phase("log_prob"):
+            assert compiled(batch()).isfinite().all()
+    assert counter.frame_count == 1
+
+
+def test_handles_that_come_and_go_recompile_nothing_of_another() -> None:
+    counter, manager, model = CompileCounter(), make_manager(), Block()
+    manager.register("actor", model, role="actor")
+    compiled = compiler(counter)(lambda x: model(x) * 1)
+    others = [Block() for _ in range(4)]
+    for turn, other in enumerate(others):
+        manager.register(f"critic-{turn}", other, role="critic")
+        with manager.phase("log_prob"):
+            compiled(batch())
+    for turn in range(4):
+        manager.unregister(f"critic-{turn}")
+    with manager.phase("log_prob"):
+        compiled(batch())
+    assert counter.frame_count == 1
+
+
+def test_training_compiled_by_aot_autograd() -> None:
+    models = [Block(), Block()]
+    models[1].load_state_dict(models[0].state_dict())
+    manager = make_manager()
+    compiled = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in models]
+    adams = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    manager.register("actor", models[0], role="actor")
+    manager.register("adam", adams[0])
+    for seed in range(3):
+        with manager.phase("train"):
+            found = learn(compiled[0], adams[0], seed)
+        assert_same(found, learn(compiled[1], adams[1], seed))
+        with pytest.raises(NotResidentError):
+            compiled[0](batch())
+    assert_same(dict(manager.handles["actor"].state_dict()), dict(models[1].state_dict()))
+
+
+def test_a_checkpointed_part_inside_a_compiled_function() -> None:
+    counter, manager, model = CompileCounter(), make_manager(), Stack()
+    manager.register("actor", model, role="actor")
+    first, last = model.layers
+    call = compiler(counter, fullgraph=True)(
+        lambda x: torch.utils.checkpoint.checkpoint(last, first(x), use_reentrant=False)
+    )
+    for _ in range(3):
+        with manager.phase("log_prob"):
+            assert call(batch()).isfinite().all()
+        with pytest.raises(NotResidentError):
+            call(batch())
+    assert counter.frame_count == 1
+
+
+def test_unregistered_it_is_called_as_before() -> None:
+    counter, manager, model = CompileCounter(), make_manager(), Block()
+    compiled = compiler(counter)(lambda x: model(x) * 1)
+    wanted = compiled(batch()).detach()
+    manager.register("actor", model, role="actor")
+    manager.unregister("actor")
+    assert "forward" not in vars(model) | vars(model.up)
+    assert_same(compiled(batch()).detach(), wanted)
+    assert counter.frame_count == 1
+
+
+def test_what_reads_a_weight_without_its_module_gets_poison() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    for call in (lambda x: functional.linear(x, model[0].weight), compiler("eager")(lambda x: functional.linear(x, model[0].weight))):
+        with manager.phase("log_prob"):
+            assert call(batch()).isfinite().all()
+        assert call(batch()).isnan().all()
+
+
+# --- eager
+
+
+@pytest.mark.parametrize("of", ["forward", "class's forward of a part", "part", "part's part", "functional_call"])
+def test_what_passes_the_hooks_of_the_root_is_refused(of: str) -> None:
+    manager, model = make_manager(), Stack()
+    values = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    manager.register("actor", model, role="actor")
+    calls: dict[str, Call] = {
+        "forward": lambda x: model.forward(x) * 1,
+        "class's forward of a part": lambda x: Stack.forward(model, x),
+        "part": model.layers[0],
+        "part's part": model.layers[1].up,
+        "functional_call": lambda x: torch.func.functional_call(model, values, (x,)),
+    }
+    with manager.phase("log_prob"):
+        assert calls[of](batch()).isfinite().all()
+    with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
+        calls[of](batch())
+
+
+def test_a_part_without_tensors_can_be_called_at_any_time() -> None:
+    manager, model = make_manager(), Block()
+    model.norm = nn.LayerNorm(64, elementwise_affine=False)
+    model.loss = nn.Sequential(nn.Identity(), nn.Dropout(0.0))
+    manager.register("actor", model, role="actor")
+    assert_same(model.act(batch()), batch().relu())
+    assert model.norm(batch()).isfinite().all()
+    assert_same(model.loss(batch()), batch())
+
+
+def test_a_tensor_that_is_a_plain_attribute_counts() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = torch.full((64,), 2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.by
+
+    manager, model = make_manager(), nn.Sequential(nn.Linear(64, 64), Scale())
+    manager.register("actor", model, role="actor")
+    with pytest.raises(NotResidentError):
+        model[1](batch())
+
+
+def test_while_resident_nothing_is_there() -> None:
+    manager, model = make_manager(policy="resident"), Stack()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        for part in model.modules():
+            assert "forward" not in vars(part)
+            assert not part._forward_pre_hooks
+
+
+def test_the_refusal_comes_before_the_hooks_of_a_framework() -> None:
+    manager, model = make_manager(), net()
+    seen: list[nn.Module] = []
+    for part in model.modules():
+        part.register_forward_pre_hook(lambda module, _: seen.append(module), prepend=True)
+    manager.register("actor", model, role="actor")
+    late = model[0].register_forward_pre_hook(lambda module, _: seen.append(module), prepend=True)
+    for _ in range(2):
+        with manager.phase("log_prob"):
+            model(batch())
+        seen.clear()
+        for part in (model, model[0], model[2]):
+            with pytest.raises(NotResidentError):
+                part(batch())
+        assert not seen
+    late.remove()
+    manager.unregister("actor")
+    assert len(model._forward_pre_hooks) == len(model[0]._forward_pre_hooks) == 1
+
+
+def test_the_signature_of_forward_can_be_asked_for() -> None:
+    manager, model = make_manager(), Block()
+    wanted = inspect.signature(model.forward)
+    manager.register("actor", model, role="actor")
+    assert inspect.signature(model.forward) == wanted
+
+
+def patched(model: nn.Module, calls: list[int], number: int) -> None:
+    """As frameworks do it: a bound method around what was there."""
+    before = model.forward
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        calls.append(number)
+        return before(*args)
+
+    model.forward = types.MethodType(forward, model)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from(["patch", "phase", "patch in a phase", "unpatch"]), max_size=8))
+def test_patches_of_forward_survive_and_are_refused(steps: list[str]) -> None:
+    manager, model = make_manager(), net(8)
+    x = batch(width=8)
+    with torch.no_grad():
+        wanted = model(x)
+    actor = manager.register("actor", model, role="actor")
+    calls: list[int] = []
+    patches: list[int] = []
+    for number, step in enumerate(steps):
+        if step == "patch":
+            patched(model, calls, number)
+            patches.append(number)
+        elif step == "patch in a phase":
+            with manager.phase("log_prob"):
+                patched(model, calls, number)
+            patches.append(number)
+        elif step == "unpatch":
+            with manager.phase("log_prob"):
+                vars(model).pop("forward", None)
+            patches.clear()
+        calls.clear()
+        with pytest.raises(NotResidentError):
+            model(x)
+        with manager.phase("log_prob"), torch.no_grad():
+            assert ("forward" in vars(model)) is bool(patches)
+            calls.clear()
+            assert_same(model(x), wanted)
+            assert calls == patches[::-1]
+    manager.unregister(actor)
+    calls.clear()
+    with torch.no_grad():
+        assert_same(model(x), wanted)
+    assert calls == patches[::-1]
+
+
+def test_a_failed_move_leaves_calls_as_they_were() -> None:
+    faults = Faults(SimulatedDevice(CAPACITY))
+    manager, model = Manager(device=faults), net()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        model(batch())
+    faults.fail("copy", at=1)
+    with pytest.raises(InjectedFault):
+        manager.phase("log_prob").__enter__()
+    with pytest.raises(NotResidentError):
+        model[0](batch())
+    with manager.phase("log_prob"):
+        assert model(batch()).isfinite().all()
+
+
+def test_a_dropped_module_is_gone_at_once_and_drops_nothing_else() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        manager, model = make_manager(), net()
+        manager.register("actor", model, role="actor")
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_part_that_is_copied_or_pickled_is_refused_while_offloaded_and_whole_otherwise() -> None:
+    manager, model = make_manager(), Stack()
+    manager.register("actor", model, role="actor")
+    for copies in (copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))):
+        with pytest.raises(NotResidentError):
+            copies(model.layers[1])
+        with manager.phase("log_prob"):
+            twin = copies(model.layers[1])
+            wanted = model.layers[1](batch())
+        assert_same(twin(batch()), wanted)
+
+
+# --- what makes something else of a module
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_module_is_scripted_traced_and_exported_in_a_phase_and_refused_outside() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    makers: dict[str, Callable[[], Any]] = {
+        "script": lambda: torch.jit.script(model),
+        "trace": lambda: torch.jit.trace(model, batch()),
+        "export": lambda: torch.export.export(model, (batch(),)).module(),
+        "strict export": lambda: torch.export.export(model, (batch(),), strict=True).module(),
+    }
+    for make in makers.values():
+        with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
+            make()
+        with manager.phase("log_prob"):
+            assert_same(make()(batch()), model(batch()))

@@ -1,0 +1,178 @@
+"""An optimizer that nobody registered and that steps a registered module's parameters is found, and kept out where a write is lost."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.optim import optimizer as torch_optimizer
+
+from placement import NotResidentError, PhaseError
+from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "several groups": lambda parameters: torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": list(parameters)}], lr=0.1
+    ),
+}
+
+
+def with_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING and "not registered" in record.message]
+
+
+def findings(worker: Worker) -> list[tuple[str | None, str]]:
+    return [(each.handle, each.detail.split()[1]) for each in worker.manager.audit().findings if each.what == "unregistered_optimizer"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_in_training_it_is_said_once_and_found_as_long_as_it_lives(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        learn(worker.critic_net, worker.sgd)
+    assert not warnings_in(caplog)
+    other = OPTIMIZERS[kind](worker.net.parameters())
+    for _ in range(2):
+        with worker.manager.phase("train"):
+            learn(worker.net, other)
+            learn(worker.net, worker.adam)
+    (warning,) = warnings_in(caplog)
+    assert f"({type(other).__name__}) steps parameters of 'actor'" in warning
+    assert findings(worker) == [("actor", type(other).__name__)]
+    del other
+    gc.collect()
+    assert not findings(worker)
+
+
+def test_a_second_one_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    others = [torch.optim.SGD(worker.net.parameters(), lr=0.1), torch.optim.AdamW(worker.net.parameters())]
+    with worker.manager.phase("train"):
+        for other in others:
+            learn(worker.net, other)
+    assert len(warnings_in(caplog)) == 2
+    assert sorted(findings(worker)) == [("actor", "AdamW"), ("actor", "SGD")]
+
+
+def test_registered_at_last_it_is_no_finding(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker()
+    other = torch.optim.SGD(worker.net.parameters(), lr=0.1, momentum=0.9)
+    with worker.manager.phase("train"):
+        learn(worker.net, other)
+    worker.manager.register("other", other)
+    assert not findings(worker)
+    with worker.manager.phase("train"):
+        learn(worker.net, other)
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_while_the_module_is_offloaded_it_is_refused(kind: str) -> None:
+    worker = Worker()
+    other = OPTIMIZERS[kind](worker.net.parameters())
+    with_gradients(worker.net)
+    message = r"'actor' is CPU_OFFLOADED in phase 'idle' and cannot be stepped.*not registered.*manager\.register\(\).*phase\('train'\)"
+    with pytest.raises(NotResidentError, match=message):
+        other.step()
+    assert not other.state
+    worker.net.zero_grad()
+    assert worker.manager.audit().ok
+    assert_same(dict(worker.actor.state_dict()), dict(worker.values))
+
+
+@pytest.mark.parametrize(("phase", "state"), [("log_prob", "GPU_RESIDENT"), ("weight_sync", "SYNCING")])
+def test_outside_training_it_is_refused(phase: str, state: str) -> None:
+    worker = Worker(policy="resident")
+    other = torch.optim.SGD(worker.net.parameters(), lr=0.1)
+    with worker.manager.phase(phase):
+        with_gradients(worker.net)
+        with pytest.raises(PhaseError, match=rf"not registered \(SGD\) in phase '{phase}' would change 'actor', which is {state}"):
+            other.step()
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_a_readonly_module_is_kept() -> None:
+    worker = Worker()
+    other = torch.optim.SGD(worker.ref_net.parameters(), lr=0.1)
+    with worker.manager.phase("log_prob"):
+        with_gradients(worker.ref_net)
+        with pytest.raises(PhaseError, match="would change 'ref'"):
+            other.step()
+    worker.ref_net.zero_grad()
+    assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
+
+
+def test_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    worker, model = Worker(), net()
+    mine = torch.optim.AdamW(model.parameters())
+    learn(model, mine)
+    torch.optim.SGD([nn.Parameter(torch.empty(2, device="meta"))], lr=0.1).step()
+    torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1).step()
+    assert not warnings_in(caplog)
+    assert worker.manager.audit().ok
+
+
+def test_parts_that_a_registered_one_makes_as_it_needs_them_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    class Parts(torch.optim.SGD):
+        """Steps by optimizers that it makes anew after each load."""
+
+        def renew(self) -> None:
+            self.halves = [torch.optim.SGD([parameter], lr=0.1) for group in self.param_groups for parameter in group["params"]]
+
+        def step(self, closure: Any = None) -> None:
+            for half in self.halves:
+                half.step()
+
+    manager, model = make_manager(), net()
+    optimizer = Parts(model.parameters(), lr=0.1)
+    optimizer.renew()
+    manager.register("actor", model, role="actor")
+    manager.register("optimizer", optimizer)
+    optimizer.renew()
+    with manager.phase("train"):
+        learn(model, optimizer)
+    assert not warnings_in(caplog)
+    assert manager.audit().ok
+
+
+def test_the_hook_is_there_while_something_is_registered() -> None:
+    gc.collect()
+    before = len(torch_optimizer._global_optimizer_pre_hooks)
+    worker, other = Worker(), make_manager()
+    other.register("actor", net(), role="actor")
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == max(before, 1)
+    other.close()
+    worker.manager.close()
+    if not before:
+        assert not torch_optimizer._global_optimizer_pre_hooks
+    learn(worker.net, torch.optim.SGD(worker.net.parameters(), lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_compiled_step_of_another_model_is_not_compiled_again() -> None:
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counter = CompileCounter()
+    worker = Worker()
+    step = torch.compile(optimizer.step, backend=counter)
+    for _ in range(3):
+        model(batch()).sum().backward()
+        step()
+    assert counter.frame_count == 1
+    assert worker.manager.audit().ok
+    torch._dynamo.reset()
