@@ -9,7 +9,10 @@ refuses. A pre-hook would not do:
   refused. The code stays, and serves again once the bytes are back: nothing is compiled twice.
 * A hook costs time in every call. This costs nothing while the bytes are on the device: then nothing of it is there.
 
-What reads the weights without calling a module that has them (`torch.nn.functional.linear(x, model.weight)`) is not seen.
+Not seen is what reads the weights without calling a module that has them (`torch.nn.functional.linear(x, model.weight)`), a bound
+`forward` of a module without children that was taken while it was on the device, and what `torch.jit` and `torch.export` made: they
+hold the tensors. A module of one of torch's own classes (`nn.Sequential`) should be given to `torch.compile` before it is registered,
+or in a phase: while its `forward` is not torch's, the wrapper calls it without compiling it.
 """
 
 from __future__ import annotations

@@ -147,6 +147,12 @@ class CompositeAdapter(Adapter):
             sizes.extend(expected)
         return sizes
 
+    def unborn_sizes(self) -> Sequence[int]:
+        return [size for adapter in self._adapters for size in adapter.unborn_sizes()]
+
+    def num_entries(self) -> int:
+        return sum(adapter.num_entries() for adapter in self._adapters)
+
     # --- what every module is told
 
     def ready(self) -> None:
