@@ -302,8 +302,7 @@ class Borders:
 
     def forget(self, handle: Handle) -> None:
         """Take a handle out of everything."""
-        with suppress(Exception):  # a device beyond use has nothing to say, and what lies on the host can leave
-            self.crossing.writes.look(wait=True)
+        self._look_for_writes(wait=False)
         self.registry.remove(handle)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
@@ -313,6 +312,11 @@ class Borders:
             each.plan = each.plan.without(handle.name)
         self.crossing.measure()
         self.crossing.leased.settle(self.phase_name)
+
+    def _look_for_writes(self, *, wait: bool) -> None:
+        """Before somebody leaves, whose gradients may have been zeroed and whose memory written. The next border of a phase raises it."""
+        with suppress(Exception):  # a device beyond use has nothing to say, and what lies on the host can leave
+            self.crossing.writes.look(wait=wait)
 
     def close(self) -> None:
         """Forget every handle, optimizers first, and give the device back. Idempotent, also after an interrupt.
@@ -327,6 +331,7 @@ class Borders:
             with self.border():
                 if self.stack:
                     raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
+                self._look_for_writes(wait=True)
                 for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
                     self.forget(handle)
                 self._device.close()

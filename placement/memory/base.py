@@ -312,10 +312,10 @@ class Device(abc.ABC):
         The answer comes after all work that the calling thread's current stream holds now, or held at `compare_poison`. Each damage
         is reported once.
 
-        Ranges may share one piece of poison. A write then shows in all of them, nobody can say whose memory was meant, and it is found by
-        its bytes: one that leaves every byte as it was (a copy of poison, NaN that arithmetic hands on) is not found (CUDA). Or each
-        page is a range's own: then a write shows there alone, and is found whatever it wrote (the simulated device, where the kernel
-        says which pages were written).
+        Ranges may share one piece of poison (CUDA). A write then shows in all of them, nobody can say whose memory was meant, and it is
+        found by its bytes. One that leaves every byte as it was is not found: a copy of poison, and NaN that arithmetic hands on, which an
+        NVIDIA GPU does in float64, complex128 and clamp_ only. Or each page is a range's own (the simulated device, where the kernel says
+        which pages were written): then a write shows there alone, and is found whatever it wrote.
 
         Args:
             wait: wait for the answer. Otherwise the host waits for nothing: what an earlier call began is reported if it is
