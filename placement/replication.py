@@ -101,6 +101,7 @@ class Replication:
             if ranks is None:
                 self.together.agree(Plan({}))
         except GroupError as told:
+            self.together.heard(told)  # who confers and agrees here asks the group itself
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
         except BaseException as error:
             self.together.failed(error)

@@ -196,15 +196,19 @@ class Together:
         self._attempt.catches_up = False
         return True
 
+    def heard(self, told: GroupError | CoordinatorLost) -> None:
+        """The group has raised this: the epoch has ended, and all ranks know."""
+        self._mark(told)
+        if self._attempt is not None:
+            self._attempt.has_failed = True
+
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
         """What the group raises, all its ranks know."""
         try:
             yield
         except (GroupError, CoordinatorLost) as told:
-            self._mark(told)
-            if self._attempt is not None:
-                self._attempt.has_failed = True
+            self.heard(told)
             raise
 
     def _is_told(self, error: BaseException) -> bool:

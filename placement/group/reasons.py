@@ -1,6 +1,6 @@
 """Why an epoch ended: the word of every rank that failed in it, and not only of the one that was first to say so.
 
-A rank leaves its outcome before it claims ABORT, or when it obeys one that it had no part in. The lowest rank that may still speak
+A rank leaves its outcome before it claims ABORT, or when it obeys one that it had no part in. The lowest rank that has not failed
 collects them and writes what it has found, once for all; who waits for that in vain does so itself. Every wait here is short, because
 a rank that is dead, or busy with something else, must not hold up the others, and nobody's next step depends on what is found.
 """
@@ -44,7 +44,9 @@ def gather(board: Board, prefix: str, rank: int, world_size: int, decision: Deci
         return known  # there is no room for more, or nobody to hear
     with suppress(BoardLost, ValueError):
         key = failures_key(prefix)
-        if rank == speaking[0]:
+        # Not one that has failed, where there is another: it may be on its way out, with an exception of the user's.
+        collects = next((each for each in speaking if each not in decision.failures), speaking[0])
+        if rank == collects:
             _wait_for_all(board, [outcome_key(prefix, each) for each in speaking], seconds)
         elif (found := board.wait(key, seconds * _OTHERS_WAIT)) is not None:
             return decode(Failures, found)
