@@ -118,6 +118,9 @@ class Adapter(abc.ABC):
         """Name and bytes of device memory that a framework keeps for the object and that nobody can move."""
         return iter(())
 
+    def follow_parameters(self) -> None:
+        """The object's tensors were given back their places and forms: take over what a framework keeps of them beside the object."""
+
     def drop_caches(self) -> None:
         """Drop what a framework rebuilds when it needs it; called once the object is on the host."""
 

@@ -65,6 +65,12 @@ class FSDP2(Framework):
                         with torch.no_grad():
                             each.reset_sharded_param()
 
+    def follow_parameters(self) -> None:
+        for _, group in self._groups():
+            for each in group.fsdp_params:
+                with torch.no_grad():
+                    each.reset_sharded_param()
+
     def stand_ins(self) -> Mapping[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for _, group in self._groups():

@@ -105,6 +105,10 @@ class ModuleAdapter(Adapter):
     def foreign(self) -> Iterator[tuple[str, int]]:
         return itertools.chain.from_iterable(each.foreign() for each in self._frameworks)
 
+    def follow_parameters(self) -> None:
+        for each in self._frameworks:
+            each.follow_parameters()
+
     def drop_caches(self) -> None:
         for each in self._frameworks:
             each.drop_caches()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +16,16 @@ from placement.adapters.tensors import align
 from placement.errors import IntegrityError
 from placement.memory import poisoned, strays
 from placement.memory.adopt import Claim
+from placement.memory.away import Away
 from placement.memory.base import Device
 from placement.memory.claims import RANGES, Owner
 from placement.memory.fingerprint import fingerprints
 from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
 from placement.memory.intake import Intake
+from placement.memory.places import Born
+from placement.memory.poisoned import Changes, computed_from_poison
+from placement.memory.put_back import bring_back, put_back
 from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
@@ -43,6 +48,7 @@ class Adopted:
         """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
         self.moving_in: frozenset[int] = frozenset()
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
+        self.away = Away(device)
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
         self.foreign: tuple[tuple[str, int], ...] = ()
@@ -74,13 +80,13 @@ class Adopted:
     def host_pageable_bytes(self) -> int:
         return sum(r.slab.pageable_bytes for r in self.ranges)
 
-    def newborn(self) -> poisoned.Born:
-        """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
+    def newborn(self) -> Born:
+        """What the object owns outside its places now."""
         return self._intake.newborn(self.ranges, self.handed)
 
     def look(self) -> None:
         """Measure what the object owns in torch's memory."""
-        self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+        self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn()[:2] for claim in claims)
         self.look_at_foreign()
 
     def look_at_foreign(self) -> None:
@@ -113,7 +119,7 @@ class Adopted:
         Raises:
             Exception: what stopped it; the caller undoes what was done.
         """
-        stay, loose = self.newborn()
+        stay, loose, _ = self.newborn()
         fresh = self._take_in(stay, loose)
         self._device.sync()
         self.keep(fresh)
@@ -136,11 +142,11 @@ class Adopted:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
         before, here = self.ranges, 0
         born = self.newborn()
-        self.refuse_poisoned(born)
+        self.refuse_changed(born)
         before_versions = self.versions_offloaded
         self.note_versions()
         poisoned.refuse_written(self.name, before_versions, self._intake.versions, self.ranges)
-        for loose, claims in enumerate(born):
+        for loose, claims in enumerate((born.stay, born.loose)):
             here += sum(c.nbytes for c in claims if c.storage.device == self._device.torch_device)
             fresh = self._intake.take_in([c for c in claims if c.storage.device != self._device.torch_device], bool(loose))
             if fresh is not None:
@@ -153,8 +159,7 @@ class Adopted:
 
     def take_in_to_stay(self) -> Range | None:
         """Save what was born and stays for good, all of it; it moves in when the caller has decided."""
-        stay, _ = self.newborn()
-        return self._intake.take_in(stay, False)
+        return self._intake.take_in(self.newborn().stay, False)
 
     def take_in_newborn(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
         """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
@@ -162,13 +167,20 @@ class Adopted:
         Args:
             drops: leave the gradients out; they die with the decision.
         """
-        stay, loose = self.newborn()
+        stay, loose, astray = self.newborn()
+        self.away.note(astray)
+        stay += self.away.grown(loose=False)
+        loose += self.away.grown(loose=True)
         self.note_versions()
         if drops:
             dead = self.gradients.tensors()
             loose = [claim for claim in loose if not all(id(alias) in dead for alias in claim.aliases)]
         self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
         return self._take_in(stay, loose), bool(stay)
+
+    def bring_back(self) -> None:
+        """What this offload found away from its place is pointed there again."""
+        self.away.bring_back(self.ranges, self._intake.places)
 
     def set_aside(self, r: Range) -> None:
         """The slab of a range that nothing moved into is kept for what will."""
@@ -178,18 +190,34 @@ class Adopted:
         """What is written from now on, as seen from the last look, is written while offloaded."""
         self.versions_offloaded = self._intake.versions
 
-    def refuse_poisoned(self, born: poisoned.Born) -> None:
-        """Raise where what was born while offloaded was computed from poison.
+    def refuse_changed(self, born: Born) -> None:
+        """Raise where the offloaded object is not what it was. Whatever can be undone is undone then.
 
         Raises:
-            IntegrityError: see `poisoned.refuse`.
+            IntegrityError: what was changed, and what to do.
         """
-        try:
-            poisoned.refuse(self._device, self.name, born, self.ranges)
-        except IntegrityError:
+        if changes := self.put_back(born):
             self.newborn()  # what was put back lies in other storages now, which were never counted
             self.note_versions()
-            raise
+            raise IntegrityError(changes.message(self.name))
+
+    def put_back(self, born: Born) -> Changes:
+        """Undo what was done to registered tensors of the offloaded object; says what it was.
+
+        Gradients are put back with values only: alone they are of a backward, and what was there before may have been dropped on purpose.
+        """
+        if not born:
+            return Changes()
+        places = self._intake.places.within(self.ranges)
+        bring_back(self._device, born.astray, places)
+        changes = replace(computed_from_poison(born.stay, born.loose, places), moved=[each.claim for each in born.astray])
+        if changes.replaced:
+            gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
+            put_back(self._device, [*changes.replaced, *gradients], places, self._intake.places.outline)
+            self._adapter.follow_parameters()
+        if changes:
+            self.handed.point_to_host(self.ranges)
+        return changes
 
     def align_wrappers(self) -> None:
         """A wrapper whose parts were rebound to another device says so itself."""
@@ -246,7 +274,7 @@ class Adopted:
         """See `Holding.drifted`."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += self._adapter.torn()
-        stay, loose = self.newborn()
+        stay, loose, _ = self.newborn()  # what is astray was found as well by its address
         if on_device and self._adapter.kind == "optimizer":
             return found
         if on_device:

@@ -14,12 +14,13 @@ import torch
 
 from placement.adapters.base import Adapter
 from placement.errors import DeviceMemoryError, IntegrityError
-from placement.memory import poisoned, strays
+from placement.memory import strays
 from placement.memory.adopted import Adopted
 from placement.memory.base import Device
 from placement.memory.claims import RANGES
 from placement.memory.gradients import Gradients
 from placement.memory.loans import Loans
+from placement.memory.moved import Moved
 from placement.memory.range import Range
 from placement.memory.rehome import rehome
 from placement.memory.stock import Stock
@@ -124,7 +125,7 @@ class Holding:
             self.loans.wait()  # what leaves the device is written over the host copy
         if not self.on_device and self.adopted.dead():
             # Before the dead are dropped, with the only good values in them.
-            self.adopted.refuse_poisoned(self.adopted.newborn())
+            self.adopted.refuse_changed(self.adopted.newborn())
         self.is_settled = False
         self._is_copying = not self.on_device
         if self.on_device:
@@ -164,8 +165,8 @@ class Holding:
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
-    ) -> tuple[int, str]:
-        """Every byte is in the slabs: decide. Returns the stray references and the names of what they hold.
+    ) -> Moved:
+        """Every byte is in the slabs: decide. Returns what was not as it should be.
 
         Args:
             dropped: ranges that were not saved, because every gradient becomes None with the decision; None: gradients moved.
@@ -173,13 +174,16 @@ class Holding:
         before = self.ranges
         for r, now in prints:
             r.prints = now
+        self.adopted.away.save(readonly=self.readonly)
         self.adopted.handed.point_to_host(self.ranges, except_for=self.adopted.moving_in)
         surplus = self.strays(before) if self._may_have_strays else {}
         self.adopted.keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
         self.on_device = False
-        return sum(surplus.values()), ", ".join([*surplus][:8])
+        return Moved(
+            stray_references=sum(surplus.values()), strays=", ".join([*surplus][:8]), brought_back=", ".join(self.adopted.away.names[:8])
+        )
 
     def strays(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
         """By name, the references to adopted storages that others hold now."""
@@ -223,6 +227,7 @@ class Holding:
             for r in self.ranges:
                 self.adopted.vacate(r, stock)
                 r.move_in()
+            self.adopted.bring_back()
             self.adopted.handed.point_to_host(self.ranges)
             self.adopted.handed.note_shown(self.ranges)
             if self.adopted.handed:
@@ -232,6 +237,7 @@ class Holding:
             self.adopted.look_at_foreign()
         self._is_copying = self._is_vacating = False
         self._dropped, self.adopted.moving_in = None, frozenset()
+        self.adopted.away.forget()
         self.is_settled = True
 
     def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
@@ -315,7 +321,7 @@ class Holding:
         if self.on_device or self._is_copying:
             self.device.sync()
         if not self.on_device and self.is_settled:  # nothing of it may leave with poison for values
-            poisoned.put_back(self.device, self.adopted.newborn(), self.ranges)
+            self.adopted.put_back(self.adopted.newborn())
         self.is_leaving = True
         rehome(self.device, self.adapter, self.adopted, on_device=self.on_device)
         stock = Stock(self.device)

@@ -21,10 +21,6 @@ def used_bytes(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-"""Dtype, storage offset, size and strides of a tensor."""
-
-
 @dataclass(slots=True)
 class Placed:
     """One adopted storage. Weak: a range never keeps a tensor alive."""
@@ -33,8 +29,6 @@ class Placed:
     ref: StorageWeakRef
     offset: int
     nbytes: int
-    form: Form
-    """Of the first tensor in it, as adopted."""
     use_count: int = 0
     """References right after adoption but for the tensors that adapters know of (0: not counted yet); more at an offload are strays."""
 
@@ -98,12 +92,15 @@ class Range:
             self.adoption.move_in(index)
         placed = []
         for claim, offset in zip(self.claims, self.adoption.offsets, strict=True):
-            first = claim.aliases[0]
-            ref = StorageWeakRef(first.untyped_storage())  # rebinding gives the aliases another storage object
-            form = (first.dtype, int(first.storage_offset()), first.size(), first.stride())
-            placed.append(Placed(claim.name, ref, offset, claim.nbytes, form))
+            ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # rebinding gives the aliases another storage object
+            placed.append(Placed(claim.name, ref, offset, claim.nbytes))
         self.placed, self.claims = tuple(placed), None
         self.adoption.forget_claims()
+
+    def forget(self, entry: Placed) -> None:
+        """A storage has left for good. Its place stays empty."""
+        self.counted = None
+        self.placed = tuple(each for each in self.placed if each is not entry)
 
     def has(self, address: int) -> bool:
         """Whether an address lies in it or in its slab."""
