@@ -172,13 +172,13 @@ class Outline(NamedTuple):
 def restore(wrapper: torch.Tensor, outline: Outline) -> None:
     """Make a wrapper say again what it said of itself, once its parts are what they were: `half()` made it say another dtype.
 
-    The object stays, and so does its gradient; inside it becomes another one, as `torch.nn.Module._apply` does it.
+    The object stays, with its parts and its gradient.
     """
     if (wrapper.dtype, wrapper.size(), wrapper.stride()) == outline[:3]:
         return
     fresh = outline.around(wrapper)
-    if isinstance(wrapper, torch.nn.Parameter):
-        fresh = torch.nn.Parameter(fresh, requires_grad=wrapper.requires_grad)
-    gradient, wrapper.grad = wrapper.grad, None
-    torch.utils.swap_tensors(wrapper, fresh)
-    wrapper.grad = gradient
+    wrapper.data = fresh
+    slots = {name for cls in type(wrapper).__mro__ for name in vars(cls).get("__slots__", ())}
+    for name in (*slots, *vars(fresh)):
+        if hasattr(fresh, name):
+            setattr(wrapper, name, getattr(fresh, name))

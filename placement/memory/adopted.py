@@ -25,7 +25,7 @@ from placement.memory.handed import Handed
 from placement.memory.intake import Intake
 from placement.memory.places import Born
 from placement.memory.poisoned import Changes, computed_from_poison
-from placement.memory.put_back import bring_back, put_back
+from placement.memory.put_back import bring_back, put_back, renew_empty
 from placement.memory.range import Range
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Place, Zeroed
@@ -42,7 +42,7 @@ class Adopted:
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, intake: Intake | None = None) -> None:
         self.name = name
         self.ranges: tuple[Range, ...] = ()
-        self.handed = Handed(device)
+        self.handed = Handed(device, name)
         self.gradients = Gradients(adapter)
         self.versions_offloaded: dict[int, int] = {}
         """As of the offload; empty where a state dict that was alive then shares the counters, and may be written by right."""
@@ -110,6 +110,8 @@ class Adopted:
         owner = self._owner()
         assert owner is not None
         for r in ranges:
+            if r.claims is not None:
+                self._intake.places.add(r)
             RANGES.add(owner, r.adoption.addresses.base, r.nbytes)
         self.ranges = ranges
 
@@ -119,14 +121,16 @@ class Adopted:
         Raises:
             Exception: what stopped it; the caller undoes what was done.
         """
-        stay, loose, _ = self.newborn()
+        born = self.newborn()
+        self._intake.places.note(born)
+        stay, loose = born.stay, born.loose
         fresh = self._take_in(stay, loose)
         self._device.sync()
         self.keep(fresh)
         for new in self.ranges:
             new.move_in()
         was_on_device = any(claim.storage.device == self._device.torch_device for claim in (*stay, *loose))
-        del stay, loose, fresh
+        del born, stay, loose, fresh
         self.look_at_foreign()
         self.align_wrappers()
         self.count_uses()
@@ -141,8 +145,7 @@ class Adopted:
     def take_in_from_elsewhere(self) -> tuple[Range, ...]:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
         before, here = self.ranges, 0
-        born = self.newborn()
-        self.refuse_changed(born)
+        born = self.newborn_unless_changed()
         before_versions = self.versions_offloaded
         self.note_versions()
         poisoned.refuse_written(self.name, before_versions, self._intake.versions, self.ranges)
@@ -167,8 +170,10 @@ class Adopted:
         Args:
             drops: leave the gradients out; they die with the decision.
         """
-        stay, loose, astray = self.newborn()
-        self.away.note(astray)
+        born = self.newborn()
+        self._intake.places.note(born)
+        self.away.note(born.astray)
+        stay, loose = born.stay, born.loose
         stay += self.away.grown(loose=False)
         loose += self.away.grown(loose=True)
         self.note_versions()
@@ -190,16 +195,21 @@ class Adopted:
         """What is written from now on, as seen from the last look, is written while offloaded."""
         self.versions_offloaded = self._intake.versions
 
-    def refuse_changed(self, born: Born) -> None:
-        """Raise where the offloaded object is not what it was. Whatever can be undone is undone then.
+    def newborn_unless_changed(self) -> Born:
+        """What the offloaded object owns outside its places. Where it is not what it was, that is undone as far as it can be.
 
         Raises:
             IntegrityError: what was changed, and what to do.
         """
-        if changes := self.put_back(born):
-            self.newborn()  # what was put back lies in other storages now, which were never counted
-            self.note_versions()
-            raise IntegrityError(changes.message(self.name))
+        born = self.newborn()
+        changes = self.put_back(born)
+        if not changes:
+            return born
+        message = changes.message(self.name)
+        del born, changes  # whoever keeps the error keeps no tensor
+        self.newborn()  # what was put back lies in other storages now, which were never counted
+        self.note_versions()
+        raise IntegrityError(message)
 
     def put_back(self, born: Born) -> Changes:
         """Undo what was done to registered tensors of the offloaded object; says what it was.
@@ -213,7 +223,9 @@ class Adopted:
         changes = replace(computed_from_poison(born.stay, born.loose, places), moved=[each.claim for each in born.astray])
         if changes.replaced:
             gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
-            put_back(self._device, [*changes.replaced, *gradients], places, self._intake.places.outline)
+            if put_back(self._device, [*changes.replaced, *gradients], places, self._intake.places.outlines()):
+                changes = replace(changes, lost=self._adapter.lost_by_conversion)
+            renew_empty(self._adapter.with_gradients())
             self._adapter.follow_parameters()
         if changes:
             self.handed.point_to_host(self.ranges)
@@ -274,7 +286,8 @@ class Adopted:
         """See `Holding.drifted`."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += self._adapter.torn()
-        stay, loose, _ = self.newborn()  # what is astray was found as well by its address
+        born = self.newborn()
+        stay, loose = born.stay, born.loose  # what is astray was found by its address
         if on_device and self._adapter.kind == "optimizer":
             return found
         if on_device:

@@ -7,6 +7,7 @@ what the object holds, wherever it is. Of a wrapper (a DTensor) the parts follow
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -14,15 +15,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.adapters.tensors import align, is_plain_type, is_wrapper, parts_of, rewrapped
+from placement.errors import IntegrityError
 from placement.memory.base import Device
+from placement.memory.poisoned import has_nan
 from placement.memory.range import Range
 
 
 class Handed:
     """The living tensors of the state dicts of one object."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, name: str) -> None:
         self._device = device
+        self._name = name
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         """Plain ones: those handed out as they are, and the parts of the wrappers."""
         self._wrappers: list[weakref.ref[torch.Tensor]] = []
@@ -85,7 +89,7 @@ class Handed:
         return shown
 
     def _hand_out_plain(self, tensor: torch.Tensor, ranges: Sequence[Range], from_host: bool) -> torch.Tensor:
-        host = self.over_host(tensor, ranges) if from_host else None
+        host = self.readable(tensor, ranges) if from_host else None
         if host is not None:
             self.note_shown(ranges, [host])
         elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor: it says the same as the others
@@ -93,6 +97,26 @@ class Handed:
         found = tensor.detach() if host is None else host
         self._tensors = _add(self._tensors, found)
         return found
+
+    def readable(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
+        """A plain tensor of the offloaded object over the host copy, its storage moved away or not; None for what has no place there.
+
+        Raises:
+            IntegrityError: it was put in place of a registered tensor, with what lay there for values.
+        """
+        if (host := self.over_host(tensor, ranges)) is not None:
+            return host
+        storage = tensor.untyped_storage()
+        for r in ranges:
+            if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
+                slab, offset, nbytes = r.slab, entry.offset, entry.nbytes
+                return self.over(tensor, slab.address + offset, functools.partial(slab.view, offset, nbytes))
+        if tensor.dim() and has_nan(tensor.detach(), throughout=True):
+            raise IntegrityError(
+                f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by what lies there then "
+                "(NaN): half(), to(), .data =. Its registered values are in the host copy and come back at the next phase that loads it."
+            )
+        return None
 
     def over_host(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor | None:
         """The same plain tensor over the host copy; None when its storage is not in a range.

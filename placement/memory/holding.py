@@ -125,7 +125,7 @@ class Holding:
             self.loans.wait()  # what leaves the device is written over the host copy
         if not self.on_device and self.adopted.dead():
             # Before the dead are dropped, with the only good values in them.
-            self.adopted.refuse_changed(self.adopted.newborn())
+            self.adopted.newborn_unless_changed()
         self.is_settled = False
         self._is_copying = not self.on_device
         if self.on_device:
@@ -293,8 +293,8 @@ class Holding:
     # --- reading and leaving
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
-        return self.adopted.handed.over_host(tensor, self.ranges)
+        """The same tensor over the host copy; None when its storage has no place there. Meaningful while offloaded."""
+        return self.adopted.handed.readable(tensor, self.ranges)
 
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""

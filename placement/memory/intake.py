@@ -90,7 +90,7 @@ class Intake:
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, where it found everything in its place: the ranges, and of each tensor its storage, address and version."""
         self.places = Places()
-        """What lay where, as of the last look that found it at its place."""
+        """What lay where, as of the last offload."""
         self.reserved: HostSlab | None = None
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
@@ -101,7 +101,7 @@ class Intake:
         if self._is_as_before(ranges):
             return Born([], [], [])
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
-        addresses = [r.adoption.addresses.base + entry.offset for r in ranges for entry in r.placed]
+        addresses = [base + entry.offset for r in ranges for base in (r.adoption.addresses.base,) for entry in r.placed]
         known = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         versions: dict[int, int] = {}
         aliases: dict[int, int] = {}
@@ -132,9 +132,7 @@ class Intake:
             hosts.append(StorageWeakRef(guest.untyped_storage()))
         self.versions, self._alive = versions, alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
-        is_all = len(in_place) == len(storages)
-        self._note(ranges, storages if is_all else ())
-        self.places.note(in_place, storages if is_all else [each.tensor.untyped_storage()._cdata for each in in_place], is_all=is_all)
+        self._note(ranges, storages if len(in_place) == len(storages) else ())
         for tensor in handed:
             key = tensor.untyped_storage()._cdata
             if (entry := found.get(key) or away.get(key)) is not None:
@@ -142,7 +140,8 @@ class Intake:
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if away else {}
         astray = [Astray(*entries[key], each.claim(), each.owned[0].loose) for key, each in away.items()]
         new = [(each.owned[0].loose, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
-        return Born([claim for loose, claim in new if not loose], [claim for loose, claim in new if loose], astray)
+        stay, goes = [claim for loose, claim in new if not loose], [claim for loose, claim in new if loose]
+        return Born(stay, goes, astray, in_place, self._adapter.other_names())
 
     def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
         """Remember a look that found everything in its place, for the next one."""

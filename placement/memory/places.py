@@ -7,7 +7,7 @@ it, parameters cut from one buffer, tied weights of other shapes. What was put i
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,30 +53,41 @@ class Born(NamedTuple):
     stay: list[Claim]
     loose: list[Claim]
     astray: list[Astray]
+    in_place: Sequence[Owned] | None = None
+    """And what it has at its places; None where it was quickly seen that all is as it was."""
+    other_names: Mapping[str, str] = {}
+    """See `Adapter.other_names`."""
 
     def __bool__(self) -> bool:
-        return any(self[:])
+        return bool(self.stay or self.loose or self.astray)
 
 
 class Places:
-    """The forms of one object's tensors, each as of the last look that found it at its place. Holds no tensor."""
+    """The forms of one object's tensors, as of its last offload. Holds no tensor."""
 
     def __init__(self) -> None:
         self._forms: dict[str, tuple[int, Form]] = {}
-        """By name; the storage by its `_cdata`."""
+        """By name: the address of the storage, and the form."""
         self._outlines: dict[str, Outline] = {}
         """Of wrappers, by the names of their parts."""
+        self._other_names: Mapping[str, str] = {}
 
-    def note(self, found: Sequence[Owned], storages: Sequence[int], *, is_all: bool) -> None:
-        """These tensors lie in these storages (`_cdata`), each at its place.
+    def note(self, born: Born) -> None:
+        """What lies at its place now is all that belongs there. Of tens of thousands of tensors, so functions of C ask them."""
+        if born.in_place is None:
+            return
+        self._forms, self._outlines, self._other_names = {}, {}, born.other_names
+        self._add(born.in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, born.in_place)))))
 
-        Args:
-            is_all: the object has no others, so what is known of others is forgotten.
-        """
-        if is_all:
-            self._forms, self._outlines = {}, {}
-        forms = [form_of(owned.tensor) for owned in found]
-        self._forms.update(zip(map(_NAME, found), zip(storages, forms, strict=True), strict=True))
+    def add(self, fresh: Range) -> None:
+        """What is about to move into a range belongs there."""
+        for claim, offset in zip(fresh.claims or (), fresh.adoption.offsets, strict=True):
+            self._add(claim.owned, [fresh.adoption.addresses.base + offset] * len(claim.owned))
+
+    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
+        tensors = list(map(_TENSOR, found))
+        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
+        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
         outlines: dict[int, Outline] = {}
         for owned in found:
             if owned.wrapper is not None:
@@ -86,12 +97,22 @@ class Places:
 
     def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
         """By name, the places in these ranges."""
-        entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed}
-        return {name: Place(*entries[storage], form) for name, (storage, form) in self._forms.items() if storage in entries}
+        entries = {r.adoption.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
+        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
+        return {other: found[name] for other, name in self._others(found) if other not in found} | found
 
-    def outline(self, name: str) -> Outline | None:
-        """Of the wrapper that the tensor of this name was a part of."""
-        return self._outlines.get(name)
+    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Further names of tensors, of their parts and gradients, each with the name that is known."""
+        others: dict[str, list[str]] = {}
+        for other, first in self._other_names.items():
+            others.setdefault(first, []).append(other)
+        for name in names if others else ():
+            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
+                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+
+    def outlines(self) -> dict[str, Outline]:
+        """Of wrappers, by the names of their parts."""
+        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -99,3 +120,10 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 _NAME = operator.attrgetter("name")
+_TENSOR = operator.attrgetter("tensor")
+_STORAGE = torch.Tensor.untyped_storage
+_ADDRESS = torch.UntypedStorage.data_ptr
+_DTYPE = operator.attrgetter("dtype")
+_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
+_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
+_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride

@@ -30,6 +30,8 @@ class Changes:
     gradients: Sequence[Claim] = ()
     moved: Sequence[Claim] = ()
     """Taken away from their places."""
+    lost: str | None = None
+    """What could not be undone, and what to do."""
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.added or self.gradients or self.moved)
@@ -56,6 +58,8 @@ class Changes:
                 f"{_names(self.gradients)} of {name!r} came to be while it was offloaded, from what lies there then (NaN): a backward "
                 "outside a phase. Drop the gradients with zero_grad(), and call backward() inside manager.phase('train')."
             )
+        if self.lost is not None:
+            told.append(f"But {self.lost}.")
         return " ".join(told)
 
 
@@ -118,12 +122,16 @@ def _is_poison(claim: Claim) -> bool:
     tensor = claim.aliases[0].detach()
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    return not _has_nan(claim, throughout=False) and bool((tensor.contiguous().view(torch.uint8) == 0xFF).all().item())
+    return not _has_nan(claim, throughout=False) and bool((tensor.reshape(-1).contiguous().view(torch.uint8) == 0xFF).all().item())
 
 
-def _has_nan(claim: Claim, *, throughout: bool) -> bool:
-    tensor = claim.aliases[0].detach()
+def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
+    """Whether any element of a tensor is NaN, or all of them; False where its type has none."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return False
     nan = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
     return bool((nan.all() if throughout else nan.any()).item())
+
+
+def _has_nan(claim: Claim, *, throughout: bool) -> bool:
+    return has_nan(claim.aliases[0].detach(), throughout=throughout)

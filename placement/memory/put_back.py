@@ -7,48 +7,50 @@ goes where the tensor of the same form goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.adapters.tensors import Outline, restore
+from placement.adapters.tensors import Outline, parts_of, restore
 from placement.memory.adopt import Claim, exchange
 from placement.memory.base import Device
 from placement.memory.places import Astray, Form, Place, form_of
 
 
-def put_back(
-    device: Device, claims: Sequence[Claim], places: Mapping[str, Place], outline: Callable[[str], Outline | None]
-) -> None:
+def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
     """Give the tensors of these claims their places and forms again, where they are known. Idempotent.
+
+    Returns whether any was of another dtype or on another device meanwhile.
 
     Args:
         claims: each with at least one tensor whose place is known.
-        outline: of the wrapper that the part of this name belongs to.
+        outlines: of wrappers, by the names of their parts.
     """
     homes: dict[int, torch.UntypedStorage] = {}
+    converted = False
     for claim in claims:
         for tensor, place, form in _targets(claim, places):
+            converted = converted or tensor.dtype is not form[0] or tensor.device != device.torch_device
             if (home := homes.get(id(place.entry))) is None:
                 home = homes[id(place.entry)] = _home(device, place)
             _point_to(tensor, home, form)
     # Gradients first: a wrapper takes none of another dtype.
     parts = sorted((owned for claim in claims for owned in claim.owned if owned.wrapper is not None), key=lambda owned: not owned.loose)
     for owned in parts:
-        if owned.wrapper is not None and (known := outline(owned.name)) is not None:
+        if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
             restore(owned.wrapper, known)
+    return converted
 
 
 def bring_back(device: Device, astray: Sequence[Astray], places: Mapping[str, Place]) -> None:
     """Point storages to their places again. What is there now counts; what they point to is let go. Idempotent."""
     for each in astray:
-        claim, place = each.claim, Place(each.range, each.entry, form_of(each.claim.aliases[0]))
+        claim = each.claim
         home = device.view(each.range.adoption.addresses, each.entry.offset, each.entry.nbytes).untyped_storage()
         if exchange(claim.storage, home):
             home = claim.storage
         else:
-            _become(place, home)
+            each.range.replace(each.entry, home)
         known = {id(owned.tensor): places[owned.name].form for owned in claim.owned if owned.name in places}
         for tensor in (*claim.bases, *claim.aliases):
             form = known.get(id(tensor), form_of(tensor))
@@ -56,19 +58,22 @@ def bring_back(device: Device, astray: Sequence[Astray], places: Mapping[str, Pl
                 _point_to(tensor, home, form)
 
 
+def renew_empty(owners: Iterable[torch.Tensor]) -> None:
+    """Gradients without an element on this rank are known by no place. Their dtype follows that of their owners again."""
+    for owner in owners:
+        gradient = owner.grad
+        if gradient is not None and gradient.dtype is not owner.dtype and not any(part.numel() for _, part in parts_of(gradient, "")):
+            owner.grad = None
+            owner.grad = torch.zeros_like(owner)
+
+
 def _home(device: Device, place: Place) -> torch.UntypedStorage:
     """The storage at a place: the registered one while anybody uses it."""
     home = place.entry.storage()
     if home is None:
         home = device.view(place.range.adoption.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
-        _become(place, home)
+        place.range.replace(place.entry, home)
     return home
-
-
-def _become(place: Place, home: torch.UntypedStorage) -> None:
-    """From now on this storage is the one at the place."""
-    place.range.counted = None  # before the old storage may be freed, whose address is in there
-    place.entry.ref, place.entry.use_count = StorageWeakRef(home), 0
 
 
 def _point_to(tensor: torch.Tensor, home: torch.UntypedStorage, form: Form) -> None:

@@ -70,6 +70,7 @@ class Range:
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
         self.placed: tuple[Placed, ...] = ()
+        self._by_storage: dict[int, Placed] | None = None
         self.counted: tuple[list[int], list[int]] | None = None
         """Of `placed`, the storages (`_cdata`) and their `use_count`, once all have been counted."""
         self.without_strays: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
@@ -94,13 +95,24 @@ class Range:
         for claim, offset in zip(self.claims, self.adoption.offsets, strict=True):
             ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # rebinding gives the aliases another storage object
             placed.append(Placed(claim.name, ref, offset, claim.nbytes))
-        self.placed, self.claims = tuple(placed), None
+        self.placed, self.claims, self._by_storage = tuple(placed), None, None
         self.adoption.forget_claims()
 
     def forget(self, entry: Placed) -> None:
         """A storage has left for good. Its place stays empty."""
-        self.counted = None
+        self.counted = self._by_storage = None
         self.placed = tuple(each for each in self.placed if each is not entry)
+
+    def replace(self, entry: Placed, home: torch.UntypedStorage) -> None:
+        """Another storage lies at a place from now on."""
+        self.counted = self._by_storage = None  # before the old storage may be freed, whose address is in there
+        entry.ref, entry.use_count = StorageWeakRef(home), 0
+
+    def place_of(self, storage: torch.UntypedStorage) -> Placed | None:
+        """Where a storage belongs, wherever it lies now; None where it has no place here."""
+        if self._by_storage is None:
+            self._by_storage = {entry.ref.cdata: entry for entry in self.placed}
+        return self._by_storage.get(storage._cdata)
 
     def has(self, address: int) -> bool:
         """Whether an address lies in it or in its slab."""

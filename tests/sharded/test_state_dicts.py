@@ -87,7 +87,7 @@ def test_a_wrapper_says_where_its_parts_are() -> None:
 
 def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
     live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
-    handed = Handed(SimulatedDevice(1 << 16))
+    handed = Handed(SimulatedDevice(1 << 16), "actor")
     shown: Any = handed.hand_out(live, (), from_host=False)
     assert type(shown) is Scaled
     assert shown.data_ is not live.data_  # pointing it elsewhere must not take the live one along
