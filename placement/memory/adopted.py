@@ -225,6 +225,7 @@ class Adopted:
             gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
             if put_back(self._device, [*changes.replaced, *gradients], places, self._intake.places.outlines()):
                 changes = replace(changes, lost=self._adapter.lost_by_conversion)
+            self.align_wrappers()
             renew_empty(self._adapter.with_gradients())
             self._adapter.follow_parameters()
         if changes:

@@ -44,7 +44,7 @@ class Handed:
         with torch.no_grad():
             known = self._storages.get(address)
             storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-            if storage is None:
+            if storage is None or storage.data_ptr() != address:  # who was given it may have moved it away (`share_memory_()`)
                 storage = make().untyped_storage()
                 self._storages[address] = StorageWeakRef(storage)
             empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.ao.quantization as quantization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.ao import quantization
 
 from placement import IntegrityError, RegistrationError
 from placement.memory import adopt
@@ -130,8 +130,7 @@ def test_moved_on_the_device(worker: Worker, move: Callable[[nn.Module], None]) 
     """What is written after it was moved is written there alone, and counts."""
     addresses = _addresses(worker)
     for _ in range(3):
-        phase = worker.manager.phase("train")
-        phase.__enter__()
+        worker.manager.enter("train")
         learn(worker.net, worker.adam, 1)
         move(worker.net)
         learn(worker.net, worker.adam, 2)
@@ -139,7 +138,7 @@ def test_moved_on_the_device(worker: Worker, move: Callable[[nn.Module], None]) 
             worker.net[0].weight.add_(1)
         wanted = copy.deepcopy(worker.net.state_dict())
         with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' lay in other memory than theirs when it was offloaded"):
-            phase.__exit__(None, None, None)
+            worker.manager.leave()
         assert _addresses(worker) == addresses
         assert_nothing_resident(worker.manager)
         assert worker.manager.device.memory().chunk_bytes == 0
@@ -178,9 +177,11 @@ def test_optimizer_state_that_was_moved(worker: Worker) -> None:
     with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' were moved"), worker.manager.phase("train"):
         pass
     assert_same(worker.adam.state_dict(), wanted)
-    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' lay in other memory"), worker.manager.phase("train"):
-        share()
-        worker.adam.state[worker.net[0].weight]["exp_avg"].fill_(7)
+    worker.manager.enter("train")
+    share()
+    worker.adam.state[worker.net[0].weight]["exp_avg"].fill_(7)
+    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' lay in other memory"):
+        worker.manager.leave()
     with worker.manager.phase("train"):
         assert bool((worker.adam.state[worker.net[0].weight]["exp_avg"] == 7).all())
         learn(worker.net, worker.adam)
@@ -188,11 +189,10 @@ def test_optimizer_state_that_was_moved(worker: Worker) -> None:
 
 
 def test_a_readonly_model_keeps_its_registered_values(worker: Worker) -> None:
-    with (
-        pytest.raises(IntegrityError, match="'ref' lay in other memory.*registered values, because it is readonly"),
-        worker.manager.phase("log_prob"),
-    ):
-        worker.ref_net.share_memory()
+    worker.manager.enter("log_prob")
+    worker.ref_net.share_memory()
+    with pytest.raises(IntegrityError, match=r"'ref' lay in other memory.*registered values, because it is readonly"):
+        worker.manager.leave()
     for _ in range(2):
         with worker.manager.phase("log_prob"):
             assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
@@ -206,10 +206,23 @@ def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
     with pytest.raises(IntegrityError, match="moved to other memory"), worker.manager.phase("log_prob"):
         pass
     assert_same(dict(taken), dict(wanted))
-    with pytest.raises(IntegrityError, match="lay in other memory"), worker.manager.phase("log_prob"):
-        worker.net.share_memory()
-        assert_same(dict(taken), dict(wanted))
+    worker.manager.enter("log_prob")
+    worker.net.share_memory()
     assert_same(dict(taken), dict(wanted))
+    with pytest.raises(IntegrityError, match="lay in other memory"):
+        worker.manager.leave()
+    assert_same(dict(taken), dict(wanted))
+
+
+def test_a_state_dict_that_was_shared_stands_in_no_others_way(worker: Worker) -> None:
+    shared = worker.net.state_dict()
+    for value in shared.values():
+        value.share_memory_()
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict({name: value + 1 for name, value in shared.items()})
+    now = worker.net.state_dict()
+    assert all(torch.equal(now[name], value + 1) for name, value in shared.items())
+    assert_nothing_resident(worker.manager)
 
 
 def test_what_is_resized_on_the_device_is_new_state() -> None:
@@ -316,7 +329,7 @@ def test_every_tensor_gets_its_own_form_back(
     before = forms()
     for way in ways:
         way(model)
-        with pytest.raises(IntegrityError, match="'actor' were (replaced|moved)"), manager.phase("log_prob"):
+        with pytest.raises(IntegrityError, match=r"'actor' were (replaced|moved)"), manager.phase("log_prob"):
             pass
         assert forms() == before
         with manager.phase("log_prob"):
@@ -378,9 +391,11 @@ def test_an_interrupt_while_storages_are_brought_back_is_made_good(where: str, p
         with pytest.raises((IntegrityError, KeyboardInterrupt)), worker.manager.phase("log_prob"):
             pass
     else:
-        with pytest.raises((IntegrityError, KeyboardInterrupt)), worker.manager.phase("log_prob"):
-            worker.net.share_memory()
-            device.left = point
+        worker.manager.enter("log_prob")
+        worker.net.share_memory()
+        device.left = point
+        with pytest.raises((IntegrityError, KeyboardInterrupt)):
+            worker.manager.leave()
     device.left = 1 << 62
     with contextlib.suppress(IntegrityError), worker.manager.phase("log_prob"):  # where the interrupt came before the error
         pass
