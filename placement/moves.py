@@ -197,6 +197,15 @@ class Moves:
                     "were kept. Register it without readonly=True if it is meant to be written."
                 )
             )
+        if moved.brought_back:
+            values = "their registered values, because it is readonly" if handle.readonly else "the values that they had there"
+            self._complaints.append(
+                IntegrityError(
+                    f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
+                    f"on the device (share_memory(), a torch.multiprocessing queue). They have their places again, and {values}; whoever "
+                    "received the shared memory no longer follows. Share memory before registering, or send copies (clone())."
+                )
+            )
         if moved.stray_references and self._strict and self._last(handle):
             self._complaints.append(
                 IntegrityError(

@@ -126,7 +126,7 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
     Raises:
         NotResidentError: NaN in what was computed, and none in the host copies it was computed from.
     """
-    places = [each.holding.adopted.places for each in (handle, *handle.owners) if each.holding is not None]
+    places = [each.holding.adopted.by_address for each in (handle, *handle.owners) if each.holding is not None]
     computed = [
         (name, part)
         for path, value in nested_tensors(found, "")

@@ -7,7 +7,7 @@ object at this moment, because parameters are added, state is born at the first 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +64,10 @@ class Adapter(abc.ABC):
         """The tensors of the last `owned()`, in its order, where it is quickly seen that they are the same and that none is loose or
         wrapped; None where it is not, which proves nothing."""
         return None
+
+    def other_names(self) -> Mapping[str, str]:
+        """Further names of tensors that the last `owned()` named once (tied weights), by the name that it gave."""
+        return {}
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the object that have a gradient now."""
@@ -132,6 +136,14 @@ class Adapter(abc.ABC):
     def foreign(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of device memory that a framework keeps for the object and that nobody can move."""
         return iter(())
+
+    def follow_parameters(self) -> None:
+        """The object's tensors were given back their places and forms: take over what a framework keeps of them beside the object."""
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        """What nobody can bring back once parameters have been of another dtype or on another device, and what to do."""
+        return None
 
     def drop_caches(self) -> None:
         """Drop what a framework rebuilds when it needs it; called once the object is on the host."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -147,6 +147,13 @@ class CompositeAdapter(Adapter):
             sizes.extend(expected)
         return sizes
 
+    def other_names(self) -> Mapping[str, str]:
+        return {other: name for adapter in self._adapters for other, name in adapter.other_names().items()}
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        return _first(adapter.lost_by_conversion for adapter in self._adapters)
+
     def unborn_sizes(self) -> Sequence[int]:
         return [size for adapter in self._adapters for size in adapter.unborn_sizes()]
 
@@ -158,6 +165,10 @@ class CompositeAdapter(Adapter):
     def ready(self) -> None:
         for adapter in self._adapters:
             adapter.ready()
+
+    def follow_parameters(self) -> None:
+        for adapter in self._adapters:
+            adapter.follow_parameters()
 
     def drop_unreduced(self) -> None:
         for adapter in self._adapters:

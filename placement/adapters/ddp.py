@@ -41,6 +41,13 @@ class DDP(Framework):
             )
         return None
 
+    @property
+    def lost_by_conversion(self) -> str | None:
+        return (
+            "DistributedDataParallel no longer averages its gradients, because torch drops its hooks when a parameter changes dtype or "
+            "device: wrap the module anew, and register it again"
+        )
+
     def tensors(self) -> Iterator[Owned]:
         """Buckets, and what communication hooks keep from step to step (PowerSGD: errors, which belong to the training state)."""
         for reducer in self._reducers:

@@ -71,12 +71,23 @@ def refuse_module(name: str, module: torch.nn.Module) -> None:
             answers[cls] = _match(part, _REFUSED_MODULES)
         if (known := answers[cls]) is not None:
             raise _refusal(name, where, f"{cls.__module__}.{cls.__qualname__}", _PLAIN_MODULES, known.advice)
+        if _has_yet_to_resize(part):
+            found = "fake quantisation by channel that has seen no data yet, whose first forward pass resizes its buffers,"
+            raise _refusal(name, where, found, _PLAIN_MODULES, f"run one forward pass before registering, {TRACK}")
         if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):
             found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
             raise _refusal(name, where, found, _PLAIN_MODULES, f"remove_hook_from_submodules(model), or load without device_map, {TRACK}")
         device_map = part.__dict__.get("hf_device_map")
         if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
             raise _refusal(name, where, f"a device map over {len(device_map)} places", _PLAIN_MODULES, f"load without device_map, {TRACK}")
+
+
+def _has_yet_to_resize(part: torch.nn.Module) -> bool:
+    """Whether the first forward pass of a module resizes its buffers, whose places have a size of their own."""
+    if not is_a(part, "torch.ao.quantization.fake_quantize", "FakeQuantize"):
+        return False
+    seen = getattr(getattr(part, "activation_post_process", None), "min_val", None)
+    return bool(getattr(part, "is_per_channel", False)) and isinstance(seen, torch.Tensor) and seen.numel() == 0
 
 
 def _moves_weights(hook: Any) -> bool:

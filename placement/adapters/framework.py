@@ -115,5 +115,13 @@ class Framework(abc.ABC):
         """By the identity of a module and the name there, weights that the module does not show; None for a parameter that is no weight."""
         return {}
 
+    def follow_parameters(self) -> None:
+        """The module's tensors were given back their places and forms: what the framework keeps of them elsewhere follows."""
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        """What nobody can bring back once parameters have been of another dtype or on another device, and what to do."""
+        return None
+
     def drop_caches(self) -> None:
         """Drop what the framework rebuilds when it needs it (workspaces); called once the module is on the host."""

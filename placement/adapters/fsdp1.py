@@ -85,6 +85,14 @@ class FSDP1(Framework):
                 handle.post_reshard()
                 handle._prefetched = False
 
+    def follow_parameters(self) -> None:
+        """Of what lies on other ranks this one shows tensors without elements, in the dtype of the flat parameter."""
+        for _, handle in self._handles():
+            flat = handle.flat_param
+            for parameter in (*flat._params, *flat._shared_params) if handle._use_orig_params else ():
+                if parameter.numel() == 0 and parameter.dtype is not flat.dtype:
+                    parameter.data = torch.empty(0, dtype=flat.dtype, device=flat.device)
+
     @property
     def gathers(self) -> str | None:
         return "FSDP1 gathers every parameter on the device for it"

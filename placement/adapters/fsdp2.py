@@ -65,6 +65,12 @@ class FSDP2(Framework):
                         with torch.no_grad():
                             each.reset_sharded_param()
 
+    def follow_parameters(self) -> None:
+        for _, group in self._groups():
+            for each in group.fsdp_params:
+                with torch.no_grad():
+                    _follow(each)
+
     def stand_ins(self) -> Mapping[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for _, group in self._groups():
@@ -151,6 +157,17 @@ def _unreduced(parameter: Any) -> Iterator[torch.Tensor]:
     unsharded = getattr(parameter, "_unsharded_param", None)
     if unsharded is not None and unsharded.grad is not None:
         yield unsharded.grad
+
+
+def _follow(parameter: Any) -> None:
+    """Take over what the module shows, as torch does after `_apply`; but of an empty shard torch would make new padding."""
+    shown, padded = parameter._module_info.module._parameters[parameter._module_info.param_name], parameter._sharded_param_data
+    if shown._local_tensor.numel():
+        parameter.reset_sharded_param()
+        return
+    if shown._local_tensor.untyped_storage()._cdata != padded.untyped_storage()._cdata:
+        shown._local_tensor = padded.view(parameter.padded_sharded_param_size).narrow(parameter.fsdp_placement.dim, 0, 0)
+    parameter.sharded_param, parameter._sharding_spec = shown, shown._spec
 
 
 def _is_torn(parameter: Any) -> bool:

@@ -56,6 +56,16 @@ class MegatronDDP(Framework):
                 if handle is not None:
                     handle.wait()
 
+    @property
+    def lost_by_conversion(self) -> str | None:
+        root = self._root()
+        if root is None or not any(_ddps(root)):
+            return None
+        return (
+            "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops its hooks when a parameter changes dtype "
+            "or device: wrap the module anew, and register it again"
+        )
+
     def tensors(self) -> Iterator[Owned]:
         """Buffers, buckets' views, `main_grad` of every parameter, and the shards that bucket groups keep at hand."""
         root = self._root()

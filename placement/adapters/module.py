@@ -56,6 +56,7 @@ class ModuleAdapter(Adapter):
         """Sparse gradients, as of the last walk."""
         self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         """Gradients that cannot be moved, as of the last walk."""
+        self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
         """Attributes of modules in which tensors may come to lie, as of the last walk."""
         self._nests = False
@@ -127,6 +128,14 @@ class ModuleAdapter(Adapter):
     def _staying(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((path, tensor) for path, tensor in ((path, alive()) for path, alive in self._immovable) if tensor is not None)
 
+    def follow_parameters(self) -> None:
+        for each in self._frameworks:
+            each.follow_parameters()
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.lost_by_conversion) is not None), None)
+
     def drop_caches(self) -> None:
         for each in self._frameworks:
             each.drop_caches()
@@ -157,6 +166,9 @@ class ModuleAdapter(Adapter):
     def module_adapters(self) -> Sequence[ModuleAdapter]:
         """This one."""
         return (self,)
+
+    def other_names(self) -> Mapping[str, str]:
+        return self._other_names
 
     def key_objects(self) -> Sequence[Any]:
         """The module and, for a compiled one, the module it wraps; without those that are gone."""
@@ -214,7 +226,8 @@ class ModuleAdapter(Adapter):
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
         self._containers, self._nests, self._sparse, self._immovable = set(), False, [], []
         found: list[Owned] = []
-        seen: set[int] = {id(cache) for each in self._frameworks for cache in each.caches()}
+        self._other_names = {}
+        seen: dict[int, str] = {id(cache): "" for each in self._frameworks for cache in each.caches()}
         self._shown = self._stand_ins()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
@@ -238,7 +251,7 @@ class ModuleAdapter(Adapter):
                 self._add(owned.name, owned.tensor, found, seen, owned.loose)
         return found
 
-    def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: set[int]) -> None:
+    def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str]) -> None:
         kinds = self._kinds
         # torch.nn.Module sets its fields in one go, so whoever calls its constructor first has them first: skip them at once.
         attributes = itertools.islice(fields.items(), len(_MODULE_FIELDS) - 1, None)
@@ -258,11 +271,11 @@ class ModuleAdapter(Adapter):
                 self._nests = True
                 self._add(path, tensor, found, seen)
 
-    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: set[int], loose: bool = False) -> None:
+    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: dict[int, str], loose: bool = False) -> None:
         tensor = self._shown.get(id(tensor), tensor)
-        if id(tensor) in seen:
+        if (first := seen.setdefault(id(tensor), name)) is not name:
+            self._other_names[name] = first
             return
-        seen.add(id(tensor))
         # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
         loose = loose or not tensor.is_leaf
         for path, part in parts_of(tensor, name):
@@ -278,12 +291,12 @@ class ModuleAdapter(Adapter):
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
             self._add_gradient(f"{name}.grad", gradient, found, seen)
 
-    def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: set[int]) -> None:
+    def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]) -> None:
         """Gradients come in whatever layout a backward pass gives them. One that cannot be moved must not keep the object where it is."""
         if is_sparse(gradient):
-            if id(gradient) in seen:
+            if (first := seen.setdefault(id(gradient), name)) is not name:
+                self._other_names[name] = first
                 return
-            seen.add(id(gradient))
             parts = [Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)]
             if self._external is not None:
                 found += parts

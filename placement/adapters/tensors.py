@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -142,3 +142,43 @@ def rewrapped(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tenso
 def align(wrapper: torch.Tensor) -> None:
     """Make a wrapper's outside say what its parts are now (their device). `.data =` reaches the outside alone."""
     wrapper.data = rewrapped(wrapper, lambda part: part)
+
+
+class Outline(NamedTuple):
+    """What a wrapper says of itself, in words that hold no tensor: how to make the same one around other parts."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    context: Any
+    """Of `__tensor_flatten__`."""
+    inner: Mapping[str, Outline]
+    """Of the parts that are wrappers themselves."""
+
+    @classmethod
+    def of(cls, wrapper: Any) -> Outline:
+        names, context = wrapper.__tensor_flatten__()
+        inner = {name: cls.of(part) for name in names if is_wrapper(part := getattr(wrapper, name))}
+        return cls(wrapper.dtype, wrapper.size(), wrapper.stride(), context, inner)
+
+    def around(self, wrapper: Any) -> torch.Tensor:
+        """A new wrapper like this around the parts that another one has."""
+        parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
+        parts |= {name: outline.around(parts[name]) for name, outline in self.inner.items()}
+        found: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return found
+
+
+def restore(wrapper: torch.Tensor, outline: Outline) -> None:
+    """Make a wrapper say again what it said of itself, once its parts are what they were: `half()` made it say another dtype.
+
+    The object stays, with its parts and its gradient.
+    """
+    if (wrapper.dtype, wrapper.size(), wrapper.stride()) == outline[:3]:
+        return
+    fresh = outline.around(wrapper)
+    wrapper.data = fresh
+    slots = {name for cls in type(wrapper).__mro__ for name in vars(cls).get("__slots__", ())}
+    for name in (*slots, *vars(fresh)):
+        if hasattr(fresh, name):
+            setattr(wrapper, name, getattr(fresh, name))

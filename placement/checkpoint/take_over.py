@@ -116,7 +116,7 @@ class Before:
 def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
     """Whether a tensor that a handle's state dict shows is the handle's own memory, so that what is written there counts."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(handle)}
-    places = None if handle.holding is None else handle.holding.adopted.places
+    places = None if handle.holding is None else handle.holding.adopted.by_address
 
     def owns(part: torch.Tensor) -> bool:
         if part.numel() == 0 or part.untyped_storage().data_ptr() in addresses:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 
+from placement.adapters.base import Owned
 from placement.errors import RegistrationError
 from placement.memory import cuda_pool
 from placement.memory.base import Addresses, Device
@@ -41,6 +42,8 @@ class Claim:
     name: str
     storage: torch.UntypedStorage
     aliases: tuple[torch.Tensor, ...]
+    owned: tuple[Owned, ...] = ()
+    """Of the aliases, those that have a name."""
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:
@@ -194,6 +197,16 @@ def rehome(
     else:
         homes[storage.data_ptr()] = home
         _rebind(aliases, home)
+
+
+def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
+    """Give a storage the memory of another, whatever its size is now, for everybody who uses it. False where torch cannot."""
+    if storage.device != home.device or not _can_swap():
+        return False
+    if storage.nbytes() != home.nbytes():  # torch exchanges memory of one size, or with an empty storage
+        storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
+    storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+    return True
 
 
 def _can_swap() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from placement.adapters.tensors import align
 from placement.errors import IntegrityError
 from placement.memory import adopt, poisoned, strays
 from placement.memory.adopt import Claim
+from placement.memory.away import Away
 from placement.memory.base import Device
 from placement.memory.claims import RANGES, Owner
 from placement.memory.fingerprint import fingerprints
@@ -23,7 +25,10 @@ from placement.memory.gradients import Gradients
 from placement.memory.handed import Handed
 from placement.memory.host import round_up
 from placement.memory.intake import Intake, Versions
-from placement.memory.range import Places, Range
+from placement.memory.places import Born
+from placement.memory.poisoned import Changes, computed_from_poison
+from placement.memory.put_back import bring_back, put_back, renew_empty
+from placement.memory.range import Range, RangesByAddress
 from placement.memory.stock import Stock
 from placement.memory.zeroed import Found, Zeroed
 
@@ -38,14 +43,14 @@ class Adopted:
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, intake: Intake | None = None) -> None:
         self.name = name
-        self.places = Places(())
-        """The ranges, by address."""
-        self.handed = Handed(device)
+        self.by_address = RangesByAddress(())
+        self.handed = Handed(device, name, adapter)
         self.gradients = Gradients(adapter)
         self.versions_offloaded: Versions | None = Versions({}, {})
         """As of the offload; None where a state dict that was alive then shares the counters, and may be written by right."""
         self.moving_in: frozenset[int] = frozenset()
         """Storages that this offload takes in: what a state dict shows of them follows by itself."""
+        self.away = Away(device)
         self.loose_bytes = 0
         """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
         self.unborn_bytes = 0
@@ -64,23 +69,23 @@ class Adopted:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return self.places.ranges
+        return self.by_address.ranges
 
     @ranges.setter
     def ranges(self, ranges: tuple[Range, ...]) -> None:
-        self.places = Places(ranges)
+        self.by_address = RangesByAddress(ranges)
 
     # --- measuring
 
     @property
     def device_bytes(self) -> int:
         """Device bytes that it takes to have memory behind every range."""
-        return sum([r.device_bytes for r in self.places.ranges])
+        return sum([r.device_bytes for r in self.by_address.ranges])
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of chunks behind the ranges."""
-        return sum([r.resident_bytes for r in self.places.ranges])
+        return sum([r.resident_bytes for r in self.by_address.ranges])
 
     @property
     def host_bytes(self) -> int:
@@ -91,11 +96,11 @@ class Adopted:
     def host_pageable_bytes(self) -> int:
         return sum(r.slab.pageable_bytes for r in self.ranges)
 
-    def newborn(self) -> poisoned.Born:
-        """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
+    def newborn(self) -> Born:
+        """What the object owns outside its places now."""
         return self._intake.newborn(self.ranges, self.handed)
 
-    def _movable_newborn(self) -> poisoned.Born:
+    def _movable_newborn(self) -> Born:
         """The same, in storages that can be moved: nothing else uses those of sparse gradients."""
         born = self.newborn()
         sparse = list(self._adapter.sparse())
@@ -108,7 +113,7 @@ class Adopted:
 
     def look(self) -> None:
         """Measure what the object owns in torch's memory, and what of it is still to be born."""
-        self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn() for claim in claims)
+        self.loose_bytes = sum(claim.storage.nbytes() for claims in self.newborn()[:2] for claim in claims)
         self.look_at_unborn()
         self.look_at_foreign()
 
@@ -148,6 +153,8 @@ class Adopted:
         owner = self._owner()
         assert owner is not None
         for r in ranges:
+            if r.claims is not None:
+                self._intake.places.add(r)
             RANGES.add(owner, r.adoption.addresses.base, r.nbytes)
         self.ranges = ranges
 
@@ -157,14 +164,16 @@ class Adopted:
         Raises:
             Exception: what stopped it; the caller undoes what was done.
         """
-        stay, loose = self._movable_newborn()
+        born = self._movable_newborn()
+        self._intake.places.note(born)
+        stay, loose = born.stay, born.loose
         fresh = self._take_in(stay, loose)
         self._device.sync()
         self.keep(fresh)
         for new in self.ranges:
             new.move_in()
         was_on_device = any(claim.storage.device == self._device.torch_device for claim in (*stay, *loose))
-        del stay, loose, fresh
+        del born, stay, loose, fresh
         self.look_at_foreign()
         self.align_wrappers()
         self.count_uses()
@@ -180,9 +189,8 @@ class Adopted:
     def take_in_from_elsewhere(self) -> tuple[Range, ...]:
         """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
         before, here = self.ranges, 0
-        born = self.newborn()
-        self.refuse(born)
-        for loose, claims in enumerate(born):
+        born = self.newborn_unless_changed()
+        for loose, claims in enumerate((born.stay, born.loose)):
             here += sum(c.nbytes for c in claims if c.storage.device == self._device.torch_device)
             fresh = self._intake.take_in([c for c in claims if c.storage.device != self._device.torch_device], bool(loose))
             if fresh is not None:
@@ -198,8 +206,7 @@ class Adopted:
 
     def take_in_to_stay(self) -> Range | None:
         """Save what was born and stays for good, all of it; it moves in when the caller has decided."""
-        stay, _ = self.newborn()
-        return self._intake.take_in(stay, False)
+        return self._intake.take_in(self.newborn().stay, False)
 
     def take_in_newborn(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
         """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
@@ -207,12 +214,21 @@ class Adopted:
         Args:
             drops: leave the gradients out; they die with the decision.
         """
-        stay, loose = self._movable_newborn()
+        born = self._movable_newborn()
+        self._intake.places.note(born)
+        self.away.note(born.astray)
+        stay, loose = born.stay, born.loose
+        stay += self.away.grown(loose=False)
+        loose += self.away.grown(loose=True)
         self.note_versions()
         if drops:
             loose = self.gradients.besides(loose)
         self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *loose))
         return self._take_in(stay, loose), bool(stay)
+
+    def bring_back(self) -> None:
+        """What this offload found away from its place is pointed there again."""
+        self.away.bring_back(self.ranges, self._intake.places)
 
     def set_aside(self, r: Range) -> None:
         """The slab of a range that nothing moved into is kept for what will."""
@@ -242,21 +258,45 @@ class Adopted:
         if self.versions_offloaded is not None:
             self.note_versions()
 
-    def refuse(self, born: poisoned.Born) -> None:
-        """Raise where something was written while offloaded, or what was born meanwhile was computed from poison.
+    def newborn_unless_changed(self) -> Born:
+        """What the offloaded object owns outside its places. Where it is not what it was, that is undone as far as it can be.
 
         Raises:
-            IntegrityError: see `poisoned.refuse_written` and `poisoned.refuse`. Each is raised once.
+            IntegrityError: what was written or changed, and what to do. Each is raised once.
         """
+        born = self.newborn()
         if names := self._written():
             self.forget_writes()
             poisoned.refuse_written(self.name, names)
-        try:
-            poisoned.refuse(self._device, self.name, born, self.ranges)
-        except IntegrityError:
-            self.newborn()  # what was put back lies in other storages now, which were never counted
-            self.forget_writes()
-            raise
+        changes = self.put_back(born)
+        if not changes:
+            return born
+        message = changes.message(self.name)
+        del born, changes  # whoever keeps the error keeps no tensor
+        self.newborn()  # what was put back lies in other storages now, which were never counted
+        self.forget_writes()
+        raise IntegrityError(message)
+
+    def put_back(self, born: Born) -> Changes:
+        """Undo what was done to registered tensors of the offloaded object; says what it was.
+
+        Gradients are put back with values only: alone they are of a backward, and what was there before may have been dropped on purpose.
+        """
+        if not born:
+            return Changes()
+        places = self._intake.places.within(self.ranges)
+        bring_back(self._device, born.astray, places)
+        changes = replace(computed_from_poison(born.stay, born.loose, places), moved=[each.claim for each in born.astray])
+        if changes.replaced:
+            gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
+            if put_back(self._device, [*changes.replaced, *gradients], places, self._intake.places.outlines()):
+                changes = replace(changes, lost=self._adapter.lost_by_conversion)
+            self.align_wrappers()
+            renew_empty(self._adapter.with_gradients())
+            self._adapter.follow_parameters()
+        if changes:
+            self.handed.point_to_host(self.by_address)
+        return changes
 
     def align_wrappers(self) -> None:
         """A wrapper whose parts were rebound to another device says so itself."""
@@ -277,7 +317,7 @@ class Adopted:
     def drop(self, gone: Sequence[Range], stock: Stock) -> None:
         """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
         if gone:
-            self.handed.leave(Places(tuple(gone)))
+            self.handed.leave(RangesByAddress(tuple(gone)))
         for r in gone:
             self.vacate(r, stock)
             RANGES.remove(r.adoption.addresses.base)
@@ -325,7 +365,8 @@ class Adopted:
         """See `Holding.drifted`."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += self._adapter.torn()
-        stay, loose = self.newborn()
+        born = self.newborn()
+        stay, loose = born.stay, born.loose  # what is astray was found by its address
         if on_device and self._adapter.kind == "optimizer":
             return found
         if on_device:

@@ -219,9 +219,11 @@ class Exchange:
         """Everything that leaves is complete on the host."""
         moved = {}
         for each in leaving:
-            references, strays = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
+            found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
             each.holding.settle(self._stock)
-            moved[each.holding] = Moved(0.0, each.copied_bytes, each.skipped_bytes, each.rewritten_chunks, references, strays)
+            moved[each.holding] = replace(
+                found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
+            )
             each.fresh = ()  # its claims hold the storages
         for each in leaving:
             each.holding.adopted.count_uses()

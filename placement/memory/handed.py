@@ -7,23 +7,29 @@ what the object holds, wherever it is. Of a wrapper (a DTensor) the parts follow
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from placement.adapters.base import Adapter
 from placement.adapters.sparse import is_sparse, made_of
 from placement.adapters.tensors import align, is_plain_type, is_wrapper, parts_of, rewrapped
+from placement.errors import IntegrityError
 from placement.memory.base import Device
-from placement.memory.range import Places
+from placement.memory.poisoned import has_nan
+from placement.memory.range import RangesByAddress
 
 
 class Handed:
     """The living tensors of the state dicts of one object."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, name: str, adapter: Adapter) -> None:
         self._device = device
+        self._name = name
+        self._adapter = adapter
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         """Plain ones, by identity: those handed out as they are, and the parts of the wrappers."""
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -41,7 +47,7 @@ class Handed:
         with torch.no_grad():
             known = self._storages.get(address)
             storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-            if storage is None:
+            if storage is None or storage.data_ptr() != address:  # who was given it may have moved it away (`share_memory_()`)
                 storage = make().untyped_storage()
                 self._storages[address] = StorageWeakRef(storage)
             empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
@@ -71,7 +77,7 @@ class Handed:
 
     # --- where they point
 
-    def hand_out(self, tensor: torch.Tensor, places: Places, *, from_host: bool) -> torch.Tensor:
+    def hand_out(self, tensor: torch.Tensor, places: RangesByAddress, *, from_host: bool) -> torch.Tensor:
         """A live tensor of the object as a state dict may show it; of a sparse one a copy with the values of now.
 
         Args:
@@ -92,13 +98,13 @@ class Handed:
         self._wrappers = _add(self._wrappers, shown)
         return shown
 
-    def _now(self, part: torch.Tensor, places: Places, from_host: bool) -> torch.Tensor:
+    def _now(self, part: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
         """A copy: of a part of a sparse tensor, which cannot be pointed elsewhere when the bytes go there."""
         host = self.over_host(part, places) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
-    def _hand_out_plain(self, tensor: torch.Tensor, places: Places, from_host: bool) -> torch.Tensor:
-        host = self.over_host(tensor, places) if from_host else None
+    def _hand_out_plain(self, tensor: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
+        host = self.readable(tensor, places) if from_host else None
         if host is not None:
             self.note_shown(places, [host])
         elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor: it says the same as the others
@@ -107,7 +113,31 @@ class Handed:
         self._tensors = _add(self._tensors, found)
         return found
 
-    def over_host(self, tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
+    def readable(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
+        """A plain tensor of the offloaded object over the host copy, its storage moved away or not; None for what has no place there.
+
+        Raises:
+            IntegrityError: it was put in place of a registered tensor, with what lay there for values.
+        """
+        if (host := self.over_host(tensor, places)) is not None:
+            return host
+        storage = tensor.untyped_storage()
+        for r in places.ranges:
+            if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
+                slab, offset, nbytes = r.slab, entry.offset, entry.nbytes
+                return self.over(tensor, slab.address + offset, functools.partial(slab.view, offset, nbytes))
+        if tensor.dim() and has_nan(tensor.detach(), throughout=True) and self._is_live(storage):
+            raise IntegrityError(
+                f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by what lies there then "
+                "(NaN): half(), to(), .data =. Its registered values are in the host copy and come back at the next phase that loads it."
+            )
+        return None
+
+    def _is_live(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the object owns a tensor in a storage now. What a hook has computed is nobody's."""
+        return any(owned.tensor.untyped_storage()._cdata == storage._cdata for owned in self._adapter.owned())
+
+    def over_host(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same plain tensor over the host copy; None when its storage is not in a range.
 
         Its storage has the size of the original, so that saving it writes no more than that.
@@ -118,7 +148,7 @@ class Handed:
         slab, offset = place[0].slab, place[1]
         return self.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
 
-    def _over_device(self, tensor: torch.Tensor, places: Places) -> torch.Tensor | None:
+    def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same tensor over the range; None when its storage is not over the host copy of one."""
         place = places.find(tensor)
         if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
@@ -126,14 +156,14 @@ class Handed:
         addresses, offset = place[0].adoption.addresses, place[1]
         return self.over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
-    def note_shown(self, places: Places, tensors: Iterable[torch.Tensor] | None = None) -> None:
+    def note_shown(self, places: RangesByAddress, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """The host copies of these tensors (None: of all) can be written through from now on."""
         for tensor in self if tensors is None else tensors:
             place = places.find(tensor)
             if place is not None:
                 place[0].is_shown = True
 
-    def point_to_host(self, places: Places, except_for: Collection[int] = ()) -> None:
+    def point_to_host(self, places: RangesByAddress, except_for: Collection[int] = ()) -> None:
         """Point every living tensor to the host copy, but for those of storages that follow by themselves. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -143,7 +173,7 @@ class Handed:
 
         self._point_to(find)
 
-    def point_to_device(self, places: Places) -> None:
+    def point_to_device(self, places: RangesByAddress) -> None:
         """Point every living tensor to the device. Idempotent."""
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -153,7 +183,7 @@ class Handed:
 
         self._point_to(find)
 
-    def leave(self, places: Places | None = None) -> None:
+    def leave(self, places: RangesByAddress | None = None) -> None:
         """Give every living tensor memory of its own, with today's values: the ranges that they lie in are about to go.
 
         Args:

@@ -14,12 +14,13 @@ import torch
 
 from placement.adapters.base import Adapter
 from placement.errors import DeviceMemoryError, IntegrityError
-from placement.memory import poisoned, strays
+from placement.memory import strays
 from placement.memory.adopted import Adopted
 from placement.memory.base import Device
 from placement.memory.claims import RANGES
 from placement.memory.gradients import Gradients
 from placement.memory.loans import Loans
+from placement.memory.moved import Moved
 from placement.memory.range import Range
 from placement.memory.rehome import rehome
 from placement.memory.stock import Stock
@@ -64,7 +65,7 @@ class Holding:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return self.adopted.places.ranges
+        return self.adopted.by_address.ranges
 
     @property
     def gradients(self) -> Gradients:
@@ -147,7 +148,7 @@ class Holding:
             self.loans.wait()  # what leaves the device is written over the host copy
         if not self.on_device and self.adopted.dead():
             # Before the dead are dropped, with the only good values in them.
-            self.adopted.refuse(self.adopted.newborn())
+            self.adopted.newborn_unless_changed()
         self.is_settled = False
         self._is_copying = not self.on_device
         if self.on_device:
@@ -187,8 +188,8 @@ class Holding:
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
-    ) -> tuple[int, str]:
-        """Every byte is in the slabs: decide. Returns the stray references and the names of what they hold.
+    ) -> Moved:
+        """Every byte is in the slabs: decide. Returns what was not as it should be.
 
         Args:
             dropped: ranges that were not saved, because every gradient becomes None with the decision; None: gradients moved.
@@ -196,14 +197,17 @@ class Holding:
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.adopted.handed.point_to_host(self.adopted.places, except_for=self.adopted.moving_in)
+        self.adopted.away.save(readonly=self.readonly)
+        self.adopted.handed.point_to_host(self.adopted.by_address, except_for=self.adopted.moving_in)
         surplus = self.strays(before) if self._may_have_strays else {}
         self.adopted.keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
         self.refuse_calls()
         self.on_device = False
-        return sum(surplus.values()), ", ".join([*surplus][:8])
+        return Moved(
+            stray_references=sum(surplus.values()), strays=", ".join([*surplus][:8]), brought_back=", ".join(self.adopted.away.names[:8])
+        )
 
     def strays(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
         """By name, the references to adopted storages that others hold now."""
@@ -237,7 +241,7 @@ class Holding:
             if self._is_vacating and not self._have_back(stock):
                 self.refuse_calls()
                 self.on_device = False
-            self.adopted.handed.point_to_device(self.adopted.places)
+            self.adopted.handed.point_to_device(self.adopted.by_address)
             self.adopted.forget_gradients()
         if not self.on_device:
             if self._is_copying:
@@ -249,8 +253,9 @@ class Holding:
             for r in self.ranges:
                 self.adopted.vacate(r, stock)
                 r.move_in()
-            self.adopted.handed.point_to_host(self.adopted.places)
-            self.adopted.handed.note_shown(self.adopted.places)
+            self.adopted.bring_back()
+            self.adopted.handed.point_to_host(self.adopted.by_address)
+            self.adopted.handed.note_shown(self.adopted.by_address)
             if self.adopted.handed:
                 self.adopted.versions_offloaded = None
             self.adopted.note_gradients()
@@ -262,13 +267,14 @@ class Holding:
             self.allow_calls()
         self._is_copying = self._is_vacating = False
         self._dropped, self.adopted.moving_in = None, frozenset()
+        self.adopted.away.forget()
         self.is_settled = True
 
     def vacate(self, r: Range, first: int, last: int, stock: Stock) -> None:
         """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
         if not self._is_vacating and self.adopted.handed:  # another thread may be writing a checkpoint from them: never over poison
             self.device.wait(self.device.mark("to_host"))
-            self.adopted.handed.point_to_host(self.adopted.places, except_for=self.adopted.moving_in)
+            self.adopted.handed.point_to_host(self.adopted.by_address, except_for=self.adopted.moving_in)
         self._is_vacating = True
         r.give(range(first, last), stock)  # first, so that what is on record is mapped, whenever an interrupt comes
         self.device.unmap(r.adoption.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
@@ -322,26 +328,26 @@ class Holding:
     # --- reading and leaving
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor over the host copy; None when its storage is not in a range. Meaningful while offloaded."""
-        return self.adopted.handed.over_host(tensor, self.adopted.places)
+        """The same tensor over the host copy; None when its storage has no place there. Meaningful while offloaded."""
+        return self.adopted.handed.readable(tensor, self.adopted.by_address)
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`over_host` for somebody who may also write there; None also while the device has the values."""
         host = self.over_host(tensor) if self.is_on_host else None
         if host is not None:
-            self.adopted.handed.note_shown(self.adopted.places, [host])
+            self.adopted.handed.note_shown(self.adopted.by_address, [host])
         return host
 
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""
-        place = self.adopted.places.find(tensor)
+        place = self.adopted.by_address.find(tensor)
         if place is None or (self.on_device and (place[0].loose or place[0].claims is not None)):
             return None
         return self.over_host(tensor)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
-        return self.adopted.handed.hand_out(tensor, self.adopted.places, from_host=self.is_on_host)
+        return self.adopted.handed.hand_out(tensor, self.adopted.by_address, from_host=self.is_on_host)
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
         """`hand_out` for a tensor that may have come from there: then it follows already."""
@@ -363,7 +369,7 @@ class Holding:
         if self.on_device or self._is_copying:
             self.device.sync()
         if not self.on_device and self.is_settled:  # nothing of it may leave with poison for values
-            poisoned.put_back(self.device, self.adopted.newborn(), self.ranges)
+            self.adopted.put_back(self.adopted.newborn())
         self.is_leaving = True
         rehome(self.device, self.adapter, self.adopted, on_device=self.on_device)
         stock = Stock(self.device)

@@ -18,6 +18,7 @@ from placement.errors import RegistrationError
 from placement.memory import adopt
 from placement.memory.base import Addresses, Copy, Device, HostSlab
 from placement.memory.claims import RANGES, Owner
+from placement.memory.places import Astray, Born, Places
 from placement.memory.range import Range, storage_use_count, used_bytes
 from placement.weak import WeakIdSet
 
@@ -67,6 +68,25 @@ class Versions(NamedTuple):
         return {key for key, now in self.sums.items() if now > known.get(key, now) and self.counts[key] == counts[key]}
 
 
+class _Found:
+    """A storage, and who uses it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.owned: list[Owned] = []
+        self.handed: list[torch.Tensor] = []
+
+    def add(self, owned: Owned) -> None:
+        """One more tensor. One without elements names nothing, so the first comes after one with them."""
+        if self.owned and not self.owned[0].tensor.numel():
+            self.owned.insert(0, owned)
+        else:
+            self.owned.append(owned)
+
+    def claim(self) -> adopt.Claim:
+        return adopt.Claim(self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.handed), tuple(self.owned))
+
+
 class Intake:
     """Takes in what one object comes to own: at registration, at its offloads, and when it is loaded.
 
@@ -87,56 +107,61 @@ class Intake:
         """Of the keys of `aliases`: while it is weakly held, no new storage gets the address of a dead one and its count."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, where it found everything in its place: the ranges, and of each tensor its storage, address and version."""
+        self.places = Places()
+        """What lay where, as of the last offload."""
         self.reserved: HostSlab | None = None
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
         _INTAKES.add(self)
 
-    def newborn(self, ranges: tuple[Range, ...], handed: Iterable[torch.Tensor]) -> tuple[list[adopt.Claim], list[adopt.Claim]]:
-        """What the object owns outside its ranges: (to stay, loose), one claim a storage, in the adapter's order."""
+    def newborn(self, ranges: tuple[Range, ...], handed: Iterable[torch.Tensor]) -> Born:
+        """What the object owns outside its places now."""
         if self._is_as_before(ranges):
-            return [], []
+            return Born([], [], [])
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
-        known = set(itertools.compress(placed, map(storage_use_count, placed)))
+        addresses = [base + entry.offset for r in ranges for base in (r.adoption.addresses.base,) for entry in r.placed]
+        known = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         sums: dict[int, int] = {}
         counts: dict[int, int] = {}
         aliases: dict[int, int] = {}
-        found: dict[int, tuple[Owned, torch.UntypedStorage, list[torch.Tensor]]] = {}
+        found: dict[int, _Found] = {}
+        away: dict[int, _Found] = {}
         storages: list[int] = []
+        in_place: list[Owned] = []
         alive = [entry.ref for r in ranges for entry in r.placed]
         for owned in self._adapter.owned():
             storage = owned.tensor.untyped_storage()
             key = storage._cdata
             storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
-            if key in known:
+            if (address := known.get(key)) is not None:
                 if not owned.loose:
                     sums[key] = sums.get(key, 0) + owned.version
                     counts[key] = counts.get(key, 0) + 1
+                if storage.data_ptr() == address:
+                    in_place.append(owned)
+                else:
+                    away.setdefault(key, _Found(storage)).add(owned)
                 continue
             alive.append(StorageWeakRef(storage))
-            if storage.nbytes() == 0 or self._belongs_elsewhere(owned, storage):
-                continue
-            if key not in found:
-                found[key] = (owned, storage, [owned.tensor])
-            elif found[key][0].tensor.numel():
-                found[key][2].append(owned.tensor)
-            else:  # a tensor without elements is one more user of a storage, and names nothing
-                found[key] = (owned, storage, [owned.tensor, *found[key][2]])
+            if storage.nbytes() and not self._belongs_elsewhere(owned, storage):
+                found.setdefault(key, _Found(storage)).add(owned)
         hosts = []
         for guest in self._adapter.guests():
             _GUESTS.add(guest)
             hosts.append(StorageWeakRef(guest.untyped_storage()))
         self.versions, self._alive = Versions(sums, counts), alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
-        self._note(ranges, storages if known.issuperset(storages) else ())
+        self._note(ranges, storages if len(in_place) == len(storages) else ())
         for tensor in handed:
-            entry = found.get(tensor.untyped_storage()._cdata)
-            if entry is not None:
-                entry[2].append(tensor)
-        filled = [each for each in found.values() if each[0].tensor.numel()]
-        new = [(first.loose, adopt.Claim(first.name, storage, tuple(tensors))) for first, storage, tensors in filled]
-        return [claim for loose, claim in new if not loose], [claim for loose, claim in new if loose]
+            key = tensor.untyped_storage()._cdata
+            if (entry := found.get(key) or away.get(key)) is not None:
+                entry.handed.append(tensor)
+        entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if away else {}
+        astray = [Astray(*entries[key], each.claim(), each.owned[0].loose) for key, each in away.items()]
+        new = [(each.owned[0].loose, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
+        stay, goes = [claim for loose, claim in new if not loose], [claim for loose, claim in new if loose]
+        return Born(stay, goes, astray, in_place, self._adapter.other_names())
 
     def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
         """Remember a look that found everything in its place, for the next one."""

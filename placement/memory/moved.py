@@ -17,3 +17,5 @@ class Moved:
     stray_references: int = 0
     strays: str = ""
     """The tensors that somebody else holds, by name."""
+    brought_back: str = ""
+    """The tensors that were found in other memory than theirs on the device, by name."""

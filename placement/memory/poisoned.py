@@ -1,67 +1,81 @@
-"""What was computed from poison while its object was offloaded.
+"""What happened to an offloaded object that makes it another than it was, and its undoing.
 
 `half()`, `to()`, `resize_token_embeddings()` or `.data =` on an offloaded module read poison and put new tensors in place of
 the registered ones: then the host copy would belong to nobody and be dropped with the only good values in it. A backward outside
 a phase leaves gradients of the same kind. Poison spreads as NaN, so NaN in a tensor that was born meanwhile tells.
+`share_memory()` takes storages away from their places, with poison for values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.errors import IntegrityError
 from placement.memory.adopt import Claim
-from placement.memory.base import Device
 from placement.memory.intake import Versions
-from placement.memory.range import Placed, Range
-
-Born = tuple[list[Claim], list[Claim]]
-"""What an object owns outside its ranges: to stay, and loose."""
+from placement.memory.places import Place
+from placement.memory.range import Range
 
 
-def refuse(device: Device, name: str, born: Born, ranges: Sequence[Range]) -> None:
-    """Raise where what was born while offloaded was computed from poison. The object has its registered values again then.
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of an offloaded object was not as it had been."""
 
-    Raises:
-        IntegrityError: what was computed, and what to do.
-    """
-    values, gradients = put_back(device, born, ranges)
-    names = ", ".join(claim.name for claim in (values or gradients)[:8])
-    if values:
-        raise IntegrityError(
-            f"{names} of {name!r} were replaced while it was offloaded, by tensors computed from what lies there then (NaN): half(), "
-            "to(), resize_token_embeddings(), .data =. The registered values were put back. Do it inside a phase that has it on the "
-            "device, or before it is registered."
-        )
-    if gradients:
-        raise IntegrityError(
-            f"{names} of {name!r} came to be while it was offloaded, from what lies there then (NaN): a backward outside a phase. "
-            "Drop the gradients with zero_grad(), and call backward() inside manager.phase('train')."
-        )
+    replaced: Sequence[Claim] = ()
+    """Computed from poison, in place of what was registered."""
+    added: Sequence[Claim] = ()
+    """Computed from poison, under names that nothing registered had."""
+    gradients: Sequence[Claim] = ()
+    moved: Sequence[Claim] = ()
+    """Taken away from their places."""
+    lost: str | None = None
+    """What could not be undone, and what to do."""
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced or self.added or self.gradients or self.moved)
+
+    def message(self, name: str) -> str:
+        """What happened to the object, and what to do."""
+        values = [*self.replaced, *self.added]
+        told = []
+        if self.moved:
+            told.append(
+                f"{_names(self.moved)} of {name!r} were moved to other memory while it was offloaded (share_memory(), a "
+                "torch.multiprocessing queue, resize_()), and whoever received them got what lies there then (NaN). They have their "
+                "places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
+            )
+        if values:
+            left = f" {_names(self.added)} were added beside them and stay NaN until they are given values." if self.added else ""
+            told.append(
+                f"{_names(values)} of {name!r} were replaced while it was offloaded, by tensors computed from what lies there then "
+                "(NaN): half(), to(), resize_token_embeddings(), .data =. The registered values were put back." + left + " Do it inside "
+                "a phase that has it on the device, or before it is registered."
+            )
+        elif self.gradients:
+            told.append(
+                f"{_names(self.gradients)} of {name!r} came to be while it was offloaded, from what lies there then (NaN): a backward "
+                "outside a phase. Drop the gradients with zero_grad(), and call backward() inside manager.phase('train')."
+            )
+        if self.lost is not None:
+            told.append(f"But {self.lost}.")
+        return " ".join(told)
 
 
-def put_back(device: Device, born: Born, ranges: Sequence[Range]) -> Born:
-    """Give tensors that stand in place of registered ones the registered values again: their dtype, shape and place.
-
-    Returns what was computed from poison. Gradients are put back with values only: alone they are of a backward, and what was
-    there before may have been dropped on purpose.
-    """
-    stay, loose = born
-    if not stay and not loose:
-        return [], []
-    placed = {entry.name: (r, entry) for r in ranges for entry in r.placed}
+def computed_from_poison(stay: Sequence[Claim], loose: Sequence[Claim], places: Mapping[str, Place]) -> Changes:
+    """Which of these tensors, born while their object was offloaded, were computed from poison."""
+    placed = {id(claim): any(owned.name in places for owned in claim.owned) for claim in stay}
     # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
-    values = [claim for claim in stay if _has_nan(claim, throughout=claim.name not in placed)]
+    values = [claim for claim in stay if _has_nan(claim, throughout=not placed[id(claim)])]
     gradients = [claim for claim in loose if _has_nan(claim, throughout=False)]
     # Integers have no NaN. Weights of nothing but -1, or anything of -1 that came with a NaN, was copied from what lies there.
-    values += [c for c in stay if c.name in placed and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
-    for claim in (*values, *gradients) if values else ():
-        if claim.name in placed:
-            _put_back(device, claim, *placed[claim.name])
-    return values, gradients
+    values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
+    if values:  # padding is zero as it was: torch has made it anew, and nobody else
+        known = {id(claim) for claim in values}
+        values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
+    return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
 
 
 def written(before: Versions, now: Versions, ranges: Sequence[Range]) -> list[str]:
@@ -87,14 +101,23 @@ def refuse_written(name: str, names: Sequence[str]) -> None:
         )
 
 
-def _put_back(device: Device, claim: Claim, r: Range, entry: Placed) -> None:
-    home = entry.storage() or device.view(r.adoption.addresses, entry.offset, entry.nbytes).untyped_storage()
-    dtype, offset, size, stride = entry.form
-    with torch.no_grad():
-        for alias in claim.aliases:
-            alias.data = torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride)
-    r.counted = None  # before the old storage may be freed, whose address is in there
-    entry.ref, entry.use_count = StorageWeakRef(claim.aliases[0].untyped_storage()), 0
+def _names(claims: Sequence[Claim]) -> str:
+    more = f" and {len(claims) - 8} more" if len(claims) > 8 else ""
+    return ", ".join(claim.name for claim in claims[:8]) + more
+
+
+def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
+    """Whether every tensor of it has the values of the host copy, so that it may as well lie there."""
+    for owned in claim.owned:
+        if (place := places.get(owned.name)) is None:
+            return False
+        dtype, offset, size, stride = place.form
+        host = place.range.slab.view(place.entry.offset, place.entry.nbytes).untyped_storage()
+        registered = torch.empty(0, dtype=dtype, device="cpu").set_(host, offset, size, stride)
+        now = owned.tensor.detach()
+        if now.size() != size or not torch.equal(now.cpu().to(dtype), registered):
+            return False
+    return True
 
 
 def _is_poison(claim: Claim) -> bool:
@@ -102,12 +125,16 @@ def _is_poison(claim: Claim) -> bool:
     tensor = claim.aliases[0].detach()
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    return not _has_nan(claim, throughout=False) and bool((tensor.contiguous().view(torch.uint8) == 0xFF).all().item())
+    return not _has_nan(claim, throughout=False) and bool((tensor.reshape(-1).contiguous().view(torch.uint8) == 0xFF).all().item())
 
 
-def _has_nan(claim: Claim, *, throughout: bool) -> bool:
-    tensor = claim.aliases[0].detach()
+def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
+    """Whether any element of a tensor is NaN, or all of them; False where its type has none."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return False
     nan = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
     return bool((nan.all() if throughout else nan.any()).item())
+
+
+def _has_nan(claim: Claim, *, throughout: bool) -> bool:
+    return has_nan(claim.aliases[0].detach(), throughout=throughout)

@@ -23,10 +23,6 @@ def used_bytes(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-"""Dtype, storage offset, size and strides of a tensor."""
-
-
 @dataclass(slots=True)
 class Placed:
     """One adopted storage. Weak: a range never keeps a tensor alive."""
@@ -35,8 +31,6 @@ class Placed:
     ref: StorageWeakRef
     offset: int
     nbytes: int
-    form: Form
-    """Of the first tensor in it, as adopted."""
     use_count: int = 0
     """References right after adoption but for the tensors that adapters know of (0: not counted yet); more at an offload are strays."""
 
@@ -51,7 +45,7 @@ class Placed:
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
-class Places:
+class RangesByAddress:
     """Finds the range that an address lies in, by the device addresses of some ranges and by their slabs."""
 
     def __init__(self, ranges: tuple[Range, ...]) -> None:
@@ -96,6 +90,7 @@ class Range:
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
         self.placed: tuple[Placed, ...] = ()
+        self._by_storage: dict[int, Placed] | None = None
         self.counted: tuple[list[int], list[int]] | None = None
         """Of `placed`, the storages (`_cdata`) and their `use_count`, once all have been counted."""
         self.without_strays: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
@@ -118,12 +113,26 @@ class Range:
             self.adoption.move_in(index)
         placed = []
         for claim, offset in zip(self.claims, self.adoption.offsets, strict=True):
-            first = claim.aliases[0]
-            ref = StorageWeakRef(first.untyped_storage())  # rebinding gives the aliases another storage object
-            form = (first.dtype, int(first.storage_offset()), first.size(), first.stride())
-            placed.append(Placed(claim.name, ref, offset, claim.nbytes, form))
-        self.placed, self.claims = tuple(placed), None
+            ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # rebinding gives the aliases another storage object
+            placed.append(Placed(claim.name, ref, offset, claim.nbytes))
+        self.placed, self.claims, self._by_storage = tuple(placed), None, None
         self.adoption.forget_claims()
+
+    def forget(self, entry: Placed) -> None:
+        """A storage has left for good. Its place stays empty."""
+        self.counted = self._by_storage = None
+        self.placed = tuple(each for each in self.placed if each is not entry)
+
+    def replace(self, entry: Placed, home: torch.UntypedStorage) -> None:
+        """Another storage lies at a place from now on."""
+        self.counted = self._by_storage = None  # before the old storage may be freed, whose address is in there
+        entry.ref, entry.use_count = StorageWeakRef(home), 0
+
+    def place_of(self, storage: torch.UntypedStorage) -> Placed | None:
+        """Where a storage belongs, wherever it lies now; None where it has no place here."""
+        if self._by_storage is None:
+            self._by_storage = {entry.ref.cdata: entry for entry in self.placed}
+        return self._by_storage.get(storage._cdata)
 
     def has_any(self, addresses: Sequence[int]) -> bool:
         """Whether one of these addresses, which ascend, lies in it or in its slab."""

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from placement import Manager
+from placement.adapters import adapter_for
 from placement.adapters.tensors import align, rewrapped
 from placement.memory.handed import Handed
+from placement.memory.range import RangesByAddress
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded import state_dict_worker as worker
@@ -92,8 +94,8 @@ def test_a_wrapper_says_where_its_parts_are() -> None:
 
 def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
     live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
-    handed = Handed(SimulatedDevice(1 << 16))
-    shown: Any = handed.hand_out(live, (), from_host=False)
+    handed = Handed(SimulatedDevice(1 << 16), "actor", adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu")))
+    shown: Any = handed.hand_out(live, RangesByAddress(()), from_host=False)
     assert type(shown) is Scaled
     assert shown.data_ is not live.data_  # pointing it elsewhere must not take the live one along
     assert shown.data_.data_ptr() == live.data_.data_ptr()

@@ -1,0 +1,167 @@
+"""What ranks do to offloaded models that reads what lies there, and how these train on afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from placement import IntegrityError, Manager
+from placement.testing import assert_nothing_resident
+from tests.seeds import seed
+from tests.sharded import training
+from tests.sharded.fsdp1_worker import units
+
+STEPS = 4
+
+
+def _cloned(model: torch.nn.Module) -> None:
+    """What `to("cpu")` does to a model on an accelerator."""
+    model._apply(lambda tensor: tensor.clone())
+
+
+def _clone_in_half(model: torch.nn.Module) -> None:
+    model.half()
+
+
+def _clone_in_double(model: torch.nn.Module) -> None:
+    model.double()
+
+
+def _exchanged(model: torch.nn.Module) -> None:
+    """The same where torch is told to exchange tensors whole."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _layer_by_layer(model: torch.nn.Module) -> None:
+    """Each module alone, and not those around it: a part of FSDP2 is not told."""
+    for part in model.modules():
+        for parameter in part.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = parameter._local_tensor.detach().clone()
+            else:
+                parameter.data = parameter.data.clone()
+
+
+def _as_verl_offloads_fsdp1(model: torch.nn.Module) -> None:
+    for _, handle in units(model):
+        handle.flat_param_to(torch.device("cpu"))
+        handle.flat_param.data = handle.flat_param.data.clone()
+        if handle._use_orig_params:
+            handle._use_sharded_views()
+        if hasattr(handle.flat_param, "_local_shard"):
+            handle.flat_param._local_shard = handle.flat_param.data
+
+
+WAYS: dict[str, Callable[[torch.nn.Module], None]] = {
+    "to": _cloned,
+    "half": _clone_in_half,
+    "double": _clone_in_double,
+    "exchanged": _exchanged,
+    "layers": _layer_by_layer,
+    "verl": _as_verl_offloads_fsdp1,
+}
+
+
+def _looks(program: training.Program) -> dict[str, Any]:
+    """Everything of the tensors but their values. `_apply` puts other objects in the place of buffers, not of parameters."""
+    buffers = {id(buffer) for buffer in program.model.buffers()}
+    return {
+        f"{name}{path}": (
+            id(tensor) not in buffers and id(tensor),
+            (tensor.dtype, tensor.size()),
+            (part.dtype, part.size(), part.stride(), part.data_ptr()),
+        )
+        for name, tensor in program.tensors()
+        for path, part in training.local_parts(tensor)
+    }
+
+
+def trains_on(build: Callable[[], training.Program], way: str) -> int:
+    """Replace the offloaded parameters before every phase, and compare with a run that nobody disturbs. Returns how often it was told."""
+    losses, values = training._run_plain(build, STEPS)
+    seed(0)
+    program = build()
+    manager = Manager(device=training.device_of("cpu"))
+    program.reshard()
+    program.register(manager)
+    told = 0
+    left = iter(losses)
+    for step in range(STEPS):
+        for phase, method in program.phases_of(step):
+            before = _looks(program)
+            WAYS[way](program.model)
+            with pytest.raises(IntegrityError, match="were replaced while it was offloaded") as caught, manager.phase(phase):
+                pass
+            assert "The registered values were put back" in str(caught.value)
+            told += 1
+            now = _looks(program)
+            assert now == before, {name: (look, now.get(name)) for name, look in before.items() if look != now.get(name)}
+            assert_nothing_resident(manager)
+            training.assert_off(manager)
+            training.assert_away(manager, program)
+            seed(1 + step)
+            with manager.phase(phase):
+                loss = getattr(program, method)(step)
+            assert training.as_bytes(loss) == next(left), f"step {step}, {phase}, {method}: another loss than in the undisturbed run"
+            assert_nothing_resident(manager)
+            audit = manager.audit()
+            assert audit.ok, audit.report
+    WAYS[way](program.model)
+    manager.close()  # nobody was told, and nothing is lost
+    program.reshard()
+    training._assert_same(training.digest(program), values, "after close()")
+    return told
+
+
+def names_what_is_lost(build: Callable[[], training.Program], way: str) -> str:
+    """The values come back; returns what is said of what does not."""
+    program = build()
+    manager = Manager(device=training.device_of("cpu"))
+    program.register(manager)
+    with manager.phase("log_prob"):
+        wanted = training.digest(program)
+    WAYS[way](program.model)
+    with pytest.raises(IntegrityError, match="The registered values were put back") as caught, manager.phase("train"):
+        pass
+    with manager.phase("log_prob"):
+        assert training.digest(program) == wanted
+    manager.close()
+    return str(caught.value)
+
+
+def shows_its_state(build: Callable[[], training.Program], way: str) -> None:
+    """A state dict that was taken before follows; one that is taken meanwhile is refused, never NaN."""
+    program = build()
+    manager = Manager(device=training.device_of("cpu"))
+    program.reshard()
+    wanted = dict(_values(program.model.state_dict()))
+    program.register(manager)
+    taken = program.model.state_dict()
+    for _ in range(3):
+        assert dict(_values(taken)) == wanted
+        WAYS[way](program.model)
+        assert dict(_values(taken)) == wanted
+        with pytest.raises(IntegrityError, match="was replaced while it was offloaded"):
+            program.model.state_dict()
+        with pytest.raises(IntegrityError, match="were replaced while it was offloaded"), manager.phase("log_prob"):
+            pass
+        with manager.phase("log_prob"):
+            assert dict(_values(taken)) == wanted
+            assert dict(_values(program.model.state_dict())) == wanted
+        taken = program.model.state_dict()
+    assert dict(_values(taken)) == wanted
+    manager.close()
+    assert dict(_values(program.model.state_dict())) == wanted
+
+
+def _values(state: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+    for name, tensor in state.items():
+        yield from ((f"{name}{path}", training.as_bytes(part)) for path, part in training.local_parts(tensor))

@@ -1,0 +1,404 @@
+"""Storages whose pointer was changed behind placement's back: `share_memory()`, a queue to another process, a resize.
+
+torch moves such a storage in place, and so it no longer lies where it belongs. No value is lost by it and none becomes NaN: the next
+border says so, once, and everything is where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing.reduction
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.ao import quantization
+
+from placement import IntegrityError, RegistrationError
+from placement.memory import adopt
+from placement.memory.base import Addresses
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+
+
+def _share(model: nn.Module) -> None:
+    model.share_memory()
+
+
+def _send(model: nn.Module) -> None:
+    """What a queue of torch.multiprocessing does to what is put into it."""
+    for parameter in model.parameters():
+        multiprocessing.reduction.ForkingPickler.dumps(parameter.detach())
+
+
+def _share_one_storage(model: nn.Module) -> None:
+    next(model.parameters()).untyped_storage().share_memory_()
+
+
+def _exchange(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.untyped_storage()._swap_data_ptr_(parameter.detach().clone().untyped_storage())  # type: ignore[attr-defined]
+
+
+def _emptied(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Its storage, without a byte and free to be resized, as one is whose memory torch's allocator gave."""
+    storage = tensor.untyped_storage()
+    storage._swap_data_ptr_(torch.UntypedStorage(0))  # type: ignore[attr-defined]
+    return storage
+
+
+def _enlarge(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nbytes = parameter.untyped_storage().nbytes()
+        _emptied(parameter).resize_(2 * nbytes)
+
+
+def _free(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        _emptied(parameter)
+
+
+WAYS = pytest.mark.parametrize("move", [_share, _send, _share_one_storage, _exchange, _enlarge, _free])
+
+
+def _addresses(worker: Worker) -> list[int]:
+    state = [value for entry in worker.adam.state.values() for value in entry.values() if value.dim()]
+    return [tensor.data_ptr() for tensor in (*worker.net.parameters(), *state)]
+
+
+@pytest.fixture(params=[True, False], ids=["swap", "rebind"])
+def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """After a step, on a torch that can exchange the memory of storages and on one that cannot."""
+    if not request.param:
+        monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    made = Worker()
+    with made.manager.phase("train"):
+        learn(made.net, made.adam)
+    return made
+
+
+@WAYS
+def test_moved_while_offloaded(worker: Worker, move: Callable[[nn.Module], None]) -> None:
+    wanted, addresses = copy.deepcopy(worker.net.state_dict()), _addresses(worker)
+    forms = [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()]
+    for _ in range(3):
+        move(worker.net)
+        if move not in (_enlarge, _free):  # a state dict needs the bytes that belong to the tensors
+            assert_same(dict(worker.net.state_dict()), dict(wanted))
+        assert not worker.manager.audit().ok
+        with pytest.raises(IntegrityError) as caught, worker.manager.phase("log_prob"):
+            pass
+        for part in ("0.weight", "'actor'", "moved to other memory while it was offloaded", "Share memory before registering"):
+            assert part in str(caught.value)
+        assert_nothing_resident(worker.manager)
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+        with worker.manager.phase("log_prob"):
+            assert_same(dict(worker.net.state_dict()), dict(wanted))
+            worker.net(batch())
+        assert _addresses(worker) == addresses
+        assert [(each.dtype, each.size(), each.stride()) for each in worker.net.parameters()] == forms
+        assert_nothing_resident(worker.manager)
+    move(worker.net)
+    worker.manager.close()
+    assert_same(dict(worker.net.state_dict()), dict(wanted))
+
+
+@WAYS
+def test_training_goes_on_as_if_nothing_had_moved(move: Callable[[nn.Module], None]) -> None:
+    undisturbed, moved = Worker(), Worker()
+    with moved.manager.phase("restore"):
+        moved.net.load_state_dict(undisturbed.net.state_dict())
+    for step in range(4):
+        move(moved.net)
+        with pytest.raises(IntegrityError, match="moved to other memory"), moved.manager.phase("train"):
+            pass
+        for each in (undisturbed, moved):
+            with each.manager.phase("train"):
+                learn(each.net, each.adam, step)
+    assert_same(dict(moved.net.state_dict()), dict(undisturbed.net.state_dict()))
+    assert moved.manager.audit().ok
+
+
+@pytest.mark.parametrize("move", [_share, _send, _share_one_storage, _exchange])
+def test_moved_on_the_device(worker: Worker, move: Callable[[nn.Module], None]) -> None:
+    """What is written after it was moved is written there alone, and counts."""
+    addresses = _addresses(worker)
+    for _ in range(3):
+        worker.manager.enter("train")
+        learn(worker.net, worker.adam, 1)
+        move(worker.net)
+        learn(worker.net, worker.adam, 2)
+        with torch.no_grad():
+            worker.net[0].weight.add_(1)
+        wanted = copy.deepcopy(worker.net.state_dict())
+        with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' lay in other memory than theirs when it was offloaded"):
+            worker.manager.leave()
+        assert _addresses(worker) == addresses
+        assert_nothing_resident(worker.manager)
+        assert worker.manager.device.memory().chunk_bytes == 0
+        assert_same(dict(worker.net.state_dict()), dict(wanted))
+        with worker.manager.phase("log_prob"):
+            assert_same(dict(worker.net.state_dict()), dict(wanted))
+            worker.net(batch())
+        assert_nothing_resident(worker.manager)
+
+
+def test_a_switch_that_finds_moved_storages_is_undone_once(worker: Worker) -> None:
+    with worker.manager.phase("train") as phase:
+        worker.net.share_memory()
+        with torch.no_grad():
+            worker.net[0].weight.fill_(3)
+        with pytest.raises(IntegrityError, match="lay in other memory than theirs"):
+            phase.switch("values")
+        assert bool((worker.net[0].weight == 3).all())
+        phase.switch("values")
+        assert worker.actor.resident_bytes == 0
+    with worker.manager.phase("log_prob"):
+        assert bool((worker.net[0].weight == 3).all())
+    assert_nothing_resident(worker.manager)
+
+
+def test_optimizer_state_that_was_moved(worker: Worker) -> None:
+    """Shared optimizers of asynchronous training do that."""
+
+    def share() -> None:
+        for entry in worker.adam.state.values():
+            for value in entry.values():
+                value.share_memory_()
+
+    wanted = copy.deepcopy(worker.adam.state_dict())
+    share()
+    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' were moved"), worker.manager.phase("train"):
+        pass
+    assert_same(worker.adam.state_dict(), wanted)
+    worker.manager.enter("train")
+    share()
+    worker.adam.state[worker.net[0].weight]["exp_avg"].fill_(7)
+    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' lay in other memory"):
+        worker.manager.leave()
+    with worker.manager.phase("train"):
+        assert bool((worker.adam.state[worker.net[0].weight]["exp_avg"] == 7).all())
+        learn(worker.net, worker.adam)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_readonly_model_keeps_its_registered_values(worker: Worker) -> None:
+    worker.manager.enter("log_prob")
+    worker.ref_net.share_memory()
+    with pytest.raises(IntegrityError, match=r"'ref' lay in other memory.*registered values, because it is readonly"):
+        worker.manager.leave()
+    for _ in range(2):
+        with worker.manager.phase("log_prob"):
+            assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
+    taken = worker.net.state_dict()
+    wanted = copy.deepcopy(taken)
+    worker.net.share_memory()
+    with pytest.raises(IntegrityError, match="moved to other memory"), worker.manager.phase("log_prob"):
+        pass
+    assert_same(dict(taken), dict(wanted))
+    worker.manager.enter("log_prob")
+    worker.net.share_memory()
+    assert_same(dict(taken), dict(wanted))
+    with pytest.raises(IntegrityError, match="lay in other memory"):
+        worker.manager.leave()
+    assert_same(dict(taken), dict(wanted))
+
+
+def test_a_state_dict_that_was_shared_stands_in_no_others_way(worker: Worker) -> None:
+    shared = worker.net.state_dict()
+    for value in shared.values():
+        value.share_memory_()
+    with worker.manager.phase("restore"):
+        worker.net.load_state_dict({name: value + 1 for name, value in shared.items()})
+    now = worker.net.state_dict()
+    assert all(torch.equal(now[name], value + 1) for name, value in shared.items())
+    assert_nothing_resident(worker.manager)
+
+
+def test_what_is_resized_on_the_device_is_new_state() -> None:
+    manager, model = make_manager(device=SimulatedDevice(1 << 22, chunk_bytes=4096)), net()
+    model.register_buffer("scale", torch.ones(1))
+    model.register_buffer("gone", torch.ones(5))
+    manager.register("actor", model, role="actor")
+    for size in (8, 3, 12):
+        with manager.phase("log_prob"):
+            _emptied(model.get_buffer("scale")).resize_(4 * size)
+            model.get_buffer("scale").resize_(size).copy_(torch.arange(size))
+            _emptied(model.get_buffer("gone"))
+            model.gone = torch.ones(0)
+        assert_nothing_resident(manager)
+        assert model.state_dict()["scale"].tolist() == [*range(size)]
+        with manager.phase("log_prob"):
+            assert model.get_buffer("scale").tolist() == [*range(size)]
+        assert_nothing_resident(manager)
+    manager.close()
+    assert model.get_buffer("scale").tolist() == [*range(12)]
+
+
+@pytest.mark.parametrize("backend", ["fbgemm", "qnnpack"])
+def test_quantisation_aware_training(backend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).train()
+        model.qconfig = quantization.get_default_qat_qconfig(backend)  # type: ignore[assignment]
+        model = quantization.prepare_qat(model)
+        manager = make_manager()
+        if backend == "fbgemm":  # by channel
+            with pytest.raises(RegistrationError, match=r"submodule '0\.weight_fake_quant'.*run one forward pass before registering"):
+                manager.register("actor", model, role="actor")
+        model(torch.ones(2, 4))
+        plain = copy.deepcopy(model)
+        manager.register("actor", model, role="actor")
+        for step in range(3):
+            inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+            with manager.phase("log_prob"):
+                assert torch.equal(model(inputs), plain(inputs))
+            assert_nothing_resident(manager)
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+# --- what was put in place of tensors that share their storages
+
+
+def _apply_clone(model: nn.Module) -> None:
+    model._apply(lambda tensor: tensor.clone())
+
+
+def _apply_half(model: nn.Module) -> None:
+    model.half()
+
+
+def _one_flat(model: nn.Module) -> None:
+    """All of them in one new storage, as something that flattens parameters does it."""
+    parameters = list(model.parameters())
+    flat = torch.cat([parameter.data.reshape(-1) for parameter in parameters])
+    for parameter, piece in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+        parameter.data = piece.view(parameter.size())
+
+
+def _one_by_one(model: nn.Module) -> None:
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+
+class Cut(nn.Module):
+    """Parameters cut from one buffer, some of them transposed, one under two names, and one by itself."""
+
+    def __init__(self, sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+        super().__init__()
+        flat = torch.arange(sum(rows * columns for rows, columns in sizes) + 3, dtype=torch.float32).to(dtype)
+        start = 3
+        for index, (rows, columns) in enumerate(sizes):
+            piece = flat[start : start + rows * columns].view(rows, columns)
+            self.register_parameter(f"p{index}", nn.Parameter(piece.T if index % 2 else piece))
+            start += rows * columns
+        self.child = nn.Module()
+        self.child.tied = self.p0  # type: ignore[attr-defined]
+        self.alone = nn.Parameter(torch.full((2, 2), 9.0, dtype=dtype))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    ways=st.lists(st.sampled_from([_apply_clone, _apply_half, _one_flat, _one_by_one, _share, _send]), min_size=1, max_size=3),
+)
+def test_every_tensor_gets_its_own_form_back(
+    sizes: list[tuple[int, int]], dtype: torch.dtype, ways: list[Callable[[nn.Module], None]]
+) -> None:
+    def forms() -> list[Any]:
+        every = model.named_parameters(remove_duplicate=False)
+        return [(name, each.dtype, each.size(), each.stride(), each.data_ptr()) for name, each in every]
+
+    model = Cut(sizes, dtype)
+    wanted = copy.deepcopy(model.state_dict())
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    before = forms()
+    for way in ways:
+        way(model)
+        with pytest.raises(IntegrityError, match=r"'actor' were (replaced|moved)"), manager.phase("log_prob"):
+            pass
+        assert forms() == before
+        with manager.phase("log_prob"):
+            assert_same(dict(model.state_dict()), dict(wanted))
+        assert_nothing_resident(manager)
+    ways[0](model)
+    manager.close()
+    assert_same(dict(model.state_dict()), dict(wanted))
+
+
+def test_integers_without_a_dimension_come_back_with_the_values() -> None:
+    model = nn.BatchNorm1d(4)
+    model(torch.randn(3, 4))
+    wanted = copy.deepcopy(model.state_dict())
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    _apply_clone(model)
+    with pytest.raises(IntegrityError, match="num_batches_tracked"), manager.phase("log_prob"):
+        pass
+    with manager.phase("log_prob"):
+        assert_same(dict(model.state_dict()), dict(wanted))
+
+
+def test_what_is_new_and_nothing_but_nan_is_named_apart() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    model.extra = nn.Parameter(model[0].weight.detach() * 2)
+    with pytest.raises(IntegrityError, match="extra were added beside them and stay NaN"), manager.phase("log_prob"):
+        pass
+    model.extra.data.fill_(1)
+    with manager.phase("log_prob"):
+        assert bool((model.extra == 1).all())
+    assert_nothing_resident(manager)
+
+
+# --- interrupts
+
+
+class Interrupting(SimulatedDevice):
+    """Raises KeyboardInterrupt at the n-th view of a range."""
+
+    left = 1 << 62
+
+    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().view(addresses, offset, nbytes)
+
+
+@pytest.mark.parametrize("point", range(1, 6))
+@pytest.mark.parametrize("where", ["offloaded", "device"])
+def test_an_interrupt_while_storages_are_brought_back_is_made_good(where: str, point: int) -> None:
+    device = Interrupting(1 << 22)
+    worker = Worker(device=device)
+    if where == "offloaded":
+        worker.net.share_memory()
+        device.left = point
+        with pytest.raises((IntegrityError, KeyboardInterrupt)), worker.manager.phase("log_prob"):
+            pass
+    else:
+        worker.manager.enter("log_prob")
+        worker.net.share_memory()
+        device.left = point
+        with pytest.raises((IntegrityError, KeyboardInterrupt)):
+            worker.manager.leave()
+    device.left = 1 << 62
+    with contextlib.suppress(IntegrityError), worker.manager.phase("log_prob"):  # where the interrupt came before the error
+        pass
+    with worker.manager.phase("log_prob"):
+        assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert_nothing_resident(worker.manager)
