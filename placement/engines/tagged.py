@@ -161,8 +161,8 @@ class TaggedEngine(Engine):
             raise EngineError(f"{self!r} is sent nothing more: {residency.doubt}")
         if WEIGHTS not in residency.resident:
             raise EngineError(
-                f"the weights of {self!r} are offloaded: update them inside a phase whose plan has them on the device (of the shipped "
-                "policies 'weight_sync', where only= names the engine if it is given)"
+                f"the weights of {self!r} are offloaded: update them inside manager.phase('weight_sync') by a plan that has them on the "
+                "device; where only= is given it has to name the engine"
             )
         number = getattr(bucket, "number", None)
         is_adapters = getattr(bucket, "adapters", "merged") == "separate"
