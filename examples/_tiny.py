@@ -40,6 +40,6 @@ def data_parallel(seed: int, device: torch.device, steps: int) -> Worker:
     tokenizer = Characters()
     recipe = Recipe(steps=steps, prompts=8, completions=8, new_tokens=3, minibatches=2, seed=seed + dist.get_rank())
     worker = make_worker(TinyModel(tokenizer.vocabulary_size), tokenizer, device, recipe)
-    actor = DistributedDataParallel(worker.actor)
+    actor = DistributedDataParallel(worker.actor, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=recipe.learning_rate)
     return dataclasses.replace(worker, actor=actor, optimizer=optimizer)

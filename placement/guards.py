@@ -167,7 +167,7 @@ class LoadGuard(_Guard):
         if handle is None or handle.holding is None or not is_off(handle) or is_reading():  # then the host copy is what is written
             return
         if isinstance(given, tuple):  # in front of the method: its arguments
-            given = next(iter((*given, *rest[0].values())), None)
+            given = next(iter((*given, *(rest[0].values() if rest else ()))), None)
         if handle.kind == "optimizer" and is_stateless(target) and is_stateless(given):
             return
         advice = _advise(handle, "load it inside manager.phase('restore')", "restore")

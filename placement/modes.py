@@ -7,10 +7,11 @@ tensor or a fake one. So whatever computes with tensors of ours first leaves the
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,38 +44,37 @@ def without_modes() -> AbstractContextManager[None]:
 
 @contextmanager
 def _left() -> Iterator[None]:
-    with ExitStack() as modes:
-        modes.enter_context(temporarily_clear_interpreter_stack())
-        modes.enter_context(_disable_current_modes())
-        modes.enter_context(_function_modes_left())
-        modes.enter_context(torch._C._DisableAutocast())
-        yield
-
-
-@contextmanager
-def _function_modes_left() -> Iterator[None]:
     before = _LEFT.modes
-    modes = tuple(torch._C._pop_torch_function_stack() for _ in range(_num_function_modes()))
-    _LEFT.modes = modes
+    modes: list[Any] = []
     try:
-        yield
+        with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast():
+            modes.extend(itertools.starmap(torch._C._pop_torch_function_stack, [()] * _num_function_modes()))
+            _LEFT.modes = tuple(modes)
+            yield
     finally:
-        _LEFT.modes = before
-        _push(modes)
+        try:
+            _LEFT.modes = before
+            _push(modes)
+        finally:
+            _push(modes)  # again, because an interrupt can come before the first one has done anything
 
 
 @contextmanager
 def callers_function_modes() -> Iterator[None]:
     """Inside `without_modes`, for code of the user's that makes tensors: the default device and the function modes of the caller again."""
-    modes, _LEFT.modes = _LEFT.modes, ()
-    _push(modes)
+    left = _LEFT.modes
+    waiting = list(left)
     try:
+        _LEFT.modes = ()
+        _push(waiting)
         yield
     finally:
-        for _ in modes:
+        for _ in range(len(left) - len(waiting)):
             torch._C._pop_torch_function_stack()
-        _LEFT.modes = modes
+        _LEFT.modes = left
 
 
-def _push(modes: tuple[Any, ...]) -> None:
-    deque(map(torch._C._push_on_torch_function_stack, reversed(modes)), maxlen=0)  # in one call of C: no interrupt falls between two
+def _push(modes: list[Any]) -> None:
+    """Empty the list, innermost mode first, onto torch's stack. In one call of C, so that no interrupt falls between two."""
+    outermost_first = itertools.starmap(modes.pop, [()] * len(modes))
+    deque(map(torch._C._push_on_torch_function_stack, outermost_first), maxlen=0)

@@ -156,7 +156,7 @@ def switch_of_what_was_never_entered(rank: Rank, step: Any) -> None:
 
 SWITCHES: dict[str, tuple[Callable[[Rank, Any], None], str]] = {
     "one open inside": (switch_with_one_open_inside, "PhaseError: cannot switch to 'eval': phase 'checkpoint' is open inside"),
-    "not open": (switch_after_the_end, "PhaseError: cannot switch to 'eval': the phase is not open"),
+    "not open": (switch_after_the_end, "PhaseError: cannot switch to 'eval': phase 'eval' is not open"),
     "no name": (switch_to_a_number, "TypeError: a phase has a string for a name, not 5"),
     "policy": (switch_where_idle_has_no_plan, "PolicyError: policy 'colocated' failed on phase 'idle'"),
     "never entered": (switch_of_what_was_never_entered, "PhaseError: cannot switch to 'eval': no phase was entered with enter()"),

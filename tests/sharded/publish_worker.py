@@ -6,7 +6,9 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement import Manager, WeightInfo
+from placement import Manager, WeightInfo, sync
 from placement.memory.claims import RANGES
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -193,6 +195,15 @@ class Live(TorchDispatchMode):
         self.peak = 0
         self._slabs = [] if handle.holding is None else [r.slab for r in handle.holding.ranges]
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __enter__(self) -> Live:
+        self._left_alone = mock.patch.object(sync, "without_modes", nullcontext)  # publishing leaves the modes of its caller
+        self._left_alone.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._left_alone.stop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if type(each) is torch.Tensor}

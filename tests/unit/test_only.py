@@ -238,17 +238,19 @@ def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
 class LeastOfAll:
     """Stands for a group whose other rank has the smaller budget."""
 
+    budget_rank = 1
+
     def __init__(self, least_bytes: int) -> None:
         self.least_bytes = least_bytes
         self.agreed: list[Plan] = []
 
-    def propose(self, action: str, budget_bytes: int) -> int:
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> int:
         return min(self.least_bytes, budget_bytes)
 
     def agree(self, plan: Plan) -> None:
         self.agreed.append(plan)
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException, **_: object) -> None:
         raise error
 
 
