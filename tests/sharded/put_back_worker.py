@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,7 +73,7 @@ WAYS: dict[str, Callable[[torch.nn.Module], None]] = {
 
 def _looks(program: training.Program) -> dict[str, Any]:
     """Everything of the tensors but their values. `_apply` puts other objects in the place of buffers, not of parameters."""
-    buffers = {id(buffer) for buffer in program.model.buffers()}
+    buffers = {id(buffer) for _, buffer in program.model.named_buffers()}
     return {
         f"{name}{path}": (
             id(tensor) not in buffers and id(tensor),
@@ -84,11 +85,18 @@ def _looks(program: training.Program) -> dict[str, Any]:
     }
 
 
-def trains_on(build: Callable[[], training.Program], way: str) -> int:
-    """Replace the offloaded parameters before every phase, and compare with a run that nobody disturbs. Returns how often it was told."""
-    losses, values = training._run_plain(build, STEPS)
-    seed(0)
-    program = build()
+def trains_on(
+    build: Callable[[], training.Program], way: str, within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> int:
+    """Replace the offloaded parameters before every phase, and compare with a run that nobody disturbs. Returns how often it was told.
+
+    Args:
+        within: makes the context in which the program is built and computes.
+    """
+    with within():
+        losses, values = training._run_plain(build, STEPS)
+        seed(0)
+        program = build()
     manager = Manager(device=training.device_of("cpu"))
     program.reshard()
     program.register(manager)
@@ -108,7 +116,7 @@ def trains_on(build: Callable[[], training.Program], way: str) -> int:
             training.assert_off(manager)
             training.assert_away(manager, program)
             seed(1 + step)
-            with manager.phase(phase):
+            with manager.phase(phase), within():
                 loss = getattr(program, method)(step)
             assert training.as_bytes(loss) == next(left), f"step {step}, {phase}, {method}: another loss than in the undisturbed run"
             assert_nothing_resident(manager, allow_foreign=True)

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
 from tests.ranks import Ranks
-from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, peft_worker
+from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, peft_worker, test_quantized
 from tests.sharded import put_back_worker as worker
 
 FSDP2: dict[str, Any] = {
@@ -63,6 +63,19 @@ def test_ddp_whose_hooks_torch_has_dropped(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("way", ["to", "half"])
 def test_adapters(one_rank: Ranks, way: str) -> None:
     one_rank.run(worker.trains_on, functools.partial(peft_worker.build, False, True), way)
+
+
+@pytest.mark.parametrize("way", ["to", "half"])
+@pytest.mark.parametrize("named", ["torchao int8", "torchao float8", "bitsandbytes int8", "bitsandbytes nf4"])
+def test_quantised_weights(one_rank: Ranks, named: str, way: str) -> None:
+    one_rank.run(worker.trains_on, functools.partial(test_quantized.build, *named.split()), way)
+
+
+@pytest.mark.parametrize("way", ["to", "layers"])
+@pytest.mark.parametrize("kind", [megatron_worker.KINDS[0], megatron_worker.KINDS[4], megatron_worker.KINDS[6]], ids=str)
+def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind, way: str) -> None:
+    """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""
+    assert all(two_ranks.run(worker.trains_on, functools.partial(megatron_worker.build, kind), way, megatron_worker.pretend_cuda))
 
 
 def test_state_dicts(two_ranks: Ranks) -> None:
