@@ -62,6 +62,8 @@ class ModuleAdapter(Adapter):
         self._nests = False
         """Whether any tensor lies in one."""
         self._cpu_stays = False
+        self._on_device: set[str] = set()
+        """Where CPU tensors stay: names of what has lain on the accelerator. What is on the CPU under such a name was put there instead."""
         self._frameworks: list[Framework] = frameworks_of(inner)
         self._external = "the caller says so (external=True)" if external else None
         if self._external is None:
@@ -283,13 +285,22 @@ class ModuleAdapter(Adapter):
             if self._external is not None:
                 if has_bytes(part):
                     found.append(Owned(path, part, loose, wrapper))
-            elif not (self._cpu_stays and part.is_cpu):
+            elif not self._stays(path, part):
                 if not is_plain(part, self._device):
                     raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard is cut from padding that has to move
                     found.append(Owned(path, part, loose, wrapper))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
             self._add_gradient(f"{name}.grad", gradient, found, seen)
+
+    def _stays(self, path: str, part: torch.Tensor) -> bool:
+        """Whether a tensor is on the CPU by right."""
+        if not self._cpu_stays:
+            return False
+        if part.is_cpu:
+            return path not in self._on_device
+        self._on_device.add(path)
+        return False
 
     def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]) -> None:
         """Gradients come in whatever layout a backward pass gives them. One that cannot be moved must not keep the object where it is."""

@@ -21,7 +21,7 @@ class Extra(nn.Linear):
     def get_extra_state(self) -> dict[str, Any]:
         return {
             "amax": self.weight.detach().abs().max().cpu(),
-            "on_its_device": (torch.ones(1, device=self.weight.device) + self.weight.detach().sum()).cpu(),
+            "on_its_device": (torch.ones(1, device=self.weight.device) + self.weight.detach().min()).cpu(),
             "bytes": self.weight.detach().cpu().numpy().tobytes(),
         }
 
