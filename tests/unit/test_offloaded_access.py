@@ -1,0 +1,303 @@
+"""The table of docs/offloaded.md, row by row: each way to read or write an offloaded value is tried, and does what the table says."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+import placement
+from placement.testing import SimulatedDevice, assert_nothing_resident
+
+_PAGE = Path(__file__).parents[2] / "docs" / "offloaded.md"
+
+
+class Hooked(nn.Linear):
+    """A layer whose state dict is made by code that reads values, in every way that torch has for it."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self._register_state_dict_hook(lambda _, found, prefix, __: found.update({f"{prefix}weight": found[f"{prefix}weight"].double()}))
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"amax": self.weight.detach().abs().max()}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}norm"] = self.weight.detach().norm()
+
+
+class World:
+    """An actor that was trained for a step, its optimizer and its gradients; all offloaded."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 28))
+        self.model = nn.Sequential(nn.Linear(4, 4), Hooked(4, 4))
+        self.adam = torch.optim.AdamW(self.model.parameters())
+        self.adam.register_state_dict_post_hook(lambda _, found: copy.deepcopy(found))
+        self.actor = self.manager.register("actor", self.model, role="actor")
+        self.optimizer = self.manager.register("actor.optimizer", self.adam)
+        self.x = torch.ones(1, 4)
+        with self.manager.phase("train"):
+            self.model(self.x).sum().backward()
+            self.adam.step()
+            self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+            self.moments = {name: self.adam.state[p]["exp_avg"].clone() for name, p in self.model.named_parameters()}
+        assert_nothing_resident(self.manager)
+
+    def entered(self) -> None:
+        """The next phase transition that loads everything."""
+        with self.manager.phase("train"):
+            pass
+
+    def check_values(self) -> None:
+        """Nothing is lost: parameters, gradients and moments are what they were."""
+        with self.manager.phase("train"):
+            for name, parameter in self.model.named_parameters():
+                assert torch.equal(parameter, self.values[name]), name
+                assert torch.equal(parameter.grad, self.gradients[name]), name
+                assert torch.equal(self.adam.state[parameter]["exp_avg"], self.moments[name]), name
+        assert_nothing_resident(self.manager)
+        assert self.manager.audit().ok, self.manager.audit().report
+
+
+Way = Callable[[World], object]
+"""Tries one way. Raises AssertionError where what it reads is not the true value."""
+
+
+def _equal(found: torch.Tensor, true: torch.Tensor) -> None:
+    assert torch.equal(found.to(true.dtype), true), found
+
+
+def _read_state_dicts(world: World) -> None:
+    for found in (world.actor.state_dict(), world.model.state_dict()):
+        _equal(found["0.weight"], world.values["0.weight"])
+    for found in (world.model[0].state_dict(), get_model_state_dict(world.model[0])):
+        _equal(found["weight"], world.values["0.weight"])
+    _equal(torch.load(io.BytesIO(_saved(world.model.state_dict())), weights_only=True)["0.weight"], world.values["0.weight"])
+
+
+def _read_hooked(world: World) -> None:
+    found = world.model.state_dict()
+    _equal(found["1.weight"], world.values["1.weight"])
+    _equal(found["1._extra_state"]["amax"], world.values["1.weight"].abs().max())
+    _equal(found["1.norm"], world.values["1.weight"].norm())
+
+
+def _read_moments(world: World) -> None:
+    _equal(world.optimizer.state_dict()["state"][0]["exp_avg"], world.moments["0.weight"])
+    _equal(world.adam.state_dict()["state"][0]["exp_avg"], world.moments["0.weight"])
+
+
+def _saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _compiled_after(world: World) -> object:
+    return torch.compile(world.model, backend="eager")(world.x)
+
+
+def _compiled_function(world: World) -> object:
+    return torch.compile(lambda x: world.model(x) * 2, backend="eager")(world.x)
+
+
+def _compiled_in_place(world: World) -> object:
+    world.model.compile(backend="eager")
+    return world.model(world.x)
+
+
+def _is_nan(found: torch.Tensor) -> None:
+    assert found.isnan().any(), found
+
+
+def _write(change: Callable[[torch.Tensor], object]) -> Way:
+    def way(world: World) -> None:
+        with torch.no_grad():
+            change(world.model[0].weight)
+
+    return way
+
+
+def _write_gradient(change: Callable[[torch.Tensor], object]) -> Way:
+    return lambda world: change(world.model[0].weight.grad)
+
+
+def _unscale(world: World) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(world.adam)
+
+
+def _write_moment(change: Callable[[torch.Tensor], object]) -> Way:
+    return lambda world: change(world.adam.state[world.model[0].weight]["exp_avg"])
+
+
+def _sent_through_a_queue(world: World) -> None:
+    queue = torch.multiprocessing.get_context("fork").Queue()
+    queue.put([parameter.detach() for parameter in world.model.parameters()])
+    queue.get()
+
+
+
+
+def _kept_state_dict(world: World) -> None:
+    found = world.model.state_dict()
+    found["0.weight"].add_(1)
+    world.values["0.weight"] = world.values["0.weight"] + 1
+
+
+def _checkpoint(world: World, folder: Path) -> None:
+    placement.checkpoint.save(world.manager, folder, only=["actor.optimizer"])
+    placement.checkpoint.load(world.manager, folder, only=["actor.optimizer"])
+
+
+def _zeroed(world: World) -> None:
+    world.model.zero_grad(set_to_none=False)
+    world.gradients = {name: torch.zeros_like(gradient) for name, gradient in world.gradients.items()}
+
+
+def _backward(world: World) -> None:
+    world.model[0].weight.square().sum().backward()
+
+
+def _unregistered(world: World) -> None:
+    torch.optim.SGD(world.model.parameters()).step()
+
+
+ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
+    "right value": {
+        "`handle.state_dict()`, `module.state_dict()`, a submodule's, `get_model_state_dict`; `torch.save` of one": (_read_state_dicts,),
+        "a state dict that code computes: hooks that clone or cast, `get_extra_state`, `_save_to_state_dict`, an overridden `state_dict`": (
+            _read_hooked,
+        ),
+        "an optimizer's `state_dict()`, hooks included": (_read_moments,),
+        "`zero_grad()`, in both forms": (_zeroed,),
+        "a write into a tensor of a state dict of ours": (_kept_state_dict,),
+    },
+    "`NotResidentError` at the call": {
+        "`module(x)`, `module.forward(x)`, a call of a submodule": (
+            lambda world: world.model(world.x),
+            lambda world: world.model.forward(world.x),
+            lambda world: world.model[0](world.x),
+        ),
+        "a compiled call: `torch.compile(module)`, `module.compile()`, a compiled function around it; made before `register()` or after": (
+            _compiled_after,
+            _compiled_function,
+            _compiled_in_place,
+        ),
+        "`optimizer.step()`, registered or not": (lambda world: world.adam.step(), _unregistered),
+        "`load_state_dict` of the module, a submodule, the optimizer; `set_model_state_dict`": (
+            lambda world: world.model.load_state_dict(world.model.state_dict()),
+            lambda world: world.model[0].load_state_dict(world.model[0].state_dict()),
+            lambda world: world.adam.load_state_dict(world.adam.state_dict()),
+            lambda world: set_model_state_dict(
+                world.model, dict(world.model.state_dict()), options=StateDictOptions(full_state_dict=True, strict=False)
+            ),
+        ),
+        "`copy.deepcopy`, `pickle` or `torch.save` of the module": (
+            lambda world: copy.deepcopy(world.model),
+            lambda world: pickle.dumps(world.model),
+            lambda world: _saved(world.model),
+        ),
+    },
+    "`IntegrityError` at the next transition that loads it; every value is as it was": {
+        "a parameter, buffer or state written in place: `mul_`, `copy_`, `out=`, a foreach function, a view": (
+            _write(lambda t: t.mul_(0.5)),
+            _write(lambda t: t.copy_(torch.ones_like(t))),
+            _write(lambda t: torch.mul(t, 2, out=t)),
+            _write(lambda t: torch._foreach_mul_([t], 2)),
+            _write(lambda t: t[0].fill_(1)),
+            _write_moment(lambda t: t.mul_(0.5)),
+        ),
+        "`.data.mul_().add_()`, a numpy alias (on a GPU: see below)": (
+            _write(lambda t: t.data.mul_(0.4).add_(torch.ones_like(t), alpha=0.6)),
+            _write(lambda t: t.detach().numpy().__setitem__((0, 0), 3.0)),
+            _write_moment(lambda t: t.data.mul_(0.4)),
+        ),
+        "a gradient written in place: `clip_grad_norm_`, `GradScaler.unscale_`, `mul_`": (
+            lambda world: torch.nn.utils.clip_grad_norm_(world.model.parameters(), 0.1),
+            _unscale,
+            _write_gradient(lambda t: t.mul_(0.5)),
+        ),
+        "`half()`, `.to()` another device, `.data =` computed from what lies there": (
+            lambda world: world.model.half(),
+            lambda world: world.model._apply(lambda t: t.clone()),
+            _write(lambda t: setattr(t, "data", t.data * 2)),
+        ),
+        "`share_memory()`, parameters sent through a queue (on a GPU the one does nothing, the other is torch's own error)": (
+            lambda world: world.model.share_memory(),
+            _sent_through_a_queue,
+        ),
+    },
+    "NaN, visible at once; nothing of the handle changes": {
+        "a parameter read without its module: `functional.linear(x, module.weight)`, `weight.sum()`": (
+            lambda world: _is_nan(torch.nn.functional.linear(world.x, world.model[0].weight)),
+            lambda world: _is_nan(world.model[0].weight.sum()),
+        ),
+        "`copy.deepcopy`, `clone()` or `torch.save` of a parameter instead of a state dict": (
+            lambda world: _is_nan(copy.deepcopy(world.model[0].weight)),
+            lambda world: _is_nan(world.model[0].weight.clone()),
+            lambda world: _is_nan(torch.load(io.BytesIO(_saved(world.model[0].weight)), weights_only=True)),
+        ),
+    },
+}
+"""By what happens: the ways, as the page names them, and each of them tried."""
+CASES = [
+    pytest.param(outcome, way, id=f"{text[:40]}-{index}")
+    for outcome, rows in ROWS.items()
+    for text, ways in rows.items()
+    for index, way in enumerate(ways)
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*TypedStorage")
+@pytest.mark.parametrize(("outcome", "way"), CASES)
+def test_the_page_is_right(outcome: str, way: Way) -> None:
+    torch._dynamo.reset()
+    world = World()
+    if outcome.startswith("`NotResidentError`"):
+        with pytest.raises(placement.NotResidentError, match="'actor"):
+            way(world)
+    else:
+        way(world)
+    if outcome.startswith("`IntegrityError`"):
+        with pytest.raises(placement.IntegrityError):
+            world.entered()
+    world.check_values()
+
+
+def test_checkpoints_are_right_in_every_state(tmp_path: Path) -> None:
+    world = World()
+    _checkpoint(world, tmp_path)
+    world.check_values()
+
+
+def test_a_backward_pass_outside_a_phase_is_found() -> None:
+    world = World()
+    world.model.zero_grad()
+    _backward(world)
+    with pytest.raises(placement.IntegrityError, match="backward outside a phase"):
+        world.entered()
+    world.model.zero_grad()
+    world.entered()
+
+
+def test_the_page_has_these_rows() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
