@@ -20,8 +20,13 @@ from typing import Literal
 
 import torch
 
-POISON_BYTE = 0xFF
-"""Every byte of poison: NaN in every float type but float8 fnuz, -1 in signed integers."""
+POISON_WORD = bytes.fromhex("ff ff ff ff ff ff f7 ff")
+"""What poison consists of, over and over: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
+
+NaN in every float type of two bytes and more; in float8 seven elements of eight are (none in the fnuz types, which have one NaN, 0x80).
+Every signed integer is negative. In float64 the NaN is a signalling one: an NVIDIA GPU keeps the bits of a quiet float64 NaN through
+arithmetic, so that a write would not show, and makes another of a signalling one (H100). In the narrower types it makes another of any.
+"""
 
 Direction = Literal["to_device", "to_host"]
 
@@ -313,9 +318,9 @@ class Device(abc.ABC):
         is reported once.
 
         Ranges may share one piece of poison (CUDA). A write then shows in all of them, nobody can say whose memory was meant, and it is
-        found by its bytes. One that leaves every byte as it was is not found: a copy of poison, and NaN that arithmetic hands on, which an
-        NVIDIA GPU does in float64, complex128 and clamp_ only. Or each page is a range's own (the simulated device, where the kernel says
-        which pages were written): then a write shows there alone, and is found whatever it wrote.
+        found by its bytes. One that leaves every byte as it was is not found: a copy of poison, and NaN that is handed on as it is. On an
+        NVIDIA GPU clamp_ does that; its arithmetic changes the bytes in every float type. Or each page is a range's own (the simulated
+        device, where the kernel says which pages were written): then a write shows there alone, and is found whatever it wrote.
 
         Args:
             wait: wait for the answer. Otherwise the host waits for nothing: what an earlier call began is reported if it is
@@ -336,7 +341,7 @@ class Device(abc.ABC):
         A write beside it is still reported. Enqueued on the calling thread's current stream: what is behind the addresses must not change
         before that is through.
         """
-        self.view(addresses, offset, nbytes).fill_(POISON_BYTE)
+        fill_with_poison(self.view(addresses, offset, nbytes), offset)
 
     def trim(self) -> None:
         """Make torch's allocator return what it caches to the driver. Waits for the whole device; never in the hot path."""
@@ -347,6 +352,20 @@ class Device(abc.ABC):
 
     def close(self) -> None:
         """Give back what the device itself holds (streams, poison) once its last range is dead. Idempotent."""
+
+
+def poison_bytes(offset: int, nbytes: int) -> bytes:
+    """The poison in `[offset, offset + nbytes)` of a range."""
+    first = offset % len(POISON_WORD)
+    return (POISON_WORD * (nbytes // len(POISON_WORD) + 2))[first : first + nbytes]
+
+
+def fill_with_poison(view: torch.Tensor, offset: int) -> None:
+    """Fill a uint8 tensor with the poison from `offset` of a range on. The host waits for nothing."""
+    view.fill_(POISON_WORD[0])
+    for place, byte in enumerate(POISON_WORD):
+        if byte != POISON_WORD[0]:
+            view[(place - offset) % len(POISON_WORD) :: len(POISON_WORD)].fill_(byte)
 
 
 def check_slots(chunks: Sequence[Chunk], start: int, chunk_bytes: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from placement.errors import DeviceMemoryError, HostMemoryError
 from placement.memory import cuda_pool
-from placement.memory.base import POISON_BYTE, Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 from placement.memory.cuda_answers import NUM_BYTES, Answers, HostWords
 from placement.memory.cuda_driver import Driver
 from placement.memory.cuda_lifetime import Life, Lives, uninterrupted
@@ -269,9 +269,6 @@ class CudaDevice(Device):
         full, tail = self._create(self.chunk_bytes), self._create(self.granularity)
         addresses = self._reserve(full.nbytes + tail.nbytes)
         addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
-        with self._driver:
-            self._driver.call("cuMemsetD8", addresses.base, POISON_BYTE, addresses.nbytes)
-            self._driver.call("cuCtxSynchronize")  # the fill is on a stream that torch's do not wait for
         try:
             return Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
         except torch.OutOfMemoryError as exc:

@@ -7,13 +7,16 @@ import weakref
 
 import torch
 
+from placement.memory.base import POISON_WORD
 from placement.memory.cuda_answers import HostWords
 from placement.memory.cuda_driver import Driver
 from placement.memory.cuda_mapping import DriverChunk, PoisonChunks
 
+_WORD = int.from_bytes(POISON_WORD, "little", signed=True)
+
 
 class Poison:
-    """A full chunk and one of the granularity, filled with `POISON_BYTE`.
+    """A full chunk and one of the granularity, filled with `POISON_WORD` before they are behind anything.
 
     They are compared at every border, by a graph captured once: to replay it costs the host a third of calling torch (H200).
 
@@ -31,6 +34,7 @@ class Poison:
         self._stream = torch.cuda.Stream(self._device)
         self._answer = answer
         with torch.cuda.stream(self._stream):
+            self._words.fill_(_WORD)
             self._extremes = torch.empty(2, dtype=torch.int64, device=self._device) if answer.device is None else answer.device
             self._compare()  # loads the kernels: at their first use that may wait for the whole device
         self._stream.synchronize()
@@ -65,11 +69,11 @@ class Poison:
             if not self._is_ahead:
                 self._launch(current)  # finds also what an answer that nobody has read yet has found
             self._answered.synchronize()
-        is_damaged = self._is_comparing and self._answer.host.tolist() != [-1, -1]
+        is_damaged = self._is_comparing and self._answer.host.tolist() != [_WORD, _WORD]
         self._is_comparing = self._is_ahead = False
         if is_damaged:
             with torch.cuda.stream(self._stream):
-                self._words.fill_(-1)
+                self._words.fill_(_WORD)
             if wait:
                 self._stream.synchronize()
         if not wait:

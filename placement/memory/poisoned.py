@@ -15,9 +15,20 @@ import torch
 
 from placement.errors import IntegrityError
 from placement.memory.adopt import Claim
+from placement.memory.base import POISON_WORD
 from placement.memory.intake import Versions
 from placement.memory.places import Place
 from placement.memory.range import Range
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMBERS = sorted(
+    {
+        int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
+        for width in _SIGNED
+        for start in range(0, len(POISON_WORD), width)
+    }
+)
+"""What poison reads as signed integers, and what they are in a wider or narrower type (which cuts them to -1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ def computed_from_poison(stay: Sequence[Claim], loose: Sequence[Claim], places: 
     # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
     values = [claim for claim in stay if _has_nan(claim, throughout=not placed[id(claim)])]
     gradients = [claim for claim in loose if _has_nan(claim, throughout=False)]
-    # Integers have no NaN. Weights of nothing but -1, or anything of -1 that came with a NaN, was copied from what lies there.
+    # Integers have no NaN. Weights of nothing but poison, or anything of poison that came with a NaN, was copied from what lies there.
     values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
     if values:  # padding is zero as it was: torch has made it anew, and nobody else
         known = {id(claim) for claim in values}
@@ -121,19 +132,38 @@ def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
 
 
 def _is_poison(claim: Claim) -> bool:
-    """Whether a tensor of a type that cannot say NaN has the bytes of poison and no others."""
+    """Whether a tensor of a type that cannot say NaN has the numbers of poison and no others.
+
+    In whatever order: it may be a part of what was copied, or transposed, and where in its word a copy began is not to be seen.
+    """
     tensor = claim.aliases[0].detach()
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    return not _has_nan(claim, throughout=False) and bool((tensor.reshape(-1).contiguous().view(torch.uint8) == 0xFF).all().item())
+    return not _has_nan(claim, throughout=False) and _has_only_poison(tensor)
+
+
+def _has_only_poison(tensor: torch.Tensor) -> bool:
+    """Whether every element of a tensor, read as a signed integer, is one of poison's."""
+    signed = _SIGNED[tensor.dtype.itemsize]
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(signed)
+    found = torch.zeros_like(numbers, dtype=torch.bool)
+    for number in _NUMBERS:
+        if number >= torch.iinfo(signed).min:
+            found |= numbers == number
+    return bool(found.all().item())
 
 
 def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
-    """Whether any element of a tensor is NaN, or all of them; False where its type has none."""
+    """Whether any element of a tensor is NaN, or all of them; False where its type has none.
+
+    Of all of them, one in eight may be a number: so does float8 poison read, and what was computed from it. See `POISON_WORD`.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return False
     nan = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
-    return bool((nan.all() if throughout else nan.any()).item())
+    if throughout:
+        return tensor.numel() - int(nan.sum().item()) <= (tensor.numel() + 1) // 8
+    return bool(nan.any().item())
 
 
 def _has_nan(claim: Claim, *, throughout: bool) -> bool:

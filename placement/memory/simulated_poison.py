@@ -2,7 +2,7 @@
 
 Behind every vacant page lies the same piece of the device's memory file, mapped privately: whoever writes there gets a copy of the page,
 and the kernel says of each page whether it is such a copy (`/proc/self/pagemap`). So every write is found, and where, also one that leaves
-the bytes as they were: a quiet NaN keeps its bits through x86 arithmetic.
+the bytes as they were: a quiet NaN, which poison is in float32, keeps its bits through x86 arithmetic.
 
 A kernel that does not say (gVisor, no /proc) gets poison as a real device has it: one piece that all ranges share, compared by its bytes.
 """
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from placement.memory.base import POISON_BYTE, WrittenPoison
+from placement.memory.base import POISON_WORD, WrittenPoison, poison_bytes
 from placement.memory.host import PAGE, READ_WRITE, libc, round_up
 from placement.memory.simulated_range import SimulatedRange
 
@@ -33,7 +33,7 @@ _IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE 
 """By flags, whether a page is a private copy. Pages of the file, vacant ones that were only read and those of chunks, are not."""
 _COPIES = re.compile(rb"\x01+")
 _PAGES_AT_ONCE = 1 << 18
-_POISON_PAGE = bytes([POISON_BYTE]) * PAGE
+_POISON_PAGE = poison_bytes(0, PAGE)
 
 
 class SimulatedPoison(abc.ABC):
@@ -53,7 +53,7 @@ class SimulatedPoison(abc.ABC):
         self._fill()
 
     def _fill(self) -> None:
-        os.pwrite(self._file, bytes([POISON_BYTE]) * self._nbytes, 0)
+        os.pwrite(self._file, poison_bytes(0, self._nbytes), 0)
 
     @abc.abstractmethod
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
@@ -101,7 +101,7 @@ class PrivatePoison(SimulatedPoison):
             if inner_start <= page < inner_end:
                 continue
             first, last = max(page, offset), min(page + PAGE, end)
-            ctypes.memset(target.base + first, POISON_BYTE, last - first)
+            ctypes.memmove(target.base + first, poison_bytes(first, last - first), last - first)
             if ctypes.string_at(target.base + page, PAGE) == _POISON_PAGE:
                 _drop(target, page, page + PAGE)
 
@@ -122,13 +122,13 @@ class SharedPoison(SimulatedPoison):
         """It stays in the shared piece until that is compared."""
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
-        if os.pread(self._file, self._nbytes, 0) == bytes([POISON_BYTE]) * self._nbytes:
+        if os.pread(self._file, self._nbytes, 0) == poison_bytes(0, self._nbytes):
             return False
         self._fill()
         return True
 
     def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
-        ctypes.memset(target.base + offset, POISON_BYTE, nbytes)
+        ctypes.memmove(target.base + offset, poison_bytes(offset, nbytes), nbytes)
 
 
 def poison_of(device: object, file: int, nbytes: int) -> SimulatedPoison:
@@ -149,7 +149,7 @@ def _tells_copies(page_map: int, file: int) -> bool:
     try:
         address = ctypes.addressof(first)
         ctypes.string_at(address, 2 * PAGE)
-        ctypes.memset(address + PAGE, POISON_BYTE, 1)
+        ctypes.memset(address + PAGE, POISON_WORD[0], 1)
         return _flags_of(page_map, address, 2).translate(_IS_COPY) == b"\x00\x01"
     finally:
         del first

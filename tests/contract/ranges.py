@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from placement.memory.base import Addresses, Chunk, Device
+from tests.poison import reads_poison
 
 
 def poisoned(device: Device, nbytes: int) -> Addresses:
@@ -42,4 +43,4 @@ def read(device: Device, addresses: Addresses, start: int, nbytes: int) -> torch
 
 
 def is_poison(device: Device, addresses: Addresses, start: int, nbytes: int) -> bool:
-    return bool((device.view(addresses, start, nbytes) == 0xFF).all())
+    return reads_poison(device.view(addresses, start, nbytes), start)

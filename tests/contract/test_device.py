@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from placement.errors import DeviceMemoryError
-from placement.memory.base import Copy, Device, Mark
+from placement.memory.base import POISON_WORD, Copy, Device, Mark, fill_with_poison, poison_bytes
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, whole
+from tests.poison import reads_poison
 
 
 def test_addresses_are_aligned_and_rounded_up(device: Device) -> None:
@@ -20,13 +23,36 @@ def test_addresses_are_aligned_and_rounded_up(device: Device) -> None:
     assert device.chunk_bytes % device.granularity == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_poison_reads_as_nan_in_floats_and_minus_one_in_integers(device: Device, dtype: torch.dtype) -> None:
-    view = whole(device, poisoned(device, device.chunk_bytes + device.granularity))
+@pytest.mark.parametrize("offset", [0, 64, 4096 + 8])
+def test_every_element_of_poison_reads_as_nan_in_floats_and_negative_in_integers(device: Device, offset: int) -> None:
+    addresses = poisoned(device, device.chunk_bytes + device.granularity)
+    view = device.view(addresses, offset, addresses.nbytes - offset)
     assert view.device.type == device.torch_device.type
-    assert view.view(dtype).float().isnan().all()
-    assert (view.view(torch.int64) == -1).all()
-    assert (view == 0xFF).all()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert view.view(dtype).isnan().all(), dtype
+    for dtype in (torch.complex128, torch.complex64):
+        assert torch.view_as_real(view[: view.numel() // 16 * 16].view(dtype)).isnan().all(), dtype
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert (view.view(dtype).float().isnan().view(-1, 8).sum(1) == 7).all(), dtype
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8):
+        assert (view.view(dtype) < 0).all(), dtype
+    assert reads_poison(view, offset)
+
+
+def test_the_nan_of_poison_is_a_signalling_one_in_float64_alone(device: Device) -> None:
+    """The bit that makes a NaN a quiet one is the first of the fraction."""
+    view = whole(device, poisoned(device, device.granularity))
+    for signed, bit, is_quiet in ((torch.int64, 51, False), (torch.int32, 22, True), (torch.int16, 6, True), (torch.int16, 9, True)):
+        assert ((view.view(signed) >> bit & 1) == is_quiet).all(), (signed, bit)
+
+
+@given(offset=st.integers(0, 1 << 40), nbytes=st.integers(0, 100))
+def test_the_poison_of_an_offset_is_the_word_over_and_over(offset: int, nbytes: int) -> None:
+    expected = [POISON_WORD[(offset + i) % 8] for i in range(nbytes)]
+    view = torch.zeros(nbytes + 2, dtype=torch.uint8)
+    fill_with_poison(view[1:-1], offset)
+    assert list(poison_bytes(offset, nbytes)) == view[1:-1].tolist() == expected
+    assert view[[0, -1]].tolist() == [0, 0]
 
 
 def test_a_chunk_keeps_its_bytes_while_it_is_behind_no_address_and_behind_another(device: Device) -> None:
@@ -37,7 +63,7 @@ def test_a_chunk_keeps_its_bytes_while_it_is_behind_no_address_and_behind_anothe
     whole(device, first).copy_(content)
     device.sync()
     device.unmap(first, nbytes)
-    assert (whole(device, first) == 0xFF).all()
+    assert reads_poison(whole(device, first))
     device.map(second, chunks)
     assert torch.equal(whole(device, second).cpu(), content)
     device.sync()
@@ -58,7 +84,7 @@ def test_an_old_view_sees_what_is_behind_its_addresses_now(device: Device) -> No
         assert (view == value).all()
         device.sync()
         device.unmap(addresses, addresses.nbytes)
-        assert (view == 0xFF).all()
+        assert reads_poison(view)
         assert view.data_ptr() == pointer
 
 
@@ -71,7 +97,7 @@ def test_unmap_is_idempotent_and_covers_the_rounded_start(device: Device) -> Non
     device.sync()
     for _ in range(2):
         device.unmap(addresses, nbytes - 1)
-        assert (whole(device, addresses) == 0xFF).all()
+        assert reads_poison(whole(device, addresses))
     assert not device.heal_poison()
 
 
@@ -79,7 +105,7 @@ def test_map_covers_the_start_of_longer_addresses(device: Device) -> None:
     addresses = poisoned(device, 2 * device.chunk_bytes)
     device.map(addresses, [device.create(device.granularity)])
     device.view(addresses, 0, device.granularity).zero_()
-    assert (device.view(addresses, device.granularity, 2 * device.chunk_bytes - device.granularity) == 0xFF).all()
+    assert is_poison(device, addresses, device.granularity, 2 * device.chunk_bytes - device.granularity)
 
 
 def test_more_than_there_is_is_refused_and_takes_nothing(device: Device) -> None:
@@ -150,7 +176,7 @@ def test_a_view_keeps_addresses_and_what_is_behind_them(device: Device) -> None:
     others = [poisoned(device, device.chunk_bytes) for _ in range(20)]
     for other in others:
         device.map(other, [])
-    assert (offloaded == 0xFF).all()
+    assert reads_poison(offloaded, 3)
     assert (loaded == 7).all()
 
 
@@ -167,13 +193,13 @@ def test_a_write_into_poison_is_found_once_and_healed_everywhere(device: Device,
     assert not device.heal_poison()
     assert not device.written_poison()
     device.view(first, 64, 1).zero_()
-    assert device.view(second, 64, 1).item() == (0 if shares_poison else 0xFF)
+    assert device.view(second, 64, 1).item() == (0 if shares_poison else POISON_WORD[0])
     assert device.heal_poison()
     assert [place.addresses for place in device.written_poison()] == ([] if shares_poison else [first])
     assert not device.heal_poison()
     assert not device.written_poison()
-    assert (whole(device, first) == 0xFF).all()
-    assert (whole(device, second) == 0xFF).all()
+    assert reads_poison(whole(device, first))
+    assert reads_poison(whole(device, second))
 
 
 @pytest.mark.parametrize("gets", ["a chunk", "poison"])
@@ -194,7 +220,9 @@ def test_a_write_is_found_after_something_else_came_behind_the_addresses(device:
     assert not device.heal_poison()
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (8, 4000), (4000, 200), (100, 12000), (0, 16384), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 1), (6, 1), (5, 9), (8, 4000), (4000, 200), (100, 12000), (103, 11999), (0, 16384), (4096, 4096)]
+)
 def test_poison_that_was_written_by_right_and_mended_is_no_damage(device: Device, offset: int, nbytes: int) -> None:
     addresses = poisoned(device, device.chunk_bytes)
     for beside in (None, offset - 1, offset + nbytes):
@@ -251,7 +279,7 @@ def test_a_write_into_the_poison_of_a_tail_is_found(device: Device) -> None:
     tail = poisoned(device, device.granularity)
     device.view(tail, device.granularity - 1, 1).zero_()
     assert device.heal_poison()
-    assert (whole(device, tail) == 0xFF).all()
+    assert reads_poison(whole(device, tail))
 
 
 def test_copies_are_bit_exact_at_any_offset_and_touch_nothing_beside(device: Device) -> None:
@@ -424,7 +452,7 @@ def test_close_is_idempotent_and_waits_for_the_last_addresses(device: Device) ->
     addresses = poisoned(device, device.chunk_bytes)
     view = whole(device, addresses)
     device.close()
-    assert (view == 0xFF).all()
+    assert reads_poison(view)
     del view, addresses
     device.close()
     device.close()

@@ -10,6 +10,7 @@ import torch
 
 from placement.memory.base import Device
 from tests.contract.ranges import is_poison, loaded, poisoned, random_bytes, read, whole
+from tests.poison import poison, reads_poison
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
@@ -55,12 +56,12 @@ def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
         device.map(addresses, [device.create(short)], start)
         device.view(addresses, start, short).zero_()
         device.sync()
-    expected = torch.full((addresses.nbytes,), 0xFF, dtype=torch.uint8)
+    expected = poison(0, addresses.nbytes)
     for start in (0, size, 2 * size):
         expected[start : start + short] = 0
     assert torch.equal(view.cpu(), expected)
     device.unmap(addresses, short, size)
-    expected[size : size + short] = 0xFF
+    expected[size : size + short] = poison(size, short)
     assert torch.equal(view.cpu(), expected)
     full = device.create(size)
     device.map(addresses, [full], size)
@@ -69,7 +70,7 @@ def test_a_short_chunk_has_poison_after_it(device: Device) -> None:
     expected[size : 2 * size] = 1
     assert torch.equal(view.cpu(), expected)
     device.unmap(addresses, addresses.nbytes)
-    assert (view == 0xFF).all()
+    assert reads_poison(view)
     assert not device.heal_poison()
 
 
@@ -138,7 +139,7 @@ def test_random_parts_match_a_model(device: Device) -> None:
             places[which].update({slot + i: index for i, index in enumerate(taken)})
             free -= set(taken)
         for addresses, held in zip(ranges, places, strict=True):
-            expected = torch.full((addresses.nbytes,), 0xFF, dtype=torch.uint8)
+            expected = poison(0, addresses.nbytes)
             for index, chunk_index in held.items():
                 content = contents[chunk_index]
                 expected[index * size : index * size + len(content)] = content

@@ -15,9 +15,10 @@ import torch
 
 from placement.errors import DeviceMemoryError, PlacementError
 from placement.memory import host
-from placement.memory.base import Copy
+from placement.memory.base import POISON_WORD, Copy, poison_bytes
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
+from tests.poison import poison, reads_poison
 
 SIZE = 16384
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -227,9 +228,9 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "copy_ of poison": lambda t: t.copy_(t.clone()),
     "copy_ of poison by way of another type": lambda t: t.copy_(t.to(OTHER.get(t.dtype, torch.float64)).to(t.dtype)),
     "zero_": lambda t: t.zero_(),
-    "the same bytes": lambda t: t.view(torch.uint8).fill_(0xFF),
-    "one element": lambda t: t.view(torch.uint8)[3:4].fill_(0xFF),
-    "numpy": lambda t: t.view(torch.uint8).numpy().__setitem__(5, 0xFF),
+    "the same bytes": lambda t: t.view(torch.uint8).copy_(poison(0, 4096)),
+    "one element": lambda t: t.view(torch.uint8)[3:4].fill_(POISON_WORD[3]),
+    "numpy": lambda t: t.view(torch.uint8).numpy().__setitem__(6, POISON_WORD[6]),
 }
 
 
@@ -248,7 +249,7 @@ def test_any_write_is_found_whatever_it_wrote(dtype: torch.dtype) -> None:
         write(device.view(addresses, 8192, 4096).view(dtype))
         assert device.heal_poison(), name
         assert [(place.addresses, place.start, place.nbytes) for place in device.written_poison()] == [(addresses, 8192, 4096)], name
-        assert (device.view(addresses, 0, 2 * SIZE) == 0xFF).all()
+        assert reads_poison(device.view(addresses, 0, 2 * SIZE))
         assert not device.heal_poison(), name
         tried += 1
     assert tried >= 5
@@ -261,11 +262,11 @@ def test_reading_poison_is_no_write() -> None:
     assert floats.isnan().all()
     assert floats.clone().mul_(2).isnan().all()
     assert floats.sum().isnan()
-    assert floats.numpy().tobytes() == b"\xff" * 4 * SIZE
+    assert floats.numpy().tobytes() == poison_bytes(0, 4 * SIZE)
     with open(os.devnull, "wb") as nowhere:
         torch.save(floats, nowhere)
     device.copy([Copy(addresses.base, (slab := device.host(SIZE)).address, SIZE)], "to_host")
-    assert (slab.view(0, SIZE) == 0xFF).all()
+    assert reads_poison(slab.view(0, SIZE))
     assert not device.heal_poison()
 
 
@@ -276,7 +277,7 @@ def test_each_run_of_pages_is_named_also_of_what_has_been_replaced() -> None:
     device.map(first, [device.create(SIZE)], SIZE)
     device.view(first, 0, 4 * SIZE + 4096)[4095:4097].mul_(1)
     device.view(first, SIZE, SIZE).fill_(1)  # of the chunk
-    device.view(first, 4 * SIZE, 4096)[4095:].fill_(0xFF)
+    device.view(first, 4 * SIZE, 4096)[4095:].fill_(POISON_WORD[7])
     device.view(second, 0, SIZE).fill_(7)
     device.map(second, [device.create(SIZE)])
     assert device.heal_poison()
@@ -292,7 +293,7 @@ def test_a_write_beside_what_was_mended_is_found_by_its_bytes_in_the_same_page_a
     view = device.view(addresses, 0, SIZE)
     for beside, is_found in ((slice(0, 100), False), (slice(8192, 8200), True)):
         view[100:5000].zero_()
-        view[beside].fill_(0xFF)
+        view[beside] = poison(beside.start, beside.stop - beside.start)
         device.mend_poison(addresses, 100, 4900)
         assert device.heal_poison() is is_found
     view[100:5000].zero_()
@@ -308,7 +309,7 @@ def test_a_forked_child_changes_nothing_of_what_the_kernel_says_of_poison(in_chi
     view = device.view(addresses, 0, SIZE)
     assert in_child(lambda: 0) == 0
     assert not device.heal_poison()
-    view[0] = 0xFF
+    view[0] = POISON_WORD[0]
     assert in_child(lambda: int(make().heal_poison())) == 0, "a device of its own has a page map of its own"
     assert device.heal_poison()
 
@@ -328,15 +329,15 @@ def test_an_interrupt_at_any_bytecode_of_a_partial_change_keeps_the_rest_and_los
         if operation == "map":
             device.unmap(first, SIZE + 4096, 2 * SIZE)
             cut = interrupter.run(lambda: device.map(second, chunks[2:], 2 * SIZE))
-            assert (device.view(second, 0, 2 * SIZE) == 0xFF).all()
+            assert reads_poison(device.view(second, 0, 2 * SIZE))
         else:
             cut = interrupter.run(lambda: device.unmap(first, SIZE, SIZE))
             assert torch.equal(device.view(first, 2 * SIZE, SIZE + 4096), content[2 * SIZE :])
         assert torch.equal(device.view(first, 0, SIZE), content[:SIZE])
         device.unmap(first, nbytes)
         device.unmap(second, nbytes)
-        assert (device.view(first, 0, nbytes) == 0xFF).all()
-        assert (device.view(second, 0, nbytes) == 0xFF).all()
+        assert reads_poison(device.view(first, 0, nbytes))
+        assert reads_poison(device.view(second, 0, nbytes))
         device.map(second, chunks)
         assert torch.equal(device.view(second, 0, nbytes), content)
         device.unmap(second, nbytes)

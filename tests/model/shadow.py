@@ -11,8 +11,8 @@ from torch import nn
 from placement import Handle, Plan, Trigger, View
 from placement.call_guard import GuardedForward
 from placement.engines.base import TorchEngine
-from placement.memory.base import POISON_BYTE
 from tests.model.architectures import state_of, tensors_of
+from tests.poison import poison_like
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -130,7 +130,7 @@ class Shadow:
                 continue
             assert handle.holding is not None
             assert handle.holding.over_host(tensor) is not None, f"{handle!r} {name} was left behind"
-            assert not poisoned or set(raw(tensor)) == {POISON_BYTE}, f"{handle!r} {name} has no poison behind it"
+            assert not poisoned or raw(tensor) == raw(poison_like(tensor)), f"{handle!r} {name} has no poison behind it"
 
     def _look_for_offload(self) -> None:
         if self.handle.holding is None:

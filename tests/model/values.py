@@ -21,7 +21,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "mul_ through data": lambda tensor: tensor.data.mul_(0.5),
     "copy_ of poison": lambda tensor: tensor.data.copy_(tensor.detach().clone()),
 }
-"""Into offloaded memory. All but the first leave the bytes of poison as they were."""
+"""Into offloaded memory. All but the first leave the bytes of float32 poison as they were."""
 Wanted = Callable[[Shadow], bool]
 
 

@@ -140,10 +140,10 @@ class FakeDriver(ModuleType):
         self.accessible.update(dict.fromkeys(found, len({each.location.id for each in access}) if len(access) == count else 0))
         return self._answer("cuMemSetAccess", bool(found))
 
-    def cuMemsetD8(self, address: int, value: int, nbytes: int) -> tuple[Any, ...]:
-        found = self._whole(address, nbytes)
-        self.content.update({self.mapped[at][1]: POISON for at in found if value == 0xFF})
-        return self._answer("cuMemsetD8", bool(found))
+    def fill_with_poison(self, addresses: Addresses) -> None:
+        """A kernel of torch has filled what is behind a range."""
+        found = self._whole(addresses.base, addresses.nbytes)
+        self.content.update({self.mapped[at][1]: POISON for at in found})
 
     def behind(self, addresses: Addresses, devices: int = 1) -> list[tuple[int, int | str]]:
         """(bytes, handle or poison) of what is behind a range, from its start; all of it must be accessible."""

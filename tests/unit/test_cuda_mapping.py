@@ -29,7 +29,8 @@ SIZE = 4 * STEP
 class UnwatchedPoison:
     """Poison without the GPU that compares it."""
 
-    def __init__(self, driver: object, full: Chunk, tail: Chunk, view: Addresses, answer: None) -> None:
+    def __init__(self, driver: Driver, full: Chunk, tail: Chunk, view: Addresses, answer: None) -> None:
+        driver.api.fill_with_poison(view)
         self.chunks = SimpleNamespace(full=full, tail=tail)
         self.nbytes = full.nbytes + tail.nbytes
         self._view = view

@@ -51,7 +51,6 @@ calls = {
     "cuMemMap": ((at, step, 0, 64, 0), 0),
     "cuMemUnmap": ((at, step), 0),
     "cuMemSetAccess": ((at, step, access, len(access)), 0),
-    "cuMemsetD8": ((at, 0xFF, step), 0),
     "cuMemcpyHtoDAsync": ((at, step, 64, stream), 0),
     "cuMemcpyDtoHAsync": ((step, at, 64, stream), 0),
     "cuMemHostRegister": ((step, step, 0), 0),

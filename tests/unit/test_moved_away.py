@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import multiprocessing.reduction
 import warnings
 from collections.abc import Callable
@@ -402,3 +403,66 @@ def test_an_interrupt_while_storages_are_brought_back_is_made_good(where: str, p
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
     assert_nothing_resident(worker.manager)
+
+
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+INTEGERS = (*SIGNED, torch.uint8)
+REPLACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": lambda t: t.clone(),
+    "columns in front": lambda t: t[:, :7].clone(),
+    "columns that begin inside a word": lambda t: t[:, 6:].clone(),
+    "one column": lambda t: t[:, 6:7].clone(),
+    "transposed": lambda t: t.t().contiguous(),
+}
+CONVERTED = {f"to {to}": functools.partial(torch.Tensor.to, dtype=to, copy=True) for to in SIGNED}
+CASES = [(dtype, way) for dtype in INTEGERS for way in REPLACED] + [(dtype, way) for dtype in SIGNED for way in CONVERTED]
+
+
+@pytest.mark.parametrize(("dtype", "way"), CASES, ids=str)
+def test_quantised_weights_that_were_computed_from_what_lies_there_come_back(dtype: torch.dtype, way: str) -> None:
+    model = net()
+    model.packed = nn.Parameter(torch.randint(0, 100, (9, 24), dtype=dtype), requires_grad=False)
+    wanted = copy.deepcopy(model.state_dict())
+    manager = make_manager()
+    manager.register("actor", model, role="actor")
+    model.packed = nn.Parameter((REPLACED | CONVERTED)[way](model.packed.detach()), requires_grad=False)
+    with pytest.raises(IntegrityError, match="packed of 'actor' were replaced"), manager.phase("log_prob"):
+        pass
+    with manager.phase("log_prob"):
+        assert_same(dict(model.state_dict()), dict(wanted))
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_quantised_weights_that_were_given_other_values_while_offloaded_are_taken_over(dtype: torch.dtype) -> None:
+    manager, model = make_manager(), net()
+    model.packed = nn.Parameter(torch.arange(24, dtype=dtype).view(3, 8), requires_grad=False)
+    manager.register("actor", model, role="actor")
+    new = torch.full((3, 8), 5, dtype=dtype)
+    new[0, 1:] = model.packed[0, 1:].detach()  # poison, but for one column
+    model.packed = nn.Parameter(new.clone(), requires_grad=False)
+    with manager.phase("log_prob"):
+        assert torch.equal(model.packed, new)
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.parametrize("computed", [lambda t: t.clone(), lambda t: t.float(), lambda t: t[3:].clone()], ids=["clone", "float", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_was_computed_from_float8_is_found_beside_it_and_in_its_place(
+    dtype: torch.dtype, computed: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """One element of float8 poison in eight is a number."""
+    manager, model = make_manager(), net()
+    model.register_buffer("scale", torch.randn(5, 9).to(dtype))
+    wanted = copy.deepcopy(model.state_dict())
+    manager.register("actor", model, role="actor")
+    model.register_buffer("extra", computed(model.scale), persistent=False)
+    with pytest.raises(IntegrityError, match=r"extra of 'actor' were replaced.*extra were added beside them"), manager.phase("log_prob"):
+        pass
+    del model.extra
+    model.scale = computed(model.scale)
+    with pytest.raises(IntegrityError, match="scale of 'actor' were replaced"), manager.phase("log_prob"):
+        pass
+    with manager.phase("log_prob"):
+        assert torch.equal(model.scale.view(torch.uint8), wanted["scale"].view(torch.uint8))
+    assert_nothing_resident(manager)

@@ -76,7 +76,7 @@ COUNTED: dict[str, Write] = {
     "copy_ of poison": lambda t: t.copy_(t.detach().clone()),
     "an element": lambda t: t.view(-1)[3].mul_(2),
 }
-"""NaN becomes NaN of the same bytes. A version counter counts them."""
+"""NaN becomes NaN of the same bytes (float32 on a CPU). A version counter counts them."""
 UNCOUNTED: dict[str, Write] = {
     "EMA through data": lambda t: t.data.mul_(0.4).add_(torch.ones_like(t), alpha=0.6),
     "lerp_ through data": lambda t: t.data.lerp_(torch.ones_like(t), 0.1),
