@@ -70,6 +70,8 @@ class Handle:
         self.built_object: Any = None
         """What a `Lazy`'s factory made, and an engine: nobody else may hold it."""
         self._object: weakref.ref[Any] | None = None
+        self._gathers: str | None = None
+        """Of the adapter, as it said when the object was attached."""
 
     # --- what users read
 
@@ -124,9 +126,10 @@ class Handle:
     @property
     def gathers(self) -> str | None:
         """Why its state dict needs the values on the device; of an optimizer, because that of a module it steps does. None: in no state."""
-        if self.adapter is None or self.external:
-            return None
-        return next((reason for each in (self, *self.owners) if each.adapter and (reason := each.adapter.gathers) is not None), None)
+        reason = self._gathers  # asked for every view of every border, so it is looked up once
+        for owner in self.owners if reason is None else ():
+            reason = owner._gathers or reason
+        return None if reason is None or self.external else reason
 
     @property
     def is_built(self) -> bool:
@@ -223,10 +226,11 @@ class Handle:
                 when_gone(handle)
 
         self.kind, self.adapter, self._object = adapter.kind, adapter, weakref.ref(target, gone)
+        self._gathers = adapter.gathers
 
     def detach(self) -> None:
         """Undo `attach`: the handle of a `Lazy` whose building failed has no object again, and none that could be collected."""
-        self._object = None
+        self._object = self._gathers = None
         self.built_object = self.adapter = self.holding = self.residency = None
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
