@@ -81,7 +81,9 @@ def test_twenty_phases_of_a_compiled_model(manager: placement.Manager, options: 
     wanted = None
     with torch.no_grad():
         if called_before:
-            wanted = [call(x).clone() for _ in range(4)][-1]  # a CUDA graph is recorded at the second or third call
+            for _ in range(4):  # a CUDA graph is recorded at the second or third call
+                torch.compiler.cudagraph_mark_step_begin()
+                wanted = call(x).clone()
         manager.register("actor", model, role="actor")
         for turn in range(20):
             with manager.phase("log_prob"), torch._dynamo.config.patch(error_on_recompile=turn > 0):

@@ -200,7 +200,7 @@ def test_what_slips_past_the_guards_reads_nan_and_a_wrong_write_is_found(manager
     net = build()
     manager.register("actor", net, role="actor")
     assert net.up.weight.isnan().all()
-    assert (net.norm.num_batches_tracked == -1).all()
+    assert (net.norm.num_batches_tracked < 0).all()
     with torch.no_grad():
         net.up.weight.zero_()
     with pytest.raises(placement.IntegrityError, match="is lost, every value"), manager.phase("log_prob"):

@@ -13,13 +13,13 @@ import placement
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
-from tests.unit.test_sparse_gradients import OPTIMIZERS, WIDTH, WORDS, assert_parts, build, parts, tokens_of
+from tests.unit.test_sparse_gradients import WIDTH, WORDS, assert_parts, build, parts, tokens_of
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad's own step
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])  # SGD does not coalesce, and a GPU adds what is there twice in any order
 def test_twenty_steps_with_everything_offloaded_in_between(optimizer: str) -> None:
     outcome = training.compare(functools.partial(build, optimizer, "cuda"), device="cuda")
     assert outcome.offloaded_bytes["actor"] > 0
