@@ -44,6 +44,7 @@ MESSAGES = [
     for name in ("proposal", "basis", "vote", "decision", "at")
     if rank == 0 or name != "basis"
 ]
+MESSAGES += [(rank, "outcome", True) for rank in range(WORLD)]  # of a rank whose move fails
 _generations = count(1)
 PROCESSES = RankProcesses()
 
