@@ -47,16 +47,17 @@ def _left() -> Iterator[None]:
     before = _LEFT.modes
     modes: list[Any] = []
     try:
-        with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast():
-            modes.extend(itertools.starmap(torch._C._pop_torch_function_stack, [()] * _num_function_modes()))
-            _LEFT.modes = tuple(modes)
-            yield
-    finally:
         try:
+            with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast():
+                modes.extend(itertools.starmap(torch._C._pop_torch_function_stack, [()] * _num_function_modes()))
+                _LEFT.modes = tuple(modes)
+                yield
+        finally:
             _LEFT.modes = before
             _push(modes)
-        finally:
-            _push(modes)  # again, because an interrupt can come before the first one has done anything
+    finally:  # again, because an interrupt can come before the first one has done anything
+        _LEFT.modes = before
+        _push(modes)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_views_ties_and_identity_survive(device: SimulatedDevice, way: str) -> N
         adoption.move_in(index)
         assert adoption.is_in(index)
     assert bool(model.first.weight.isnan().all())
-    assert model.index.tolist() == [-1] * 5
+    assert bool((model.index < 0).all())  # poison, as an integer
     chunks = fill_range(device, adoption, content)
     assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
     assert ids == {name: id(t) for name, t in model.tensors().items()}
