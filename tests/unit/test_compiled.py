@@ -96,6 +96,20 @@ def compiler(counter: CompileCounter | str, *, fullgraph: bool = False) -> Calla
     return functools.partial(torch.compile, backend=counter, fullgraph=fullgraph)
 
 
+def registered(manager: Manager, model: nn.Module, make: Callable[[], Call], when: str) -> Call:
+    """What calls the model: made before it is registered, made and called before, or made after."""
+    if when == "after":
+        manager.register("actor", model, role="actor")
+        with manager.phase("log_prob"):
+            return make()
+    call = make()
+    if when == "called before":
+        with torch.no_grad():
+            call(batch())
+    manager.register("actor", model, role="actor")
+    return call
+
+
 def assert_guarded(manager: Manager, call: Call, wanted: torch.Tensor, counter: CompileCounter, graphs: int | None = None) -> None:
     """Refused while offloaded, right in a phase, and compiled in the first phase only."""
     found: list[int] = []
@@ -119,17 +133,7 @@ def test_a_compiled_model_is_refused_and_compiled_once(root: str, form: str, whe
     counter, manager, model = CompileCounter(), make_manager(), ROOTS[root]()
     with torch.no_grad():
         wanted = model(batch())
-    make = of_root(compiler(counter), model)[form]
-    if when == "after":
-        manager.register("actor", model, role="actor")
-        with manager.phase("log_prob"):
-            call = make()
-    else:
-        call = make()
-        if when == "called before":
-            with torch.no_grad():
-                call(batch())
-        manager.register("actor", model, role="actor")
+    call = registered(manager, model, of_root(compiler(counter), model)[form], when)
     torch_compiles_it = form != "in place" or root == "block"  # torch leaves the call of its own modules as it is
     assert_guarded(manager, call, wanted, counter, int(torch_compiles_it))
 
@@ -140,16 +144,7 @@ def test_compiled_parts_of_a_model_are_refused_and_compiled_once(form: str, when
     counter, manager, model = CompileCounter(), make_manager(), Stack()
     with torch.no_grad():
         wanted = model(batch())
-    make = of_part(compiler(counter), model)[form]
-    if when == "after":
-        manager.register("actor", model, role="actor")
-        with manager.phase("log_prob"):
-            call = make()
-    else:
-        call = make()
-        with torch.no_grad():
-            call(batch())
-        manager.register("actor", model, role="actor")
+    call = registered(manager, model, of_part(compiler(counter), model)[form], when)
     assert_guarded(manager, call, wanted, counter)
     if form == "layers":
         assert_guarded(manager, model, wanted, counter)
@@ -245,9 +240,7 @@ def test_a_checkpointed_part_inside_a_compiled_function() -> None:
     counter, manager, model = CompileCounter(), make_manager(), Stack()
     manager.register("actor", model, role="actor")
     first, last = model.layers
-    call = compiler(counter, fullgraph=True)(
-        lambda x: torch.utils.checkpoint.checkpoint(last, first(x), use_reentrant=False)
-    )
+    call = compiler(counter, fullgraph=True)(lambda x: torch.utils.checkpoint.checkpoint(last, first(x), use_reentrant=False))
     for _ in range(3):
         with manager.phase("log_prob"):
             assert call(batch()).isfinite().all()
