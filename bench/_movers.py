@@ -15,7 +15,7 @@ import placement
 from bench import _peers
 from bench._models import module_tensors, nbytes_of
 from bench._rig import Rig
-from placement.states import IDLE
+from placement.core.states import IDLE
 
 Make = Callable[[], Any]
 Tensors = Callable[[Any], list[torch.Tensor]]

@@ -14,7 +14,7 @@ import torch
 
 from bench._results import Results
 from bench._sampler import Peak, sampled
-from placement.memory.base import Device
+from placement.devices.base import Device
 from placement.testing import SimulatedDevice
 
 SIZES = ("tiny", "quick", "full")

@@ -73,7 +73,7 @@ def walks() -> dict[str, Walk]:
         optimizer.zero_grad()
         walk("leave", lambda phase=phase: phase.__exit__(None, None, None))
     with manager.phase("weight_sync"):
-        walk("weights", lambda: [bucket for bucket in actor.weights(bucket_bytes=1 << 20)])
+        walk("weights", lambda: list(actor.weights(bucket_bytes=1 << 20)))
     manager.close()
     return found
 
@@ -97,15 +97,13 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            while name and name not in known:
-                name = name.rpartition(".")[0]
-            if name:
-                yield name
+            parts = name.split(".")
+            yield from [found for end in range(len(parts), 0, -1) if (found := ".".join(parts[:end])) in known][:1]
 
 
-def cycles() -> list[list[str]]:
+def cycles(known: dict[str, Path] | None = None) -> list[list[str]]:
     """Groups of modules that import one another, directly or not; the package's own `__init__` left out (Tarjan 1972)."""
-    known = modules()
+    known = modules() if known is None else known
     graph = {name: set(imports(path, known)) - {name, "placement"} for name, path in known.items() if name != "placement"}
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}

@@ -20,10 +20,10 @@ from bench._results import Results
 from bench._rig import Rig
 from placement.group.messages import decode
 from placement.group.ray import RayGroup, start_board
+from placement.integrations.ray import Fleet
+from placement.integrations.ray.member import Member
+from placement.integrations.ray.messages import MAX_MESSAGE_BYTES, Order
 from placement.observe.discovery import Target
-from placement.ray import Fleet
-from placement.ray.member import Member
-from placement.ray.messages import MAX_MESSAGE_BYTES, Order
 from placement.testing import SimulatedDevice
 
 HOSTS = 2

@@ -9,8 +9,8 @@ from typing import Any
 from bench import _rig
 from bench._results import Results
 from bench._rig import Rig
-from placement.memory.base import Device
-from placement.memory.select import select_device
+from placement.devices.base import Device
+from placement.devices.select import select_device
 
 _SCENARIO = "reserving host memory, cold"
 _GIVE_UP_SECONDS = 60.0

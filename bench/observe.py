@@ -15,9 +15,9 @@ import placement
 from bench import _rig
 from bench._results import Results
 from bench._rig import Rig
-from placement.journal import HandleCounters, Journal, Record
+from placement.core.journal import HandleCounters, Journal, Record
+from placement.core.states import State, Trigger
 from placement.observe.trace import encoded_trace
-from placement.states import State, Trigger
 
 SCENARIO = "6 handles"
 SCRAPES_A_SECOND = 20

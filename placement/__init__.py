@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placement.errors import (
+from placement.core.errors import (
     BrokenHandleError,
     CheckpointError,
     CoordinatorLost,
@@ -20,21 +20,20 @@ from placement.errors import (
     PolicyError,
     RegistrationError,
 )
-from placement.on_demand import on_demand as _on_demand
-from placement.states import PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
+from placement.core.lazy_names import on_demand as _on_demand
+from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy, State, Trigger, View
+from placement.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from placement import checkpoint, group, policies, testing
+    from placement.core.settings import Settings
+    from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.engines.base import Engine, TorchEngine
-    from placement.handle import Handle, Lazy
     from placement.manager import Manager
     from placement.observe.trace import write_trace as trace
-    from placement.phases import Phase
-    from placement.settings import Settings
-    from placement.snapshot import Audit, Finding, HandleSnapshot, Snapshot
-    from placement.sync import WeightInfo
-
-__version__ = "0.1.0"
+    from placement.phases.phase import Phase
+    from placement.publish.buckets import WeightInfo
+    from placement.registration.handle import Handle, Lazy
 
 __all__ = [
     "PHASES",
@@ -61,6 +60,7 @@ __all__ = [
     "PhaseError",
     "PlacementError",
     "Plan",
+    "Policy",
     "PolicyError",
     "RegistrationError",
     "Settings",
@@ -82,12 +82,12 @@ __getattr__ = _on_demand(
     __name__,
     {
         **dict.fromkeys(("Engine", "TorchEngine"), "engines.base"),
-        **dict.fromkeys(("Handle", "Lazy"), "handle"),
-        **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "snapshot"),
+        **dict.fromkeys(("Handle", "Lazy"), "registration.handle"),
+        **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "core.snapshot"),
         "Manager": "manager",
-        "Phase": "phases",
-        "Settings": "settings",
-        "WeightInfo": "sync",
+        "Phase": "phases.phase",
+        "Settings": "core.settings",
+        "WeightInfo": "publish.buckets",
         "checkpoint": "checkpoint",
         "group": "group",
         "policies": "policies",

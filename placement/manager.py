@@ -10,20 +10,21 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from placement import audit
-from placement.borders import Borders
-from placement.errors import PhaseError
-from placement.handle import Handle
-from placement.journal import Journal, logger
-from placement.memory.base import Device
-from placement.memory.select import select_device
-from placement.phases import PhaseContext, here
-from placement.replication import Replication
-from placement.resolve import resolve_policy
-from placement.settings import Settings
-from placement.snapshot import Audit, Snapshot
-from placement.summary import summary
-from placement.weak import WeakIdSet
+from placement.core.errors import PhaseError
+from placement.core.journal import Journal, logger
+from placement.core.settings import Settings
+from placement.core.snapshot import Audit, Snapshot
+from placement.core.summary import summary
+from placement.core.weak_set import WeakIdSet
+from placement.devices.base import Device
+from placement.devices.select import select_device
+from placement.phases import audit
+from placement.phases.open_phase import here
+from placement.phases.phase import PhaseContext
+from placement.phases.policy_lookup import resolve_policy
+from placement.phases.stack import Borders
+from placement.registration.handle import Handle
+from placement.registration.replication import Replication
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from placement.errors import DeviceMemoryError, HostMemoryError
-from placement.memory.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
-from placement.memory.simulated import SimulatedDevice
-from placement.states import State
+from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.core.states import State
+from placement.devices.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
+from placement.devices.simulated.device import SimulatedDevice
 
 if TYPE_CHECKING:
     from placement.manager import Manager

@@ -4,8 +4,9 @@ A policy is pure. It reads a `View` and returns a total `Plan`; it moves nothing
 Modules here import only what `placement` exports, so a user's own policy can do whatever these do.
 """
 
+from placement import Policy
+
 from .async_rollout import AsyncRollout
-from .base import Policy
 from .colocated import Colocated
 from .resident import Resident
 

@@ -4,31 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from placement import HandleView, Plan, PolicyError, State, View
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """Decides where every handle belongs in a phase.
-
-    `plan` is called with the manager's lock held, before any byte moves. Each phase border (entry, switch, exit) and each registration
-    calls it as often as it has questions: for the phase that begins, again once a `Lazy` was built for it, for the phase around it
-    (outside every phase that is `idle`), and with a budget of 0 bytes for what a phase needs in any case.
-
-    The plan it returns names every handle of the view. It is a function of the view alone: the same view gives an equal
-    plan, on every rank, and the view cannot be changed. Whether the bytes fit is the manager's check, not the policy's duty;
-    what may stay on the device and need not is what a policy wants only where `view.fits` says so.
-
-    Raises:
-        PolicyError: the phase is not one of `view.known_phases`.
-    """
-
-    name: str
-    """For metrics and messages: `[A-Za-z0-9_.:-]{1,64}`."""
-
-    def plan(self, view: View) -> Plan: ...
 
 
 def models(view: View, *roles: str) -> list[HandleView]:

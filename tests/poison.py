@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from placement.memory.base import poison_bytes
+from placement.devices.base import poison_bytes
 
 
 def poison(offset: int, nbytes: int) -> torch.Tensor:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from placement.adapters.tensors import rewrapped
-from placement.journal import logger
-from placement.memory.loans import Loan
-from placement.memory.mirror import mirror
+from placement.core.journal import logger
+from placement.storage.transfer.host_read_locks import Loan
+from placement.storage.transfer.mirror import mirror
+from placement.tensors.plain import rewrapped
 
 if TYPE_CHECKING:
-    from placement.handle import Handle
+    from placement.registration.handle import Handle
 
 
 @contextmanager

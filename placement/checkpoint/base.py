@@ -16,14 +16,14 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import _get_fqns
 
-from placement.adapters.tensors import parts_of, rewrapped
-from placement.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
-from placement.guards import is_off
-from placement.modes import without_modes
-from placement.states import State
+from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.core.states import State
+from placement.core.torch_modes import without_modes
+from placement.registration.guards import is_off
+from placement.tensors.plain import parts_of, rewrapped
 
 if TYPE_CHECKING:
-    from placement.handle import Handle
+    from placement.registration.handle import Handle
 
 Path = tuple[str | int, ...]
 """Keys from the outermost dict of a checkpoint inwards."""

@@ -22,13 +22,13 @@ from placement.checkpoint import background, meshes
 from placement.checkpoint.base import Change, Part, Path, Shown, apply, under
 from placement.checkpoint.model import Model
 from placement.checkpoint.optimizer import Optimizer
-from placement.errors import CheckpointError, PlacementError
-from placement.modes import without_modes
-from placement.phases import names_of
+from placement.core.errors import CheckpointError, PlacementError
+from placement.core.torch_modes import without_modes
+from placement.phases.phase import names_of
 
 if TYPE_CHECKING:
-    from placement.handle import Handle
     from placement.manager import Manager
+    from placement.registration.handle import Handle
 
 _PARTS: Mapping[str, type[Part]] = {"module": Model, "optimizer": Optimizer}
 

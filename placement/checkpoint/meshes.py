@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from placement.adapters.tensors import parts_of
-from placement.errors import CheckpointError
+from placement.core.errors import CheckpointError
+from placement.tensors.plain import parts_of
 
 Meshes = dict[str, tuple[int, ...]]
 """The ranks of the mesh of each sharded tensor that is not sharded over all of them, by its path in the checkpoint."""

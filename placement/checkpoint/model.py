@@ -25,12 +25,12 @@ from placement.checkpoint.base import (
     wait_for_readers,
 )
 from placement.checkpoint.take_over import TakeOver, owns_memory
-from placement.errors import CheckpointError, NotResidentError
-from placement.guards import is_off
-from placement.modes import without_modes
+from placement.core.errors import CheckpointError, NotResidentError
+from placement.core.torch_modes import without_modes
+from placement.registration.guards import is_off
 
 if TYPE_CHECKING:
-    from placement.handle import Handle
+    from placement.registration.handle import Handle
 
 _EXTRA = "_extra_state"
 

@@ -14,15 +14,15 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from placement.adapters import hybrid
-from placement.adapters.framework import is_a
-from placement.adapters.optimizer import OptimizerAdapter
-from placement.adapters.tensors import rewrapped
 from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_borders, some, under
 from placement.checkpoint.optimizer_state import Changes, HybridLoad, OwnLoad, StateChange, settings_of
-from placement.errors import CheckpointError, NotResidentError
-from placement.guards import is_guard, is_off
-from placement.modes import without_modes
+from placement.core.errors import CheckpointError, NotResidentError
+from placement.core.loaded_classes import is_a
+from placement.core.torch_modes import without_modes
+from placement.frameworks import megatron_hybrid
+from placement.ownership.optimizer import OptimizerAdapter
+from placement.registration.guards import is_guard, is_off
+from placement.tensors.plain import rewrapped
 
 
 class Optimizer(Part):
@@ -43,10 +43,11 @@ class Optimizer(Part):
         groups: list[dict[str, Any]] = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers(names):
-                for owner, entry in (hybrid.exported(optimizer) if hybrid.is_hybrid(optimizer) else optimizer.state).items():
+                own = megatron_hybrid.exported(optimizer) if megatron_hybrid.is_hybrid(optimizer) else optimizer.state
+                for owner, entry in own.items():
                     state[names.get(id(owner), str(owner))] = mapped(entry, self._shown)
                 for group in optimizer.param_groups:
-                    settings = hybrid.settings(group) if hybrid.is_hybrid(optimizer) else group
+                    settings = megatron_hybrid.settings(group) if megatron_hybrid.is_hybrid(optimizer) else group
                     groups.append({key: value for key, value in settings.items() if key != "params"})
                     groups[-1]["params"] = [names[id(parameter)] for parameter in group["params"]]
         for name, entry in state.items():
@@ -100,13 +101,13 @@ class Optimizer(Part):
                 raise self._error(f"state of {name!r}", "belongs to a parameter that the optimizer does not step")
         changes: list[Change] = []
         for optimizer in optimizers:
-            if hybrid.is_hybrid(optimizer):
+            if megatron_hybrid.is_hybrid(optimizer):
                 state = {
                     parameter: given["state"].get(names[id(parameter)], {})
                     for each in optimizer.param_groups
                     for parameter in each["params"]
                 }
-                for parameter, problem in hybrid.problems(optimizer, state):
+                for parameter, problem in megatron_hybrid.problems(optimizer, state):
                     raise self._error(f"state of {names[id(parameter)]!r}", problem)
                 changes.append(HybridLoad(optimizer, state, [groups[names[id(each["params"][0])]] for each in optimizer.param_groups]))
             elif _loads_itself(optimizer):

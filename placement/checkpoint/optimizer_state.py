@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from placement.adapters import hybrid
-from placement.adapters.optimizer import OptimizerAdapter
-from placement.adapters.tensors import local_device, nested_tensors, parts_of, rewrapped
 from placement.checkpoint.base import Change, copy_over, mapped, note_written, same_values, wait_for_readers
-from placement.errors import CheckpointError
-from placement.guards import is_off
+from placement.core.errors import CheckpointError
+from placement.frameworks import megatron_hybrid
+from placement.ownership.optimizer import OptimizerAdapter
+from placement.registration.guards import is_off
+from placement.tensors.plain import local_device, nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:
-    from placement.handle import Handle
+    from placement.registration.handle import Handle
 
 
 class Changes(Change):
@@ -201,7 +201,7 @@ class HybridLoad(Change):
         """Nothing has begun."""
 
     def finish(self) -> None:
-        hybrid.restore(self._optimizer, self._state, self._groups)
+        megatron_hybrid.restore(self._optimizer, self._state, self._groups)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

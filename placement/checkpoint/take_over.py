@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from placement.adapters.tensors import parts_of
-from placement.checkpoint.base import Change, copy_over, note_written, same_values, wait_for_readers
-from placement.errors import CheckpointError
-from placement.guards import is_off
-from placement.memory.host_reads import from_host_copies
-from placement.memory.intake import byte_view
+from placement.checkpoint.base import Change, Part, copy_over, note_written, same_values, wait_for_readers
+from placement.core.errors import CheckpointError
+from placement.registration.guards import is_off
+from placement.storage.offloaded.host_reads import from_host_copies
+from placement.storage.scanner import byte_view
+from placement.tensors.plain import parts_of
 
 if TYPE_CHECKING:
-    from placement.checkpoint.model import Model
-    from placement.handle import Handle
+    from placement.registration.handle import Handle
 
 
 class TakeOver(Change):
@@ -33,7 +32,7 @@ class TakeOver(Change):
         own: what the state dict shows of the module's own memory, and its new values.
     """
 
-    def __init__(self, part: Model, given: Mapping[str, Any], own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, part: Part, given: Mapping[str, Any], own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._part = part
         self._given = given
         self._own = own

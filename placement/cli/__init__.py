@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 
 COMMANDS = {
     "dashboards": "write Grafana pages, Prometheus rules and a configuration for both",

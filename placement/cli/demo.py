@@ -23,8 +23,8 @@ import placement
 from placement.cli.grpo import Characters, OpenPhase, Recipe, StepResult, Tokenizer, Worker, build_actor
 from placement.cli.recorder import PeakMeter, Recorder
 from placement.cli.timeline import Style, mebibytes, phase_table, timeline
+from placement.devices.base import Device
 from placement.engines import TorchEngine
-from placement.memory.base import Device
 from placement.testing import SimulatedDevice
 
 _COPIES = 5  # of the model's bytes: actor, reference, rollout copy, and the two moments of AdamW
@@ -204,7 +204,7 @@ def make_device(name: str, model_bytes: int) -> Device:
     """The device of this name. The simulated one holds what training needs (actor, two moments) and not the whole job."""
     if name == "simulated":
         return MeteredSimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
-    from placement.memory.cuda import CudaDevice
+    from placement.devices.cuda.device import CudaDevice
 
     class MeteredCudaDevice(PeakMeter, CudaDevice):
         """The CUDA device with a peak."""

@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 from placement.observe.discovery import reap, targets_in
 from placement.observe.fleet import DiscoveryServer
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from placement.errors import PolicyError
-from placement.resolve import policy_names, resolve_policy
-from placement.settings import Settings, parse_bytes
-from placement.states import IDLE, PHASES, WORKER_ROLES, HandleView, Plan, State, View
+from placement.core.errors import PolicyError
+from placement.core.settings import Settings, parse_bytes
+from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, Plan, State, View
+from placement.phases.policy_lookup import policy_names, resolve_policy
 
 if TYPE_CHECKING:
-    from placement.policies.base import Policy
+    from placement.core.states import Policy
 
 GIB = 1 << 30
 BUDGET_BYTES = 80 * GIB

@@ -10,9 +10,9 @@ from typing import Any
 import placement
 from placement.cli.grpo import OpenPhase
 from placement.cli.timeline import PhaseRow, Span
-from placement.memory.base import Chunk, Device
-from placement.snapshot import Snapshot
-from placement.states import IDLE, State
+from placement.core.snapshot import Snapshot
+from placement.core.states import IDLE, State
+from placement.devices.base import Chunk, Device
 
 
 class PeakMeter(Device):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from placement.states import State
+from placement.core.states import State
 
 MARKS = {State.CPU_OFFLOADED: "·", State.GPU_RESIDENT: "▒", State.SYNCING: "▓", State.TRAINING: "█"}
 ASCII_MARKS = {State.CPU_OFFLOADED: ".", State.GPU_RESIDENT: "=", State.SYNCING: "+", State.TRAINING: "#"}

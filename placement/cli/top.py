@@ -26,7 +26,7 @@ from placement.cli.workers import (
     trouble_of,
     worker_row,
 )
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 from placement.observe.client import ask, find_targets
 from placement.observe.discovery import Target
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
+from placement.core.settings import Settings
+from placement.core.summary import readable
 from placement.observe.client import find_targets
 from placement.observe.discovery import Target
 from placement.observe.fleet import views_of
-from placement.settings import Settings
-from placement.summary import readable
 
 View = dict[str, Any]
 

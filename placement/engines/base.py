@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from placement.adapters.composite import CompositeAdapter
-from placement.adapters.module import ModuleAdapter
+from placement.core.torch_modes import without_modes
 from placement.engines.taker import WeightTaker
-from placement.modes import without_modes
+from placement.ownership.composite import CompositeAdapter
+from placement.ownership.module import ModuleAdapter
 
 
 class Engine(abc.ABC):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from placement.errors import EngineError, EngineLost
+from placement.core.errors import EngineError, EngineLost
 
 _MAX_BYTES = 16 << 20
 _SHOWN = 500

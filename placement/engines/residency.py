@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from placement.errors import BrokenHandleError, EngineError, EngineLost
-from placement.states import KV_CACHE, WEIGHTS
-
-if TYPE_CHECKING:
-    from placement.engines.tagged import TaggedEngine
+from placement.core.errors import BrokenHandleError, EngineError, EngineLost
+from placement.core.states import KV_CACHE, WEIGHTS
 
 _FREED_SHARE = 0.5
 """Of the bytes that a tag holds, how many the device must show free: others may take some at the same moment."""
@@ -25,12 +22,26 @@ _POLL_SECONDS = (0.001, 0.1)
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
+class MovesTags(Protocol):
+    """What the book asks of an engine; `TaggedEngine` says what each of these does."""
+
+    deadline_seconds: float
+    why_nothing_moves: str
+
+    def register(self) -> None: ...
+    def drain(self) -> None: ...
+    def offload(self, tags: Collection[str]) -> None: ...
+    def load(self, tags: Collection[str]) -> None: ...
+    def admit(self) -> None: ...
+    def forget_cache(self) -> None: ...
+
+
 class Residency:
     """What of an engine is on the device. Written with the manager's lock held; each field is replaced as a whole."""
 
     def __init__(
         self,
-        engine: TaggedEngine,
+        engine: MovesTags,
         tags: tuple[str, ...],
         *,
         offloaded: Collection[str],

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Server
 from placement.engines.tagged import InFlight, Send, TaggedEngine, checked_in_flight, send_by
-from placement.errors import EngineError, EngineLost
 
 _POLL_SECONDS = 0.05
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and answers without it all the same."

@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from placement.adapters.base import Adapter, Owned
+from placement.core.errors import EngineError
+from placement.core.settings import parse_bytes
+from placement.core.states import KV_CACHE, TAGS, WEIGHTS
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
-from placement.errors import EngineError
-from placement.settings import parse_bytes
-from placement.states import KV_CACHE, TAGS, WEIGHTS
+from placement.tensors.owned import Adapter, Owned
 
 InFlight = Literal["wait", "abort"]
 """What becomes of requests that are in flight when the engine is drained: they finish, or they are cut off."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from placement.adapters.frameworks import frameworks_of
-from placement.adapters.published import writable
-from placement.adapters.tensors import plain_parts
-from placement.errors import EngineError
-from placement.memory.claims import RANGES
-from placement.memory.holding import Holding
+from placement.core.errors import EngineError
+from placement.frameworks.known import frameworks_of
+from placement.publish.published import writable
+from placement.storage.address_map import RANGES
+from placement.storage.managed import Holding
+from placement.tensors.plain import plain_parts
 
 
 class WeightTaker:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from placement.core.errors import EngineError, EngineLost
+from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.http import Answer, Server
 from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights, checked_in_flight, send_by
-from placement.errors import EngineError, EngineLost
-from placement.states import KV_CACHE, WEIGHTS
 
 _POLL_SECONDS = 0.05
 _BUSY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)

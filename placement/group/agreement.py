@@ -34,13 +34,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from placement.errors import GroupError
+from placement.core.errors import GroupError
+from placement.core.states import Plan
 from placement.group.base import Board, BoardLost
 from placement.group.failpoints import failpoint
 from placement.group.membership import REJOIN, RESTARTED, Membership
 from placement.group.messages import Basis, Decision, Outcome, Proposal, Vote, abort, decode, named, shortened
 from placement.group.reasons import failures_key, gather, outcome_key
-from placement.states import Plan
 
 DEADLINE_SECONDS = 600.0
 """As torch's collectives wait for NCCL."""

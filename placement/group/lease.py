@@ -15,15 +15,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from placement.errors import DeviceMemoryError, PlacementError
+from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.settings import LEASES_FOLDER
+from placement.core.snapshot import LeaseHolder, LeaseSnapshot
 from placement.group.lease_ledger import MAX_BYTES, Claim, Ledger, Note
 from placement.group.messages import shortened
-from placement.settings import LEASES_FOLDER
-from placement.snapshot import LeaseHolder, LeaseSnapshot
 
 if TYPE_CHECKING:
-    from placement.memory.base import Device
-    from placement.settings import Settings
+    from placement.core.settings import Settings
+    from placement.devices.base import Device
 
 _LOOK_SECONDS = (0.001, 0.02)
 """Between two looks of a process that waits: at first, and after a while."""

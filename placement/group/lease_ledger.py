@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from placement.errors import PlacementError
-from placement.settings import LEASES_FOLDER
+from placement.core.errors import PlacementError
+from placement.core.settings import LEASES_FOLDER
 
 MAX_BYTES = (1 << 44) - 2
 """The most that one claim can say: 16 TiB."""

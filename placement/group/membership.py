@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from placement.errors import CoordinatorLost, GroupError
+from placement.core.errors import CoordinatorLost, GroupError
 from placement.group.base import Board, BoardLost
 from placement.group.failpoints import failpoint
 from placement.group.messages import Basis, Decision, abort, decode

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 from placement.group.agreement import DEADLINE_SECONDS, Group
 from placement.group.base import Board, BoardLost
 from placement.group.membership import check_place

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from placement.errors import CoordinatorLost
+from placement.core.errors import CoordinatorLost
 from placement.group.agreement import DEADLINE_SECONDS, Group
 from placement.group.base import Board, BoardLost
 from placement.group.calls import BoundedCalls

@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 from placement.observe.discovery import Target, from_json, targets_in
 
 ASK_SECONDS = 2.0

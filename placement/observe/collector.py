@@ -5,7 +5,7 @@ A custom collector instead of metric objects that are set as things happen: ever
 series appear, an unregistered handle's series end, and the open interval of the current state counts.
 
 Series are set to 0 from the start for every label value that is known: all states, all triggers, the shipped phases, the
-decisions, and the reasons of a failed attempt (`placement.journal.REASONS`).
+decisions, and the reasons of a failed attempt (`placement.core.journal.REASONS`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from placement import __version__
-from placement.journal import REASONS
-from placement.snapshot import DurationHistogram, HandleSnapshot, LeaseSnapshot, Snapshot
-from placement.states import IDLE, PHASES, State, Trigger
+from placement.core.journal import REASONS
+from placement.core.snapshot import DurationHistogram, HandleSnapshot, LeaseSnapshot, Snapshot
+from placement.core.states import IDLE, PHASES, State, Trigger
+from placement.core.version import __version__
 
 DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from placement.errors import PlacementError
-from placement.weak import WeakIdSet
+from placement.core.errors import PlacementError
+from placement.core.weak_set import WeakIdSet
 
 _HOST = "__meta_placement_host"
 """The machine that a file's worker runs on; Prometheus drops labels that begin with two underscores."""

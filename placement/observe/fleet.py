@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 from placement.observe.client import ask
 from placement.observe.discovery import Target, as_json
 from placement.observe.http import TIMEOUT_SECONDS, HttpServer

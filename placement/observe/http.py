@@ -20,9 +20,9 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Self
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
+from placement.core.weak_set import WeakIdSet
 from placement.observe.messages import MAX_HEAD_BYTES, RefusedError, Request, Response, parse_head, refusal
-from placement.weak import WeakIdSet
 
 MAX_CONNECTIONS = 64
 TIMEOUT_SECONDS = 5.0

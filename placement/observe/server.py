@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 
-from placement.journal import Journal
+from placement.core.journal import Journal
+from placement.core.snapshot import Snapshot
 from placement.observe.collector import make_registry
 from placement.observe.discovery import Announcement, Identity, Target, reap
 from placement.observe.http import TIMEOUT_SECONDS, HttpServer, Page
@@ -24,7 +25,6 @@ from placement.observe.messages import JSON, Request, Response, refusal
 from placement.observe.page import status_pages
 from placement.observe.trace import encoded_trace
 from placement.observe.worker_view import worker_view
-from placement.snapshot import Snapshot
 
 _REST_SECONDS = 0.0003
 """Work at a time: a waiting thread asks for the interpreter only after 5 ms, and would get it no sooner."""

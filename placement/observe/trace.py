@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from placement.errors import PlacementError
-from placement.journal import Journal, PhaseSpan, Record
-from placement.states import State, Trigger
+from placement.core.errors import PlacementError
+from placement.core.journal import Journal, PhaseSpan, Record
+from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
 

@@ -9,8 +9,8 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from placement.journal import Journal
-from placement.snapshot import Snapshot
+from placement.core.journal import Journal
+from placement.core.snapshot import Snapshot
 
 HISTORY_SECONDS = 300.0
 _LAST = 20

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from placement.memory import simulated_poison
-from placement.memory.base import Device
-from placement.memory.simulated_poison import PrivatePoison
+from placement.devices.base import Device
+from placement.devices.simulated import poison as simulated_poison
+from placement.devices.simulated.poison import PrivatePoison
 from placement.testing import Faults, SimulatedDevice
 
 CHUNKS = 8
@@ -34,7 +34,7 @@ def compared() -> Device:
 
 
 def cuda() -> Device:
-    from placement.memory.cuda import CudaDevice
+    from placement.devices.cuda.device import CudaDevice
 
     return CudaDevice(0, chunk_bytes=8 << 20)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from placement import Handle, Manager, Plan, View
-from placement.memory.base import Device
+from placement.devices.base import Device
 from placement.testing import assert_nothing_resident
 from tests.unit.worker import GPU
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-import placement.memory
+import placement
 
-OURS = os.path.dirname(placement.memory.__file__)
+OURS = tuple(os.path.join(os.path.dirname(placement.__file__), room, "") for room in ("devices", "storage"))
 
 
 class Interrupter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from placement.memory.base import Addresses, Chunk, Device
+from placement.devices.base import Addresses, Chunk, Device
 from tests.poison import reads_poison
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.errors import DeviceMemoryError
-from placement.memory.base import POISON_WORD, Copy, Device, Mark, fill_with_poison, poison_bytes
+from placement.core.errors import DeviceMemoryError
+from placement.devices.base import POISON_WORD, Copy, Device, Mark, fill_with_poison, poison_bytes
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, whole
 from tests.poison import reads_poison
 

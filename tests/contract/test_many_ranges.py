@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from placement import DeviceMemoryError, Manager
-from placement.memory.arrivals import WINDOW
-from placement.memory.base import Addresses, Chunk
-from placement.memory.stock import Stock
+from placement.devices.base import Addresses, Chunk
+from placement.storage.transfer.arrivals import WINDOW
+from placement.storage.transfer.chunk_pool import Stock
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.contract.growing import SIDES, Scene, sizes
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from placement.memory.base import Device
+from placement.devices.base import Device
 from tests.contract.ranges import is_poison, loaded, poisoned, random_bytes, read, whole
 from tests.poison import poison, reads_poison
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from placement.errors import DeviceMemoryError
-from placement.memory.base import Chunk
+from placement.core.errors import DeviceMemoryError
+from placement.devices.base import Chunk
 from placement.testing import SimulatedDevice
 
 SIZE = 16384

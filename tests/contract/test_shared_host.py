@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.errors import HostMemoryError
-from placement.memory import shared_slab
-from placement.memory.adopt import Claim, prepare
-from placement.memory.base import Copy, Device
-from placement.memory.host import PAGE
-from placement.memory.shared_range import SharedRange, Shares, own_spans
-from placement.memory.shared_slab import new_file, opened_file
+from placement.core.errors import HostMemoryError
+from placement.devices.base import Copy, Device
+from placement.devices.host import shared_slab
+from placement.devices.host.shared_slab import new_file, opened_file
+from placement.devices.host.slab import PAGE
+from placement.storage.adoption import Claim, prepare
+from placement.storage.replicated.range import SharedRange, Shares, own_spans
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from placement.errors import DeviceMemoryError, PlacementError
-from placement.memory import host
-from placement.memory.base import POISON_WORD, Copy, poison_bytes
+from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.devices.base import POISON_WORD, Copy, poison_bytes
+from placement.devices.host import slab as host
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
 from tests.poison import poison, reads_poison

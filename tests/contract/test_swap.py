@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from placement import DeviceMemoryError, Manager, Plan, View
-from placement.memory.arrivals import WINDOW
-from placement.memory.base import Addresses, Chunk, Copy, Device, Direction, Mark
+from placement.devices.base import Addresses, Chunk, Copy, Device, Direction, Mark
+from placement.storage.transfer.arrivals import WINDOW
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import GPU, OFF, assert_same
 

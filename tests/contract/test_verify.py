@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from placement import BrokenHandleError, IntegrityError, Manager, State
-from placement.memory.base import Copy, Device, Direction
+from placement.devices.base import Copy, Device, Direction
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import assert_same, learn

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from placement import EngineError, GroupError, Manager, Plan
+from placement.core.errors import DeviceMemoryError
+from placement.devices.base import Chunk
 from placement.engines import Follower, TaggedEngine
-from placement.errors import DeviceMemoryError
 from placement.group import StoreGroup
-from placement.memory.base import Chunk
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK = 4096

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-from placement.errors import DeviceMemoryError
-from placement.memory.base import Chunk
+from placement.core.errors import DeviceMemoryError
+from placement.devices.base import Chunk
 from placement.testing import SimulatedDevice
 
 CHUNK = 4096

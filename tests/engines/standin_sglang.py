@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from placement.errors import DeviceMemoryError
+from placement.core.errors import DeviceMemoryError
 from tests.engines.standin import GARBAGE, Reply, Routes, StandIn
 
 

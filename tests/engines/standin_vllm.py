@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from placement.errors import DeviceMemoryError
+from placement.core.errors import DeviceMemoryError
 from tests.engines.standin import GARBAGE, Reply, Routes, StandIn
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from placement import Engine, EngineError, Lazy, NotResidentError, RegistrationError, State, TorchEngine
-from placement.adapters.base import Adapter
-from placement.adapters.composite import CompositeAdapter
-from placement.adapters.module import ModuleAdapter
 from placement.engines.base import EngineAdapter
+from placement.ownership.composite import CompositeAdapter
+from placement.ownership.module import ModuleAdapter
+from placement.tensors.owned import Adapter
 from placement.testing import assert_nothing_resident
 from tests.engines import matrix_worker as worker
 from tests.ranks import Ranks

@@ -139,7 +139,7 @@ def test_a_switch_that_fails_after_the_engine_left_brings_it_back(weights: Any, 
 
 
 def test_adapters_alone_do_not_fill_discarded_base_weights(shared: Path) -> None:
-    from placement.sync import Bucket
+    from placement.publish.buckets import Bucket
 
     engine = Own(shared, weights="discard")
     manager, _ = make(shared, engine)
@@ -155,7 +155,7 @@ def test_adapters_alone_do_not_fill_discarded_base_weights(shared: Path) -> None
 
 def test_a_sync_of_adapters_that_stops_half_way_is_made_anew(shared: Path) -> None:
     """The base weights are whole, and the adapters part old and part new: adapters alone mend that."""
-    from placement.sync import Bucket
+    from placement.publish.buckets import Bucket
 
     def bucket(number: int) -> Bucket:
         made = Bucket(number, "separate")

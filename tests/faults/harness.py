@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import placement
-from placement.adapters.tensors import nested_tensors
 from placement.engines.base import TorchEngine
+from placement.tensors.plain import nested_tensors
 from placement.testing import Faults, SimulatedDevice
 from tests.seeds import seed
 

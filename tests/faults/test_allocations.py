@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch import nn
 
-from placement.errors import DeviceMemoryError, HostMemoryError
-from placement.states import State
+from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.core.states import State
 from placement.testing import InjectedFault
 from tests.faults.harness import Worker, as_bytes, check_left, check_sound, check_values, hidden_bytes, many_cases
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from placement import Handle, PhaseError, RegistrationError, State
-from placement.adapters.base import Adapter, Owned
+from placement.tensors.owned import Adapter, Owned
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded import training

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.errors import RegistrationError
-from placement.memory import adopt, cuda_pool
-from placement.memory.adopt import Adoption, Claim
-from placement.memory.base import Chunk, Copy, HostSlab
-from placement.memory.cuda import CudaDevice
-from placement.memory.host_reserve import SPAN_BYTES
+from placement.core.errors import RegistrationError
+from placement.devices.base import Chunk, Copy, HostSlab
+from placement.devices.cuda import pool as cuda_pool
+from placement.devices.cuda.device import CudaDevice
+from placement.devices.host.reserve import SPAN_BYTES
+from placement.storage import adoption as adopt
+from placement.storage.adoption import Adoption, Claim
 
 pytestmark = pytest.mark.gpu
 
@@ -442,7 +443,7 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
 
     def trace(frame, event, arg):
         nonlocal left
-        if "placement/memory" not in frame.f_code.co_filename:
+        if not {"devices", "storage"} & set(frame.f_code.co_filename.split("/")):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -494,8 +495,8 @@ def test_nccl_hook_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatc
 SCRIPT = """
 import os, sys
 import torch
-from placement.memory import adopt
-from placement.memory.cuda import CudaDevice
+from placement.storage import adoption as adopt
+from placement.devices.cuda.device import CudaDevice
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
 adoption = adopt.prepare(device, [adopt.Claim("kept", kept.untyped_storage(), (kept,))])

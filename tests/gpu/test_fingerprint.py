@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from placement.memory import fingerprint
+from placement.storage.transfer import fingerprint
 
 pytestmark = pytest.mark.gpu
 

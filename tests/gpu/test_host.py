@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.memory import host
-from placement.memory.base import Copy, HostSlab
-from placement.memory.cuda import CudaDevice
-from placement.memory.host_reserve import SPAN_BYTES, cut_at
+from placement.devices.base import Copy, HostSlab
+from placement.devices.cuda.device import CudaDevice
+from placement.devices.host import slab as host
+from placement.devices.host.reserve import SPAN_BYTES, cut_at
 
 pytestmark = pytest.mark.gpu
 
@@ -163,7 +163,7 @@ def test_torch_copies_a_view_across_registrations(device: CudaDevice) -> None:
 
 def test_the_process_may_end_while_memory_is_being_registered() -> None:
     program = """
-from placement.memory.cuda import CudaDevice
+from placement.devices.cuda.device import CudaDevice
 device = CudaDevice(0)
 slabs = [device.host(8 << 30), device.host(8 << 30)]
 """

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from placement.memory.cuda import CudaDevice
+from placement.devices.cuda.device import CudaDevice
 from tests.contract.growing import SIDES, Scene, sizes
 
 pytestmark = pytest.mark.gpu

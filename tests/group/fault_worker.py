@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from placement import Manager, State
-from placement.errors import CoordinatorLost, PlacementError
+from placement.core.errors import CoordinatorLost, PlacementError
 from placement.group import Board, BoardLost, Group, failpoints
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager, State
-from placement.errors import GroupError
+from placement.core.errors import GroupError
+from placement.devices.base import Device
 from placement.group import StoreGroup
-from placement.memory.base import Device
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.replicated_worker import Reference, as_bytes
 from tests.sharded.one_of_each import fsdp2

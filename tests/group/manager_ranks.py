@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager, PlacementError
-from placement.errors import GroupError
+from placement.core.errors import GroupError
 from placement.group import Group, StoreGroup
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager
-from placement.errors import DeviceMemoryError, GroupError
+from placement.core.errors import DeviceMemoryError, GroupError
 from placement.group import StoreGroup
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from placement import PlacementError
-from placement.errors import GroupError
+from placement.core.errors import GroupError
 from placement.group import Group
 from placement.testing import assert_nothing_resident
 from tests.group.manager_ranks import Rank

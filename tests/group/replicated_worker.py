@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Handle, Lazy, Manager, State
-from placement.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
+from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
+from placement.devices.base import Copy, Device, Direction
 from placement.group import Board, BoardLost, StoreGroup, failpoints
-from placement.memory.base import Copy, Device, Direction
-from placement.memory.claims import RANGES
+from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 
@@ -135,7 +135,7 @@ class Rank:
 
 
 def _cuda_device() -> Device:
-    from placement.memory.cuda import CudaDevice
+    from placement.devices.cuda.device import CudaDevice
 
     return CudaDevice(torch.cuda.current_device(), chunk_bytes=CUDA_CHUNK)
 

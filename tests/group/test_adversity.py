@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from placement.errors import CoordinatorLost, GroupError
+from placement.core.errors import CoordinatorLost, GroupError
+from placement.core.states import Plan, State
 from placement.group import Group, StoreGroup
 from placement.group.base import Board
 from placement.group.messages import MAX_BYTES, Decision, Proposal, abort, named
 from placement.group.store import StoreBoard
-from placement.states import Plan, State
 from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager
-from placement.errors import CoordinatorLost, GroupError
+from placement.core.errors import CoordinatorLost, GroupError
+from placement.core.states import Plan, State
 from placement.group import StoreGroup
 from placement.group.base import BoardLost
-from placement.states import Plan, State
+from placement.group.vote import Together
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from placement.together import Together
 from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})

@@ -22,7 +22,7 @@ from tests.group.lease_worker import Doomed, Worker, use
 pytestmark = pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")
 EVERY = 1 if os.environ.get("SWEEP") == "all" else 6
 """Of the bytecodes of a manager's border, which ones are interrupted. With SWEEP=all a process is killed at every visit of a line."""
-_CODE = ("placement/group/lease", "placement/leased.py")
+_CODE = ("placement/group/lease", "placement/phases/lease_client.py")
 
 
 def test_killed_at_every_line(processes: Processes, tmp_path: Path, counted: Callable[[str], None]) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from placement.errors import DeviceMemoryError, PlacementError
-from placement.group import Lease
+from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.group import Lease, lease_ledger
 from placement.group import lease as leases
-from placement.group import lease_ledger as ledgers
 from placement.group.lease_ledger import Claim, Ledger
 from tests.group.lease_processes import Process, Processes
 from tests.group.lease_worker import Holder
@@ -261,7 +260,7 @@ def test_death_in_the_middle_of_a_change_is_harmless(processes: Processes, folde
 def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_back(
     processes: Processes, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledgers, "LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(lease_ledger, "LOCK_SECONDS", 0.3)
     mine = Lease("GPU-1", 100, folder=folder)
     assert mine.grow(50)
     stopped = processes.start(Holder, folder)
@@ -367,8 +366,8 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "links" / "GPU-1.leases").symlink_to(tmp_path / "file")
     with pytest.raises(PlacementError, match="cannot open"):
         Lease("GPU-1", 100, folder=tmp_path / "links")
-    monkeypatch.setattr(ledgers, "LEASES_FOLDER", str(tmp_path))
-    monkeypatch.setattr(ledgers.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(lease_ledger, "LEASES_FOLDER", str(tmp_path))
+    monkeypatch.setattr(lease_ledger.os, "getuid", lambda: 12345)
     with pytest.raises(PlacementError, match="belongs to somebody else"):
         Lease("GPU-1", 100, folder=tmp_path)
 
@@ -383,12 +382,12 @@ def test_a_gpus_name_is_no_path_and_never_that_of_another(tmp_path: Path) -> Non
 
 
 def test_the_largest_claim_leaves_the_next_one_alone(folder: str) -> None:
-    leases_ = [Lease("GPU-1", ledgers.MAX_BYTES - 1, folder=folder) for _ in range(3)]
+    leases_ = [Lease("GPU-1", lease_ledger.MAX_BYTES - 1, folder=folder) for _ in range(3)]
     leases_[1].settle(7)
     leases_[2].settle(9)
-    leases_[0].settle(ledgers.MAX_BYTES - 1)
+    leases_[0].settle(lease_ledger.MAX_BYTES - 1)
     leases_[1].settle(8)
-    assert [claim.held_bytes for claim in claims(folder)] == [ledgers.MAX_BYTES - 1, 8, 9]
+    assert [claim.held_bytes for claim in claims(folder)] == [lease_ledger.MAX_BYTES - 1, 8, 9]
     leases_[0].settle(0)
     assert [claim.held_bytes for claim in claims(folder)] == [0, 8, 9]
     leases_[1].close()

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from placement import Manager, PlacementError, State
+from placement.core.errors import DeviceMemoryError
+from placement.devices.base import DeviceMemory
 from placement.engines import TaggedEngine
-from placement.errors import DeviceMemoryError
 from placement.group import Lease
 from placement.group import lease as leases
 from placement.group.lease_ledger import Ledger
-from placement.memory.base import DeviceMemory
 from placement.observe.collector import make_registry
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY

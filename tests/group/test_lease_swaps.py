@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from placement.devices.simulated.shared_capacity import _LAYOUT, _Record, _start_time
 from placement.group.lease_ledger import Claim, Ledger
-from placement.memory.shared_capacity import _LAYOUT, _Record, _start_time
 from tests.group.lease_processes import Process, Processes
 from tests.group.lease_worker import CAPACITY, Worker
 

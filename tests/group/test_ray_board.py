@@ -12,13 +12,13 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from placement.errors import CoordinatorLost, GroupError
+from placement.core.errors import CoordinatorLost, GroupError
+from placement.core.states import Plan, State
 from placement.group.agreement import Group
 from placement.group.base import BoardLost
 from placement.group.messages import decode
 from placement.group.ray import RayBoard
 from placement.group.ray_board import MAX_MESSAGE_BYTES, Books, Request
-from placement.states import Plan, State
 from tests.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager
-from placement.errors import GroupError
+from placement.core.errors import GroupError
+from placement.core.states import Plan, State
 from placement.group import Board, BoardLost, Group, StoreGroup, agreement, reasons
 from placement.group.messages import MAX_BYTES, Basis, Decision, Failures, Outcome, Proposal, Vote, decode, gathered
-from placement.states import Plan, State
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.manager_ranks import Join, Rank, joining, on_all, ranks_of
 from tests.threads import in_threads

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from placement.errors import GroupError, PhaseError, RegistrationError
+from placement.core.errors import GroupError, PhaseError, RegistrationError
 from tests.group.manager_ranks import Join, Rank, joining, on_all, ranks_of
 
 Refuse = Callable[[Rank], object]

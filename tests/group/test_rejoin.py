@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager, State
-from placement.errors import CoordinatorLost, PhaseError
+from placement.core.errors import CoordinatorLost, PhaseError
+from placement.core.states import Plan
 from placement.group import BoardLost, StoreGroup
 from placement.group.store import StoreBoard
-from placement.states import Plan
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.forked import processes
 from tests.group import rejoin_worker, replicated_worker

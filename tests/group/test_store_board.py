@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 import placement.group
-from placement.errors import CoordinatorLost
+from placement.core.errors import CoordinatorLost
+from placement.core.states import Plan, State
 from placement.group import Group, StoreGroup, calls, failpoints
 from placement.group.base import Board, BoardLost
 from placement.group.store import StoreBoard
-from placement.states import Plan, State
 
 PLAN = Plan({"actor": State.TRAINING})
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from placement import Handle, Plan, Trigger, View
-from placement.call_guard import GuardedForward
+from placement.core.call_guard import GuardedForward
 from placement.engines.base import TorchEngine
 from tests.model.architectures import state_of, tensors_of
 from tests.poison import poison_like

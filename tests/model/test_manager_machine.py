@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from placement import IntegrityError, Lazy, PhaseError, State, TorchEngine
-from placement.phases import PhaseContext
+from placement.phases.phase import PhaseContext
 from placement.policies import Colocated, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import PHASES_USED, drawn_policies

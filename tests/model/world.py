@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis.stateful import RuleBasedStateMachine
 
 from placement import IntegrityError, Manager, Plan, State
-from placement.budget import without_surplus
-from placement.errors import DeviceMemoryError
-from placement.memory.simulated import SimulatedDevice
-from placement.phases import PhaseContext
+from placement.core.errors import DeviceMemoryError
+from placement.devices.simulated.device import SimulatedDevice
+from placement.phases.budget import without_surplus
+from placement.phases.phase import PhaseContext
 from placement.testing import Faults
 from tests.model.shadow import Recording, Shadow, raw
 

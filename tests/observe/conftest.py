@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from placement.snapshot import DurationHistogram, HandleSnapshot, Snapshot
-from placement.states import State, Trigger
+from placement.core.snapshot import DurationHistogram, HandleSnapshot, Snapshot
+from placement.core.states import State, Trigger
 
 
 def _handle(name: str = "actor", **changes: Any) -> HandleSnapshot:

@@ -16,10 +16,10 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from placement.journal import REASONS
+from placement.core.journal import REASONS
+from placement.core.snapshot import HandleSnapshot, Snapshot
+from placement.core.states import PHASES, State, Trigger
 from placement.observe.collector import SnapshotCollector, make_registry
-from placement.snapshot import HandleSnapshot, Snapshot
-from placement.states import PHASES, State, Trigger
 
 MakeHandle = Callable[..., HandleSnapshot]
 MakeSnapshot = Callable[..., Snapshot]
@@ -273,7 +273,7 @@ SCRAPE = """
 import sys
 from prometheus_client import generate_latest
 from placement.observe.collector import make_registry
-from placement.snapshot import Snapshot
+from placement.core.snapshot import Snapshot
 snapshot = Snapshot.model_validate_json(sys.stdin.read())
 sys.stdout.buffer.write(generate_latest(make_registry(lambda: snapshot)))
 """

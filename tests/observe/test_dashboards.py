@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from placement.cli import main
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
+from placement.core.snapshot import HandleSnapshot, Snapshot
+from placement.core.states import State
 from placement.observe.collector import SnapshotCollector
 from placement.observe.dashboards.export import FILES, Deployment, export
-from placement.snapshot import HandleSnapshot, Snapshot
-from placement.states import State
 from tests.observe.expressions import expressions, substituted
 
 PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
@@ -69,7 +69,7 @@ def test_every_expression_asks_metrics_and_labels_that_exist(
 
 
 def test_label_values_that_are_asked_for_exist(tmp_path: Path) -> None:
-    from placement.journal import REASONS
+    from placement.core.journal import REASONS
     from placement.observe.collector import DECISIONS
 
     possible = {

@@ -17,7 +17,7 @@ from torch import nn
 
 import placement
 from placement.cli import main
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 from placement.observe import discovery
 from placement.observe.client import find_targets
 from placement.observe.discovery import Announcement, Identity, Target, as_json, from_json, reap, targets_in

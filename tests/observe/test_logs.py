@@ -12,8 +12,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import placement
-from placement.journal import Record
-from placement.summary import readable
+from placement.core.journal import Record
+from placement.core.summary import readable
 from placement.testing import Faults, SimulatedDevice
 
 

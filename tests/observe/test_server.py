@@ -24,13 +24,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 import placement
-from placement.errors import PhaseError, PlacementError
+from placement.core.errors import PhaseError, PlacementError
+from placement.core.snapshot import HandleSnapshot, Snapshot
+from placement.core.states import State
 from placement.observe.discovery import Identity
 from placement.observe.http import MAX_CONNECTIONS
 from placement.observe.messages import MAX_HEAD_BYTES, MAX_REQUEST_LINE_BYTES
 from placement.observe.server import MetricsServer
-from placement.snapshot import HandleSnapshot, Snapshot
-from placement.states import State
 from placement.testing import SimulatedDevice
 
 MakeHandle = Callable[..., HandleSnapshot]
@@ -326,7 +326,7 @@ def test_a_big_answer_arrives_whole(make_handle: MakeHandle, make_snapshot: Make
 SIGPIPE_AT_ITS_DEFAULT = """
 import signal, socket, sys
 from placement.observe.server import MetricsServer
-from placement.snapshot import Snapshot
+from placement.core.snapshot import Snapshot
 snapshot = Snapshot.model_validate_json(sys.stdin.read())
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 with MetricsServer(lambda: snapshot) as server:
@@ -356,7 +356,7 @@ def test_a_client_that_hangs_up_never_ends_the_process(make_handle: MakeHandle, 
 OUT_OF_DESCRIPTORS = """
 import logging, os, resource, socket, sys, threading
 from placement.observe.server import MetricsServer
-from placement.snapshot import Snapshot
+from placement.core.snapshot import Snapshot
 snapshot = Snapshot.model_validate_json(sys.stdin.read())
 failed = threading.Event()
 class Watch(logging.Handler):
@@ -625,7 +625,7 @@ def test_a_forked_child_does_not_hold_the_port(snapshot: Snapshot) -> None:
 PARENT_DIES = """
 import os, sys
 from placement.observe.server import MetricsServer
-from placement.snapshot import Snapshot
+from placement.core.snapshot import Snapshot
 snapshot = Snapshot.model_validate_json(sys.stdin.readline())
 server = MetricsServer(lambda: snapshot)
 if os.fork() == 0:

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import placement
 from placement.cli import main
-from placement.errors import PlacementError
-from placement.journal import HandleCounters, Journal, Record
+from placement.core.errors import PlacementError
+from placement.core.journal import HandleCounters, Journal, Record
+from placement.core.states import State, Trigger
 from placement.observe.trace import encoded_trace
-from placement.states import State, Trigger
 from placement.testing import SimulatedDevice
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from placement.errors import CoordinatorLost
+from placement.core.errors import CoordinatorLost
+from placement.core.states import Plan, State
 from placement.group import RayGroup
-from placement.states import Plan, State
 from tests.group import test_faults as faults
 from tests.group.fault_worker import Case
 from tests.group.services import wait_until_stopped

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-import placement.ray
-from placement.errors import GroupError, PhaseError, PlacementError
+import placement.integrations.ray
+from placement.core.errors import GroupError, PhaseError, PlacementError
 from tests.observe.test_prometheus import Prometheus, until
 
 WORLD = 4

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import placement
-from placement.errors import DeviceMemoryError, HostMemoryError
+from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.sharded import one_of_each, training
 from tests.sharded.adversary_worker import Script, check_off, simulated, twice

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import placement
-from placement.memory.base import Device
+from placement.devices.base import Device
 from placement.testing import SimulatedDevice
 from tests.sharded import training
 from tests.sharded.one_of_each import PROGRAMS, Block

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import placement
 from placement import Handle, Manager, checkpoint
-from placement.adapters.tensors import nested_tensors
-from placement.states import State
+from placement.core.states import State
+from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.training import as_bytes, local_parts
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager, RegistrationError
-from placement.adapters.module import ModuleAdapter
-from placement.memory.claims import RANGES
+from placement.ownership.module import ModuleAdapter
 from placement.policies import Colocated
+from placement.storage.address_map import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.modules import replaced

@@ -28,9 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placement import Manager, WeightInfo, sync
-from placement.memory.claims import RANGES
+from placement import Manager, WeightInfo
 from placement.policies import Colocated
+from placement.publish import buckets
+from placement.storage.address_map import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK_BYTES = 4096
@@ -197,7 +198,7 @@ class Live(TorchDispatchMode):
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> Live:
-        self._left_alone = mock.patch.object(sync, "without_modes", nullcontext)  # publishing leaves the modes of its caller
+        self._left_alone = mock.patch.object(buckets, "without_modes", nullcontext)  # publishing leaves the modes of its caller
         self._left_alone.start()
         return super().__enter__()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from placement.adapters.tensors import nested_tensors
+from placement.tensors.plain import nested_tensors
 from tests.frameworks import needs
 from tests.ranks import Ranks
 from tests.sharded import megatron_traps as traps

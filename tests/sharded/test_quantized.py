@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from placement import NotResidentError, RegistrationError
-from placement.adapters import adapter_for
+from placement.ownership import adapter_for
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.unit.worker import make_manager

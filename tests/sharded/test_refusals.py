@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import IntegrityError, RegistrationError
-from placement.adapters import adapter_for
+from placement.ownership import adapter_for
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from placement import Manager
-from placement.adapters import adapter_for
-from placement.adapters.tensors import align, rewrapped
-from placement.memory.handed import Handed
-from placement.memory.range import RangesByAddress
+from placement.ownership import adapter_for
+from placement.storage.offloaded.state_dict_tensors import Handed
+from placement.storage.range import RangesByAddress
+from placement.tensors.plain import align, rewrapped
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded import state_dict_worker as worker

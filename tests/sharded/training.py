@@ -23,8 +23,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from placement import Manager
-from placement.memory.base import Device
-from placement.memory.cuda import CudaDevice
+from placement.devices.base import Device
+from placement.devices.cuda.device import CudaDevice
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.poison import poison_like, reads_poison
 from tests.seeds import seed

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from placement.adapters import adapter_for
-from placement.adapters.module import ModuleAdapter
-from placement.errors import RegistrationError
+from placement.core.errors import RegistrationError
+from placement.ownership import adapter_for
+from placement.ownership.module import ModuleAdapter
 
 CPU = torch.device("cpu")
 

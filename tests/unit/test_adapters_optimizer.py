@@ -15,9 +15,9 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from placement.adapters import adapter_for
-from placement.adapters.optimizer import OptimizerAdapter
-from placement.errors import RegistrationError
+from placement.core.errors import RegistrationError
+from placement.ownership import adapter_for
+from placement.ownership.optimizer import OptimizerAdapter
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from placement.adapters import adapter_for
-from placement.errors import RegistrationError
+from placement.core.errors import RegistrationError
+from placement.ownership import adapter_for
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,7 @@ def test_no_framework_is_imported() -> None:
     program = (
         "import sys, torch\n"
         "from placement import Manager, WeightInfo\n"
-        "from placement.adapters import adapter_for\n"
+        "from placement.ownership import adapter_for\n"
         "module = torch.nn.Linear(2, 2)\n"
         "assert 'torch.distributed.fsdp' not in sys.modules\n"
         "optimizer = torch.optim.AdamW(module.parameters())\n"

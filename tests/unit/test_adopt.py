@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from placement.errors import PlacementError, RegistrationError
-from placement.memory import adopt
-from placement.memory.adopt import Claim
-from placement.memory.base import Chunk, Copy
-from placement.memory.cuda import CudaDevice
-from placement.memory.cuda_pool_plan import plan
-from placement.memory.simulated import SimulatedDevice
+from placement.core.errors import PlacementError, RegistrationError
+from placement.devices.base import Chunk, Copy
+from placement.devices.cuda.device import CudaDevice
+from placement.devices.cuda.pool_plan import plan
+from placement.devices.simulated.device import SimulatedDevice
+from placement.storage import adoption as adopt
+from placement.storage.adoption import Claim
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot swap storages")
@@ -197,7 +197,7 @@ def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal left, reached
-            if not frame.f_code.co_filename.endswith("memory/adopt.py"):
+            if not frame.f_code.co_filename.endswith("storage/adoption.py"):
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.memory.claims import _Table
+from placement.storage.address_map import _Table
 
 
 @dataclass(eq=False)

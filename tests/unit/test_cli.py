@@ -11,7 +11,7 @@ import torch
 from placement.cli import COMMANDS, main
 from placement.cli.grpo import Characters, Recipe, grpo_loss, judge, positions_of
 from placement.cli.timeline import PhaseRow, Span, Style, mebibytes, phase_table, timeline
-from placement.states import State
+from placement.core.states import State
 
 PLAIN = Style(unicode=False, colour=False)
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from placement.memory import cuda_answers
-from placement.memory.cuda_answers import NUM_BYTES, Answers
+from placement.devices.cuda import answers as cuda_answers
+from placement.devices.cuda.answers import NUM_BYTES, Answers
 
 PAGES = 16
 PAGE = 1024

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from placement import Manager
-from placement.errors import DeviceMemoryError, PlacementError
-from placement.memory import cuda, cuda_pool
-from placement.memory.base import Addresses, Chunk
-from placement.memory.cuda import CudaDevice
-from placement.memory.cuda_driver import Driver
-from placement.memory.select import select_device
+from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.devices.base import Addresses, Chunk
+from placement.devices.cuda import device as cuda
+from placement.devices.cuda import pool
+from placement.devices.cuda.device import CudaDevice
+from placement.devices.cuda.driver import Driver
+from placement.devices.select import select_device
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
 from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
@@ -46,7 +47,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(CudaDevice, "view", lambda self, addresses, offset, nbytes: addresses)
     monkeypatch.setattr(CudaDevice, "_words", lambda self, nbytes: None)
     monkeypatch.setattr(CudaDevice, "is_capturing", lambda self: False)
-    monkeypatch.setattr(cuda_pool, "reap", lambda: None)
+    monkeypatch.setattr(pool, "reap", lambda: None)
     return fake
 
 

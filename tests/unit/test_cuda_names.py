@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from placement.memory import cuda_driver
+from placement.devices.cuda import driver
 
-SOURCES = sorted(Path(cuda_driver.__file__).parent.glob("cuda*.py"))
+SOURCES = sorted(Path(driver.__file__).parent.glob("cuda*.py"))
 
 CALLS = """
 import json

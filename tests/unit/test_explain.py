@@ -12,8 +12,8 @@ import pytest
 
 from placement import Plan, PolicyError, View
 from placement.cli.explain import SAMPLE, add_arguments, explain, run
+from placement.core.states import PHASES
 from placement.policies import Colocated
-from placement.states import PHASES
 
 
 def table(policy: Any, **options: Any) -> tuple[int, str]:

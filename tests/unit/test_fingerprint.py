@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from placement.memory import fingerprint
-from placement.memory.fingerprint import fingerprints
+from placement.storage.transfer import fingerprint
+from placement.storage.transfer.fingerprint import fingerprints
 
 Change = Callable[[torch.Tensor], object]
 
@@ -60,7 +60,7 @@ def test_nothing_has_no_fingerprint() -> None:
 
 def test_the_kernel_names_nothing_that_triton_does_not_know() -> None:
     """Triton evaluates the annotations of the arguments, too, and refuses any global name that is neither its own nor built in."""
-    spec = importlib.util.find_spec("placement.memory.fingerprint_triton")
+    spec = importlib.util.find_spec("placement.storage.transfer.fingerprint_triton")
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))

@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseError, PlacementError
-from placement.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
 from placement.policies import Colocated
+from placement.registration.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
 from placement.testing import assert_nothing_resident
 from tests.unit.worker import OFF, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 

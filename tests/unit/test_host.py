@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.errors import HostMemoryError
-from placement.memory import host
-from placement.memory.host import PAGE, Slab
-from placement.memory.host_available import available_bytes, free_huge_bytes, left_in_cgroups
+from placement.core.errors import HostMemoryError
+from placement.devices.host import slab as host
+from placement.devices.host.available import available_bytes, free_huge_bytes, left_in_cgroups
+from placement.devices.host.slab import PAGE, Slab
 from tests.programs import Programs
 
 
@@ -184,7 +184,7 @@ def test_a_forked_child_that_reads_a_slab_dies_and_one_that_drops_it_does_not_un
 def test_the_interpreter_exits_in_peace_with_live_memory(programs: Programs) -> None:
     program = """
 import torch
-from placement.memory.host import Slab
+from placement.devices.host.slab import Slab
 from placement.testing import SimulatedDevice
 device = SimulatedDevice(1 << 20)
 addresses, chunk = device.reserve(1 << 18), device.create(1 << 18)

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from placement.errors import HostMemoryError
-from placement.memory import host, host_reserve
-from placement.memory.base import Copy
-from placement.memory.cuda_pinning import Pinning
-from placement.memory.host import PAGE, Slab
-from placement.memory.host_reserve import cut_at, promised_bytes, wait_until_ready
+from placement.core.errors import HostMemoryError
+from placement.devices.base import Copy
+from placement.devices.cuda.pinning import Pinning
+from placement.devices.host import reserve
+from placement.devices.host import slab as host
+from placement.devices.host.reserve import cut_at, promised_bytes, wait_until_ready
+from placement.devices.host.slab import PAGE, Slab
 from tests.programs import Programs
 
 LONG = 60
@@ -32,8 +33,8 @@ def mapped(address: int) -> bool:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of four pages and pieces of one, so that a few pages are a large slab."""
-    monkeypatch.setattr(host_reserve, "SPAN_BYTES", 4 * PAGE)
-    monkeypatch.setattr(host_reserve, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(reserve, "SPAN_BYTES", 4 * PAGE)
+    monkeypatch.setattr(reserve, "PIECE_BYTES", PAGE)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_all_of_a_slab_is_registered_in_spans_that_end_at_multiples() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_one_thread_registers_in_address_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_reserve, "_MOST_THREADS", 1)
+    monkeypatch.setattr(reserve, "_MOST_THREADS", 1)
     driver = Driver()
     slab = driver.slab(40 * PAGE)
     assert slab.ready.wait(LONG)
@@ -219,7 +220,7 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(host, "_touch", late)
     monkeypatch.setattr(host, "available_bytes", lambda: 20 * PAGE)
-    before = set(host_reserve._alive)  # of slabs that earlier tests have not let go of
+    before = set(reserve._alive)  # of slabs that earlier tests have not let go of
     slab = Driver().slab(15 * PAGE)
     assert promised_bytes() == 15 * PAGE
     assert reached.wait(LONG)
@@ -231,7 +232,7 @@ def test_what_is_promised_and_not_touched_is_nobody_elses(monkeypatch: pytest.Mo
     assert slab.ready.wait(LONG)
     assert promised_bytes() == 0
     del other, slab
-    assert set(host_reserve._alive) <= before
+    assert set(reserve._alive) <= before
 
 
 @pytest.mark.parametrize("where", ["submit", "map_for_life"])
@@ -250,12 +251,12 @@ def test_an_interrupted_constructor_leaves_nothing(where: str, monkeypatch: pyte
     if where == "submit":
         monkeypatch.setattr(threading.Thread, "start", interrupted)
     driver = Driver()
-    before = set(host_reserve._alive)  # of slabs that earlier tests have not let go of
+    before = set(reserve._alive)  # of slabs that earlier tests have not let go of
     with pytest.raises(KeyboardInterrupt):
         driver.slab(1000 * PAGE)
     gc.collect()
     assert promised_bytes() == 0
-    assert set(host_reserve._alive) <= before
+    assert set(reserve._alive) <= before
     assert not mapped(seen[0])
     monkeypatch.undo()
     slab = driver.slab(PAGE)
@@ -282,19 +283,19 @@ def test_death_in_the_middle_waits_for_the_thread_that_works_on_it(gate: threadi
 
 @pytest.mark.usefixtures("small")
 def test_whoever_copies_waits_for_its_slab_alone_and_gets_it_first(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
-    monkeypatch.setattr(host_reserve, "_MOST_THREADS", 1)
+    monkeypatch.setattr(reserve, "_MOST_THREADS", 1)
     driver = Driver(gate)
     slabs = [driver.slab(8 * PAGE) for _ in range(3)]
     wait_until_ready(1, PAGE)
     waiting = threading.Thread(target=wait_until_ready, args=(slabs[2].address + PAGE, 1))
     hurried = threading.Event()
-    hurry = host_reserve._pool.hurry
+    hurry = reserve._pool.hurry
 
-    def and_tell(reservation: host_reserve.Reservation) -> None:
+    def and_tell(reservation: reserve.Reservation) -> None:
         hurry(reservation)
         hurried.set()
 
-    monkeypatch.setattr(host_reserve._pool, "hurry", and_tell)
+    monkeypatch.setattr(reserve._pool, "hurry", and_tell)
     waiting.start()
     assert hurried.wait(LONG)
     gate.set()
@@ -393,8 +394,9 @@ def test_a_forked_child_begins_with_threads_and_promises_of_its_own(gate: thread
 def test_the_process_may_end_while_threads_are_at_work(programs: Programs, ending: str) -> None:
     program = f"""
 import signal, sys, threading, time
-from placement.memory import host, host_reserve
-host_reserve.SPAN_BYTES = host_reserve.PIECE_BYTES = 4096
+from placement.devices.host import reserve
+from placement.devices.host import slab as host
+reserve.SPAN_BYTES = reserve.PIECE_BYTES = 4096
 host._TOUCH_STEP = 4096
 signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
 begun = threading.Event()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from placement import PhaseError, State, Trigger
-from placement.machine import _MACHINE, HandleMachine, diagram, path
-from placement.states import TRANSITIONS
+from placement.core.machine import _MACHINE, HandleMachine, diagram, path
+from placement.core.states import TRANSITIONS
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
 from placement import checkpoint
-from placement.modes import callers_function_modes, without_modes
+from placement.core.torch_modes import callers_function_modes, without_modes
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import assert_same, learn, net
 

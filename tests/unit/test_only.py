@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
-from placement.budget import without_surplus
+from placement.core.states import bytes_under
+from placement.phases.budget import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
-from placement.states import bytes_under
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.test_policies import KeepReference
 from tests.unit.worker import Scripted

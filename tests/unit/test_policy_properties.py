@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import HandleView, Plan, State, View
+from placement.core.states import KINDS, PHASES, ROLES, WORKER_ROLES
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
-from placement.states import KINDS, PHASES, ROLES, WORKER_ROLES
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 

@@ -11,8 +11,8 @@ import torch
 
 import placement
 from placement import DeviceMemoryError, IntegrityError, NotResidentError, PhaseError, PlacementError, State
-from placement.memory.claims import RANGES
 from placement.policies import Colocated
+from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from placement.settings import LEASES_FOLDER, Settings, parse_bytes
+from placement.core.settings import LEASES_FOLDER, Settings, parse_bytes
 
 
 def toml(tmp_path: Path, text: str) -> Path:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from placement import states
-from placement.states import IDLE, PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
+from placement.core import states
+from placement.core.states import IDLE, PHASES, TRANSITIONS, HandleView, Plan, State, Trigger, View
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 from placement import Manager, RegistrationError
-from placement.adapters.optimizer import OptimizerAdapter
+from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import assert_same
 

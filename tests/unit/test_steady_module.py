@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from placement.adapters.module import ModuleAdapter
+from placement.ownership.module import ModuleAdapter
 
 CPU = torch.device("cpu")
 

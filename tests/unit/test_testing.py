@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import placement
-from placement.errors import DeviceMemoryError, HostMemoryError
-from placement.states import State
+from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.core.states import State
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 
 SIZE = 16384

@@ -13,8 +13,8 @@ from torch import nn
 
 import placement
 from placement import DeviceMemoryError, Handle, Manager
-from placement.adapters.optimizer import OptimizerAdapter
-from placement.memory.base import DeviceMemory
+from placement.devices.base import DeviceMemory
+from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import OFF
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from placement.journal import Journal
-from placement.memory.host_reserve import Reservation, promised_bytes
-from placement.weak import WeakIdSet
+from placement.core.journal import Journal
+from placement.core.weak_set import WeakIdSet
+from placement.devices.host.reserve import Reservation, promised_bytes
 
 
 class Thing:

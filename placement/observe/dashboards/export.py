@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from placement.errors import PlacementError
+from placement.core.errors import PlacementError
 
 FILES = Path(__file__).parent / "files"
 DISCOVERY = "discovery"

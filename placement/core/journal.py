@@ -1,0 +1,194 @@
+"""What happened: one record per state change, and the counters made from the same call.
+
+`Journal.record` is the only place where a transition is counted, so that the journal and the metrics cannot disagree.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
+from placement.core.snapshot import DurationHistogram
+from placement.core.states import IDLE, State, Trigger
+
+logger = logging.getLogger("placement")
+logger.addHandler(logging.NullHandler())
+
+REASONS = ("device_memory", "host_memory", "integrity", "interrupted", "error")
+"""Why a transition failed: the values of the metric's label."""
+
+_BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_OPERATIONS = ("load", "offload", "sync")
+
+
+def reason_of(error: BaseException) -> str:
+    """The label for a failure."""
+    if isinstance(error, DeviceMemoryError):
+        return "device_memory"
+    if isinstance(error, HostMemoryError):
+        return "host_memory"
+    if isinstance(error, IntegrityError):
+        return "integrity"
+    return "error" if isinstance(error, Exception) else "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One state change."""
+
+    at_seconds: float
+    """`time.monotonic()` when it was complete."""
+    timestamp_seconds: float
+    """The same moment, Unix time."""
+    handle: str
+    kind: str
+    trigger: Trigger
+    source: State
+    target: State
+    phase: str
+    """The phase at whose border it happened; "idle" outside every phase."""
+    nbytes: int
+    """Copied."""
+    skipped_bytes: int
+    """Proved clean and not copied."""
+    seconds: float
+    """Time the calling thread spent in it."""
+    resident_bytes: int = 0
+    """Device bytes of the handle afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpan:
+    """A time in which one phase was the innermost open one ("idle" outside every phase)."""
+
+    phase: str
+    begin_seconds: float
+    """`time.monotonic()`."""
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that left the source state."""
+
+    timestamp_seconds: float
+    handle: str
+    trigger: Trigger
+    reason: str
+    """One of `REASONS`."""
+
+
+@dataclass(slots=True)
+class HandleCounters:
+    """The counters of one handle. Each is replaced, never rewound."""
+
+    state: State = State.CPU_OFFLOADED
+    """As last recorded; an interrupt can leave the machine one step ahead, which `Moves.settle` makes good."""
+    since_seconds: float = field(default_factory=time.monotonic)
+    state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
+    transitions: Counter[Trigger] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    loaded_bytes: int = 0
+    offloaded_bytes: int = 0
+    skipped_bytes: int = 0
+    last_transition_timestamp_seconds: float = field(default_factory=time.time)
+
+    def seconds_by_state(self, now: float) -> dict[State, float]:
+        """Time in each state up to `now` (monotonic), the open interval included."""
+        state, since = self.state, self.since_seconds
+        return {s: total + (now - since if s is state else 0.0) for s, total in self.state_seconds.items()}
+
+
+class Journal:
+    """The recent state changes, oldest first, and what has been counted since the start."""
+
+    def __init__(self, length: int) -> None:
+        self._records: deque[Record] = deque(maxlen=length)
+        self.failures: deque[Failure] = deque(maxlen=length)
+        """The recent ones, oldest first."""
+        self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
+        self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
+        self._phase = IDLE
+        self._phase_since = time.monotonic()
+        self._phase_seconds: dict[str, float] = {}
+        self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
+        self.stall_seconds: defaultdict[str, float] = defaultdict(float)
+        self.decisions: Counter[str] = Counter()
+        self.num_changes = 0
+        """Records since the start: whether anything changed between two moments."""
+        self.pairing_violations = 0
+        self.wrong_writes = 0
+        self.expired_keeps = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter([*self._records])  # not tuple(): it may collect in the middle, and so drop a phase, which writes here
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def record(self, counters: HandleCounters, record: Record) -> None:
+        """Write one state change and count it."""
+        counters.state_seconds[counters.state] += record.at_seconds - counters.since_seconds
+        counters.state, counters.since_seconds = record.target, record.at_seconds
+        if record.source is not record.target:  # else a part of an engine came or went, which changes no state
+            counters.transitions[record.trigger] += 1
+        counters.last_transition_timestamp_seconds = record.timestamp_seconds
+        counters.skipped_bytes += record.skipped_bytes
+        if record.trigger is Trigger.LOAD:
+            counters.loaded_bytes += record.nbytes
+        elif record.trigger is Trigger.OFFLOAD:
+            counters.offloaded_bytes += record.nbytes
+        self._observe(record.trigger.value if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD) else "sync", record.seconds)
+        self._records.append(record)
+        self.num_changes += 1
+        logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
+
+    def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
+        """Count an attempt that left the source state."""
+        counters.failures[reason_of(error)] += 1
+        self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
+        # As text: a handler that keeps its records must not keep the traceback, and with it the phase and the model.
+        logger.warning("%s: %s failed: %s", handle, trigger, str(error))
+
+    def _observe(self, operation: str, seconds: float) -> None:
+        self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, seconds)] += 1
+        self._duration_sums[operation] += seconds
+
+    def enter_phase(self, phase: str) -> None:
+        """From now on the time counts for `phase`."""
+        now = time.monotonic()
+        self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + now - self._phase_since
+        self._phase_spans.append(PhaseSpan(self._phase, self._phase_since, now))
+        self._phase, self._phase_since = phase, now
+
+    @property
+    def phase(self) -> str:
+        """The phase whose time is running."""
+        return self._phase
+
+    def phase_spans(self) -> tuple[PhaseSpan, ...]:
+        """The recent spans, oldest first; the open one ends now."""
+        spans, phase, since = [*self._phase_spans], self._phase, self._phase_since
+        return (*spans, PhaseSpan(phase, since, time.monotonic()))
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Time in each phase, the open one included."""
+        totals = dict(self._phase_seconds)
+        totals[self._phase] = totals.get(self._phase, 0.0) + time.monotonic() - self._phase_since
+        return totals
+
+    def histograms(self) -> tuple[DurationHistogram, ...]:
+        return tuple(
+            DurationHistogram(
+                operation=name,
+                upper_bounds_seconds=_BOUNDS_SECONDS,
+                counts=tuple(self._durations[name]),
+                sum_seconds=self._duration_sums[name],
+            )
+            for name in _OPERATIONS
+        )

@@ -1,0 +1,308 @@
+"""An NVIDIA GPU by CUDA virtual memory: addresses are reserved once, physical memory goes behind them and comes back."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.devices.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.devices.cuda import pool
+from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
+from placement.devices.cuda.driver import Driver
+from placement.devices.cuda.lifetime import Life, Lives, uninterrupted
+from placement.devices.cuda.mapping import DriverChunk, Extent
+from placement.devices.cuda.pinning import Pinning
+from placement.devices.cuda.poison import Poison
+from placement.devices.host.reserve import Register
+from placement.devices.host.shared_slab import MappedSlab
+from placement.devices.host.slab import Slab, check_span
+
+CHUNK_BYTES = 256 << 20
+"""Each chunk costs the host about 0.09 ms to load and 0.14 to vacate (H200): the larger, the fewer."""
+TIGHT_CHUNK_BYTES = 128 << 20
+"""Where device memory is short, a swap has no room for two of those."""
+
+
+class _Addresses(Addresses):
+    def __init__(self, base: int, nbytes: int, extent: Extent) -> None:
+        self.base = base
+        self.nbytes = nbytes
+        self.extent = extent
+
+
+class _Event(Mark):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+
+class _Exporter:
+    """What a tensor over a range keeps alive: torch drops it with the storage, and the addresses with it."""
+
+    def __init__(self, addresses: Addresses, offset: int, nbytes: int) -> None:
+        self._addresses = addresses
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (addresses.base + offset, False), "version": 3}
+
+
+class CudaDevice(Device):
+    """One CUDA device of this process.
+
+    Args:
+        index: as torch counts devices.
+        chunk_bytes: size of a full chunk, rounded up to the driver's granularity (2 MiB). See `CHUNK_BYTES`.
+        peers: other GPUs whose kernels and copies may touch what lies here. None: those that this process uses by now, which
+            for a process with one GPU of many is none. Rights to a GPU that nobody uses here would cost it memory and time.
+
+    Raises:
+        PlacementError: no CUDA virtual memory here, the message says what to install; or a peer cannot reach this GPU.
+    """
+
+    def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES, peers: Sequence[int] | None = None) -> None:
+        self._driver = Driver(index, peers)
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self.granularity = self._driver.granularity
+        self.chunk_bytes = self._rounded(max(chunk_bytes, 1))
+        self._chunks = Lives()
+        self._ranges = Lives()
+        self._poison: Poison | None = None
+        self._answers: Answers | None = None
+        self._pinning = Pinning(self._driver)
+        self._streams: dict[Direction, Any] = {
+            "to_device": torch.cuda.Stream(self.torch_device),
+            "to_host": torch.cuda.Stream(self.torch_device),
+        }
+        self._following = torch.cuda.Stream(self.torch_device)
+        """For what comes after copies, chunk by chunk, while later ones are under way."""
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.granularity) * self.granularity
+
+    @property
+    def uuid(self) -> str:
+        return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
+
+    def host(self, nbytes: int) -> HostSlab:
+        return Slab(nbytes, register=self._pin, unregister=self._pinning.unpin)
+
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        return MappedSlab(file, nbytes, own, extra_bytes, register=self._pin, unregister=self._pinning.unpin)
+
+    def _words(self, nbytes: int) -> HostWords:
+        """A few bytes for answers of kernels."""
+        slab = Slab(nbytes, register=self._pinning.pin_uncounted, unregister=self._pinning.unpin)
+        return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
+
+    @property
+    def _pin(self) -> Register:
+        return functools.partial(self._pinning.pin, limit_bytes=self.pinned_limit_bytes)
+
+    def reserve(self, nbytes: int) -> Addresses:
+        self._poisoned()
+        return self._reserve(nbytes)
+
+    def _reserve(self, nbytes: int) -> _Addresses:
+        self._collect()
+        nbytes = self._rounded(max(nbytes, 1))
+        reserved = -(-nbytes // self.chunk_bytes) * self.chunk_bytes  # whole slots: see `cuda_mapping`
+        base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
+        addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
+        self._ranges.add(addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent))
+        return addresses
+
+    def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
+        """The last tensor over a range is gone. A kernel that used it may still run, and would take the context down."""
+        if self._driver.usable:
+            try:
+                if self.is_capturing():  # waiting now would spoil the capture
+                    return False
+            except RuntimeError:  # the device is beyond use
+                return False
+            with self._driver:
+                if self._driver.failed("cuCtxSynchronize"):  # another thread captures
+                    return False
+                free = functools.partial(self._driver.api.cuMemAddressFree, base, nbytes)
+                extent.end(free, functools.partial(self._ranges.owned.pop, life, None))
+        return True
+
+    def _collect(self) -> None:
+        self._ranges.collect()
+        self._chunks.collect()
+
+    def create(self, nbytes: int) -> Chunk:
+        self._collect()
+        self._poisoned()  # before the memory is gone
+        return self._create(self._rounded(nbytes))
+
+    def _create(self, nbytes: int) -> DriverChunk:
+        chunk = DriverChunk(0, nbytes)
+        outcomes: list[tuple[Any, ...]] = []
+        try:
+            self._driver.collect("cuMemCreate", [(nbytes, self._driver.property, 0)], outcomes)
+            chunk.handle = int(self._driver.value("cuMemCreate", outcomes[0]))
+            self._chunks.add(chunk, nbytes, functools.partial(self._release_dead, chunk.handle))
+        except BaseException:
+            if weakref.ref(chunk) in self._chunks.owned:
+                self.release(chunk)
+            elif outcomes and outcomes[0][0] == self._driver.api.CUresult.CUDA_SUCCESS:
+                self._driver.failed("cuMemRelease", outcomes[0][1])  # an interrupt between the driver's answer and its owner
+            raise
+        return chunk
+
+    def release(self, *chunks: Chunk) -> None:
+        ours = {weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)}
+        held = [life for life in ours if life in self._chunks.owned]
+        self._release([ours[life] for life in held], held)
+
+    def _release(self, handles: Sequence[int], lives: Sequence[weakref.ref[DriverChunk]]) -> None:
+        # In one step: the driver gives the number of a released chunk to the next, so it must never be released twice.
+        if handles and self._driver.usable:
+            forget = map(self._chunks.owned.pop, lives, itertools.repeat(None))
+            uninterrupted(  # out of the ledger first: another thread may look while the driver works
+                functools.partial(collections.deque, forget, 0),
+                functools.partial(collections.deque, map(self._driver.api.cuMemRelease, handles), 0),
+            )
+
+    def _release_dead(self, handle: int, life: Life) -> bool:
+        self._release([handle], [life])
+        return True
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        extent = _ours(addresses, _Addresses).extent
+        new = [_ours(chunk, DriverChunk) for chunk in chunks]
+        if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
+            raise ValueError("a chunk that this device does not hold: released, or of another device")
+        nbytes = sum(chunk.nbytes for chunk in new)
+        planned = extent.plan(start, nbytes, new, self._poisoned().chunks)
+        try:
+            extent.apply(planned)
+        except BaseException:
+            self.unmap(addresses, nbytes, start)
+            raise
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        extent = _ours(addresses, _Addresses).extent
+        extent.apply(extent.plan(start, self._rounded(nbytes), (), self._poisoned().chunks))
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        stream = self._streams[direction]
+        handle = self._driver.api.CUstream(stream.cuda_stream)
+        if direction == "to_device":
+            function = "cuMemcpyHtoDAsync"
+            calls = [(device, host, nbytes, handle) for device, host, nbytes in self._pinning.cut(copies)]
+        else:
+            function = "cuMemcpyDtoHAsync"
+            calls = [(host, device, nbytes, handle) for device, host, nbytes in self._pinning.cut(copies)]
+            stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with self._driver:
+            self._driver.batch(function, calls)
+
+    def order(self) -> None:
+        current = torch.cuda.current_stream(self.torch_device)
+        self._following.wait_stream(current)  # before `current` waits for every copy: what follows one of them waits for no other
+        for stream in (*self._streams.values(), self._following):
+            current.wait_stream(stream)
+
+    @contextlib.contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        self._following.wait_event(_ours(mark, _Event).event)
+        with torch.cuda.stream(self._following):
+            yield
+
+    def mark(self, direction: Direction) -> Mark:
+        return _Event(self._streams[direction].record_event())
+
+    def wait(self, mark: Mark) -> None:
+        _ours(mark, _Event).event.synchronize()
+
+    def sync(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
+        """As the contract says; the addresses must have memory or poison behind them, because torch asks the driver whose they are."""
+        check_span(offset, nbytes, addresses.nbytes)
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        return torch.as_tensor(_Exporter(addresses, offset, nbytes), device=self.torch_device)
+
+    def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return values.cpu if self._answers is None else self._answers.ask(values)
+
+    def memory(self) -> DeviceMemory:
+        pool.reap()
+        self._collect()
+        poison = self._poison.nbytes if self._poison else 0
+        free, total = torch.cuda.cudart().cudaMemGetInfo(self.torch_device.index)
+        return DeviceMemory(
+            total_bytes=total,
+            free_bytes=free,
+            torch_reserved_bytes=self._torch_bytes("reserved_bytes") - pool.reserved_bytes(self.torch_device),
+            chunk_bytes=sum(list(self._chunks.owned.values())) - poison,
+            poison_bytes=poison,
+        )
+
+    def torch_allocated_bytes(self) -> int:
+        pool.reap()
+        return self._torch_bytes("allocated_bytes") - pool.allocated_bytes(self.torch_device)
+
+    def _torch_bytes(self, what: str) -> int:
+        """One of torch's statistics, with what lies in our ranges by way of its pools."""
+        # Torch's own functions for one number of these make all of them first, and flatten and sort them.
+        stats: dict[str, Any] = torch._C._cuda_memoryStats(self.torch_device.index)
+        return int(stats[what]["all"]["current"])
+
+    def _poisoned(self) -> Poison:
+        if self._poison is None:
+            self._poison = self._make_poison()
+            with contextlib.suppress(HostMemoryError):  # answers wait for copies then
+                self._answers = Answers(self._words(NUM_BYTES))
+        return self._poison
+
+    def _make_poison(self) -> Poison:
+        full, tail = self._create(self.chunk_bytes), self._create(self.granularity)
+        addresses = self._reserve(full.nbytes + tail.nbytes)
+        addresses.extent.apply(addresses.extent.plan(0, addresses.nbytes, (full, tail), None))
+        try:
+            return Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
+        except torch.OutOfMemoryError as exc:
+            raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
+
+    def compare_poison(self) -> None:
+        if self._poison is not None:
+            self._poison.begin()
+
+    def heal_poison(self, wait: bool = True) -> bool:
+        return self._poison is not None and self._poison.heal(wait)
+
+    def trim(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
+    def is_capturing(self) -> bool:
+        if torch.cuda.current_device() == self.torch_device.index:  # the context manager costs three times as much
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.torch_device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def close(self) -> None:
+        pool.reap()
+        self._collect()
+        if len(self._ranges.owned) <= 1:  # the poison's own
+            self._poison = self._answers = None
+            self._collect()
+
+
+_Ours = TypeVar("_Ours")
+
+
+def _ours(given: object, kind: type[_Ours]) -> _Ours:
+    if not isinstance(given, kind):
+        raise TypeError(f"not of this device: {given!r}")
+    return given

@@ -1,0 +1,173 @@
+"""The CUDA driver functions that placement calls: where they come from, when they may be called, and what their errors become."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from placement.core.errors import DeviceMemoryError, PlacementError
+
+_TAKES_MEMORY = frozenset({"cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"})
+_exiting = threading.Event()
+atexit.register(_exiting.set)
+
+
+def refuse_rocm(name: str) -> None:
+    """No advice for CUDA where torch was built for AMD GPUs, which it calls CUDA devices too.
+
+    Raises:
+        PlacementError: it was.
+    """
+    if torch.version.hip is not None:
+        raise PlacementError(
+            f"device {name!r}: torch {torch.__version__} is built for ROCm {torch.version.hip}, and placement does not support AMD GPUs "
+            "yet. Supported are NVIDIA GPUs, and everywhere device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves "
+            "the same in host memory."
+        )
+
+
+class Driver:
+    """The driver for one device, with torch's (the primary) context.
+
+    `with driver:` makes that context current on the calling thread, whatever thread it is. Reentrant.
+
+    Args:
+        peers: see `CudaDevice`.
+
+    Raises:
+        PlacementError: torch is built for ROCm, there is no such device, cuda-bindings is missing, the device has no virtual memory
+            management, or a peer cannot reach it.
+    """
+
+    def __init__(self, index: int, peers: Sequence[int] | None = None) -> None:
+        refuse_rocm(f"cuda:{index}")
+        if not 0 <= index < torch.cuda.device_count():
+            raise PlacementError(f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA device(s)")
+        major = (torch.version.cuda or "13").split(".")[0]
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as exc:
+            raise PlacementError(
+                f"cuda:{index}: CUDA virtual memory needs cuda-bindings, which cannot be imported ({exc}). "
+                f"For this torch (CUDA {torch.version.cuda}): pip install 'cuda-bindings=={major}.*', or 'placement[cuda{major}]'"
+            ) from exc
+        torch.cuda.init()
+        torch.cuda.synchronize(index)  # the runtime creates the primary context now, and not under our hands later
+        self._process = os.getpid()
+        self._ordinal = self.call("cuDeviceGet", index)
+        attribute = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        has_it, why = False, "the driver answers that it has none"
+        try:
+            has_it = bool(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
+        except RuntimeError as exc:  # a driver that does not know the question
+            why = str(exc)
+        if not has_it:
+            raise PlacementError(
+                f"cuda:{index}: no virtual memory management ({why}). Install an NVIDIA driver as new as torch's CUDA "
+                f"{torch.version.cuda}; a virtual GPU must be of a kind that has unified memory (a whole GPU or MIG slice has)"
+            )
+        self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
+        same = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))
+        """Whether kernels find registered host memory where the host does."""
+
+        self.property = self.api.CUmemAllocationProp()
+        self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._locate(self.property.location, index)
+        self.access = [self._access(each) for each in (index, *self._peers(index, peers))]
+        """Who may read and write what is mapped: this device and its peers."""
+        option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
+
+    def _locate(self, location: Any, index: int) -> None:
+        location.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = index
+
+    def _access(self, index: int) -> Any:
+        access = self.api.CUmemAccessDesc()
+        access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._locate(access.location, index)
+        return access
+
+    def _peers(self, index: int, wanted: Sequence[int] | None) -> list[int]:
+        if wanted is None:
+            others = [other for other in range(torch.cuda.device_count()) if other != index]
+            return [other for other in others if self._is_in_use(other) and torch.cuda.can_device_access_peer(other, index)]
+        for other in wanted:
+            if other == index or not torch.cuda.can_device_access_peer(other, index):
+                raise PlacementError(f"cuda:{other} cannot be a peer of cuda:{index}: it has no way to its memory")
+        return list(wanted)
+
+    def _is_in_use(self, index: int) -> bool:
+        """Whether this process has a context on a device. Makes none."""
+        function = "cuDevicePrimaryCtxGetState"
+        outcome = getattr(self.api, function)(self.call("cuDeviceGet", index))
+        self.value(function, outcome)
+        return bool(outcome[2])
+
+    @property
+    def usable(self) -> bool:
+        """False at interpreter exit (the driver may be gone before us) and in a forked child (the context is the parent's)."""
+        return not _exiting.is_set() and os.getpid() == self._process
+
+    def __enter__(self) -> None:
+        self.call("cuCtxPushCurrent", self._context)
+
+    def __exit__(self, *exc: object) -> None:
+        self.call("cuCtxPopCurrent")
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call once. The value that the function returns, None if it returns none.
+
+        Raises:
+            DeviceMemoryError: out of memory in a function that takes device memory or addresses.
+            RuntimeError: any other error, named.
+        """
+        return self.batch(function, [arguments])[0]
+
+    def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Call once for each tuple of arguments, all of them, then raise the first error as `call` does.
+
+        No bytecode runs between the calls when `calls` is a list or a `zip`: no signal handler can raise between two of them.
+        """
+        outcomes: list[tuple[Any, ...]] = []
+        self.collect(function, calls, outcomes)
+        return [self.value(function, outcome) for outcome in outcomes]
+
+    def check(self, function: str, outcomes: Iterable[tuple[Any, ...]]) -> None:
+        """Raise what the first error among outcomes becomes."""
+        success = self.api.CUresult.CUDA_SUCCESS
+        for outcome in outcomes:
+            if outcome[0] != success:
+                self.value(function, outcome)
+
+    def collect(self, function: str, calls: Iterable[tuple[Any, ...]], outcomes: list[tuple[Any, ...]]) -> None:
+        """`batch` into a list that the caller owns already: an interrupt right after the call loses no result."""
+        outcomes.extend(itertools.starmap(getattr(self.api, function), calls))
+
+    def value(self, function: str, outcome: tuple[Any, ...]) -> Any:
+        """What a function returned; raises what its error becomes."""
+        error, *values = outcome
+        if error == self.api.CUresult.CUDA_SUCCESS:
+            return values[0] if values else None
+        _, name = self.api.cuGetErrorName(error)
+        _, text = self.api.cuGetErrorString(error)
+        message = f"{function}: {(name or b'unknown error').decode()}: {(text or b'').decode()}"
+        if error == self.api.CUresult.CUDA_ERROR_OUT_OF_MEMORY and function in _TAKES_MEMORY:
+            raise DeviceMemoryError(message)
+        raise RuntimeError(message)
+
+    def failed(self, function: str, *arguments: Any) -> str | None:
+        """Call once; the error as text instead of an exception, None for success."""
+        try:
+            self.call(function, *arguments)
+        except (DeviceMemoryError, RuntimeError) as exc:
+            return str(exc)
+        return None

@@ -1,0 +1,160 @@
+"""What is behind the addresses of one range of a CUDA device, slot by slot.
+
+A slot is `chunk_bytes` of addresses, and holds a full chunk; or poison in one piece; or a shorter chunk with poison after it in
+pieces of the granularity, because a mapping shorter than its chunk is refused (error 801). So the driver may be asked to unmap
+any run of whole slots: it unmaps many mappings in one call, but none in part. The last slot of a range has all of its addresses,
+used or not, so that its poison is one piece as well: each piece costs the driver as much as a full one (25 us on an H200).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from placement.devices.base import Chunk, check_slots
+from placement.devices.cuda.driver import Driver
+from placement.devices.cuda.lifetime import uninterrupted
+from placement.devices.host.slab import check_span
+
+Mapping = tuple[int, int, int, int, int]
+"""Arguments of cuMemMap: address, bytes, 0, handle, 0."""
+
+
+class DriverChunk(Chunk):
+    def __init__(self, handle: int, nbytes: int) -> None:
+        self.handle = handle
+        self.nbytes = nbytes
+
+
+class PoisonChunks(NamedTuple):
+    full: DriverChunk
+    tail: DriverChunk
+    """Of the granularity."""
+
+
+class Slot(NamedTuple):
+    """What is behind one slot."""
+
+    chunk: DriverChunk | None
+    """Held here, so that what may be mapped counts as held also when everybody else has dropped it."""
+    mappings: tuple[Mapping, ...]
+    nbytes: int
+    """How much of the slot is covered, from its start."""
+
+
+_EMPTY = Slot(None, (), 0)
+
+
+class Extent:
+    """The slots of one range. A call costs what the slots that it changes cost.
+
+    An interrupt cannot fall between the driver's calls of one change, nor between them and their entry in the ledger. Cut after
+    them, a change leaves its slots in doubt: the next change of these takes none of their mappings for granted.
+    """
+
+    def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
+        self._driver = driver
+        self._base = base
+        self._nbytes = nbytes
+        """Used; the addresses go on to the end of the last slot."""
+        self._chunk_bytes = chunk_bytes
+        self._slots: dict[int, Slot] = {}
+        """By index; a slot without an entry has nothing behind it."""
+        self._doubtful: set[int] = set()
+        """Slots each of whose mappings may be there or not."""
+
+    def plan(self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None) -> dict[int, Slot]:
+        """What the slots of `[start, start + nbytes)` must become: chunks from the start on, poison after them.
+
+        Raises:
+            ValueError: as `Device.map` and `Device.unmap` say.
+        """
+        size = self._chunk_bytes
+        check_slots(chunks, start, size)
+        check_span(start, nbytes, self._nbytes)
+        planned: dict[int, Slot] = {}
+        indices = range(start // size, -(-(start + nbytes) // size))
+        for index, chunk in zip(indices, itertools.chain(chunks, repeat(None)), strict=False):
+            room = min(size, self._nbytes - index * size)
+            end = min(room, start + nbytes - index * size)
+            old = self._slots.get(index, _EMPTY)
+            if old.chunk is not None and end < old.chunk.nbytes:
+                raise ValueError(f"[{start}, {start + nbytes}) cuts the chunk at {index * size} in two")
+            if chunk is not None or old.chunk is not None or old.nbytes < end or index in self._doubtful:
+                end = max(end, min(room, old.nbytes))
+                planned[index] = self._slot(index, chunk, end, end == room, poison)
+        return planned
+
+    def _slot(self, index: int, chunk: DriverChunk | None, end: int, is_whole: bool, poison: PoisonChunks | None) -> Slot:
+        base = self._base + index * self._chunk_bytes
+        first = poison.full if chunk is None and poison is not None and is_whole else chunk
+        covered = 0 if first is None else first.nbytes
+        mappings: tuple[Mapping, ...] = () if first is None else ((base, covered, 0, first.handle, 0),)
+        if poison is not None and covered < end:
+            size = poison.tail.nbytes
+            rest = range(base + covered, base + end, size)
+            mappings += tuple(zip(rest, repeat(size), repeat(0), repeat(poison.tail.handle), repeat(0), strict=False))
+            covered += size * len(rest)
+        return Slot(chunk, mappings, covered)
+
+    def apply(self, planned: dict[int, Slot]) -> None:
+        """Make the slots what `plan` says: one unmap, the maps, one call for the access rights.
+
+        Raises:
+            DeviceMemoryError: the driver has no memory for the mappings; the slots may have nothing behind them.
+            RuntimeError: any other error of the driver.
+        """
+        if not planned:
+            return
+        first, last = min(planned), max(planned)
+        begin = self._base + first * self._chunk_bytes
+        nbytes = (last - first) * self._chunk_bytes + planned[last].nbytes
+        maps = [mapping for slot in planned.values() for mapping in slot.mappings]
+        access = (begin, nbytes, self._driver.access, len(self._driver.access))
+        with self._driver:
+            done: list[tuple[str, list[tuple[Any, ...]]]] = []
+            uninterrupted(
+                self._calls("cuMemUnmap", self._runs(planned), done),
+                functools.partial(self._slots.update, planned),
+                functools.partial(self._doubtful.update, planned),
+                self._calls("cuMemMap", maps, done),
+                self._calls("cuMemSetAccess", [access], done),
+            )
+            for function, outcomes in done:
+                self._driver.check(function, outcomes)
+        self._doubtful.difference_update(planned)
+
+    def end(self, *then: Callable[[], object]) -> None:
+        """Unmap everything, and call `then` right after, without an interrupt in between."""
+        done: list[tuple[str, list[tuple[Any, ...]]]] = []
+        uninterrupted(self._calls("cuMemUnmap", self._runs(sorted(self._slots)), done), self._slots.clear, self._doubtful.clear, *then)
+        for function, outcomes in done:
+            self._driver.check(function, outcomes)
+
+    def _calls(
+        self, function: str, calls: Sequence[tuple[Any, ...]], done: list[tuple[str, list[tuple[Any, ...]]]]
+    ) -> Callable[[], object]:
+        """All these calls of the driver as one that runs no bytecode. Their outcomes are in `done` afterwards."""
+        outcomes: list[tuple[Any, ...]] = []
+        done.append((function, outcomes))
+        return functools.partial(outcomes.extend, itertools.starmap(getattr(self._driver.api, function), calls))
+
+    def _runs(self, indices: Iterable[int]) -> list[tuple[int, int]]:
+        """(address, bytes) of what one call each unmaps in these slots, in order. What is in doubt is unmapped here."""
+        runs: list[tuple[int, int]] = []
+        for index in indices:
+            slot = self._slots.get(index, _EMPTY)
+            if index in self._doubtful:
+                for mapping in slot.mappings:
+                    self._driver.failed("cuMemUnmap", *mapping[:2])  # it may be there or not
+            elif slot.nbytes:
+                address = self._base + index * self._chunk_bytes
+                if runs and sum(runs[-1]) == address:
+                    address, nbytes = runs.pop()
+                    runs.append((address, nbytes + slot.nbytes))
+                else:
+                    runs.append((address, slot.nbytes))
+        return runs

@@ -1,0 +1,245 @@
+"""Torch storages at addresses of our choice, where torch cannot swap a storage's pointer (before 2.13): a `MemPool` over a range.
+
+A storage that is resized to nothing and back takes its memory from the pool that is active then. The pool asks us for
+segments, and we hand out the range. Two facts shape this module:
+
+* The allocator asks with its own lock held. A callback in Python needs the interpreter lock, which another thread may hold
+  that waits for the allocator: a deadlock. So neither callback runs Python code. The one for memory is `deque.popleft`
+  itself, and is only reached through `UntypedStorage.resize_`, which keeps the interpreter lock; no bytecode runs, so the
+  lock cannot change hands. The one that frees is a function of the C library without effect: segments are never freed
+  one by one, the range goes as a whole.
+* Where a block comes to lie must be known before anything moves. So every place is taken by a placeholder at first, and
+  what would remain of a segment by a plug: a placeholder that goes leaves the only gap, and the next request gets it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import bisect
+import collections
+import ctypes
+import functools
+import itertools
+import operator
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from placement.core.errors import RegistrationError
+from placement.devices.base import Addresses
+from placement.devices.cuda.lifetime import uninterrupted
+from placement.devices.cuda.pool_plan import SMALL_SEGMENT, plan
+
+_next_address: collections.deque[int] = collections.deque()
+# Declared without the arguments that it does not read: the caller's registers are the caller's to clean on every ABI with CUDA.
+_take = ctypes.CFUNCTYPE(ctypes.c_void_p)(_next_address.popleft)
+_ignore = ctypes.CDLL(None).labs
+_allocating = threading.RLock()
+_ranges: list[PoolRange] = []
+
+
+def _function_address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+class PoolRange:
+    """A range that torch allocates from.
+
+    Args:
+        addresses: at least as long as `plan(sizes)` says.
+        sizes: in bytes, one for each storage that will come.
+        owner: as long as it lives, storages may still come.
+
+    Raises:
+        RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.
+    """
+
+    def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
+        _refuse_settings()
+        self._device = device
+        self._owner = weakref.ref(owner)
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        """What lies in it: a weak reference and the length of the block, by the address of torch's own object."""
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._plugs: list[torch.UntypedStorage] = []
+        self.addresses = addresses
+        self.places, self.nbytes = plan(sizes)
+        self.offsets = {place.index: place.offset for place in self.places if place.index is not None}
+        ends = [place.offset for place in self.places[1:]] + [self.nbytes]  # a short rest belongs to the block before it
+        self._blocks = {p.index: end - p.offset for p, end in zip(self.places, ends, strict=True) if p.index is not None}
+        self._sizes = tuple(sizes)
+        _ranges.append(self)  # before torch knows the addresses, so that they outlive what torch knows
+        with _on_one_stream(device):
+            self._pool = torch.cuda.MemPool(_the_allocator())
+            self._fill()
+
+    def _fill(self) -> None:
+        for place in self.places:
+            if place.opens > SMALL_SEGMENT:  # one segment for all large ones: ask for it whole, give it back, and share it out
+                whole = torch.UntypedStorage(0, device=self._device)
+                self._allocate(whole, place.opens, self.addresses.base + place.offset)
+                whole.resize_(0)
+            storage = torch.UntypedStorage(0, device=self._device)
+            opens = place.opens == SMALL_SEGMENT
+            self._allocate(storage, place.nbytes, self.addresses.base + place.offset if opens else None)
+            if storage.data_ptr() != self.addresses.base + place.offset:
+                raise RegistrationError(
+                    f"torch's allocator put a block of {place.nbytes:,} bytes at another place than planned; "
+                    "PYTORCH_ALLOC_CONF (max_split_size_mb, roundup_power2_divisions) changes how it cuts memory: leave these unset"
+                )
+            if place.index is None:
+                self._plugs.append(storage)
+            else:
+                self._held[place.index] = storage
+
+    def _allocate(self, storage: torch.UntypedStorage, nbytes: int, address: int | None, *before: Callable[[], object]) -> None:
+        """Give a storage memory from the pool; `address` is the segment that torch may ask for, None if it must not need one."""
+        index, pool = self._device.index, self._pool.id
+        end = (
+            functools.partial(torch._C._cuda_endAllocateToPool, index, pool),
+            functools.partial(torch._C._cuda_releasePool, index, pool),
+        )
+        with _allocating:
+            _next_address.clear()
+            if address is not None:
+                _next_address.append(address)
+            begin = functools.partial(torch._C._cuda_beginAllocateCurrentThreadToPool, index, pool)
+            try:
+                uninterrupted(*before, begin, functools.partial(storage.resize_, nbytes), *end)
+            except RuntimeError as exc:
+                uninterrupted(*end)
+                raise RegistrationError(f"torch's allocator gave no {nbytes:,} bytes of the range: {exc}") from exc
+
+    def take(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Put a storage at its place. Its bytes are lost, its old memory goes back to torch. Idempotent."""
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = (StorageWeakRef(storage), self._blocks[index])
+        target, nbytes = self.addresses.base + self.offsets[index], self._sizes[index]
+        empty = functools.partial(storage.resize_, 0)
+        with _on_one_stream(self._device):
+            if storage.data_ptr() != target or storage.nbytes() != nbytes:
+                before = [empty]
+                if index in self._held:
+                    before.append(functools.partial(self._held[index].resize_, 0))
+                self._allocate(storage, nbytes, None, *before)
+            if storage.data_ptr() != target:
+                self._settle_at(target, storage, nbytes)
+        self._held.pop(index, None)
+
+    def _settle_at(self, target: int, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Another storage of the range died and left a gap that fits as well: plug such gaps until the right one is the last."""
+        plugs: list[torch.UntypedStorage] = []
+        while storage.data_ptr() != target:
+            plug = self._plug(nbytes)
+            while plug.data_ptr() != target:
+                plugs.append(plug)
+                plug = self._plug(nbytes)
+            plugs.append(self._plug(nbytes, functools.partial(storage.resize_, 0)))  # takes what the storage leaves, or one gap more
+            self._allocate(storage, nbytes, None, functools.partial(plug.resize_, 0))
+
+    def _plug(self, nbytes: int, *before: Callable[[], object]) -> torch.UntypedStorage:
+        plug = torch.UntypedStorage(0, device=self._device)
+        self._allocate(plug, nbytes, None, *before)
+        return plug
+
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has ordinary memory again."""
+        self._storages.pop(storage._cdata, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no storage lies in it any more, and none will come."""
+        return self._owner() is None and all(map(torch.UntypedStorage._expired, self._storages))
+
+    def end(self) -> None:
+        """Let torch forget the range: plugs first, then the pool, then the addresses."""
+        self._held.clear()
+        self._plugs.clear()
+        self.__dict__.pop("_pool", None)
+
+    def allocated_bytes(self) -> int:
+        held: int = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
+        lives = map(operator.not_, map(torch.UntypedStorage._expired, self._storages))
+        living: int = sum(itertools.compress(map(operator.itemgetter(1), self._storages.values()), lives))
+        return held + living
+
+
+def reap() -> None:
+    """Give up the ranges whose storages have all died. Their addresses go with the last reference."""
+    for pool_range in [r for r in _ranges if r.is_over]:
+        pool_range.end()
+        _ranges.remove(pool_range)
+
+
+def leave(storage: torch.UntypedStorage) -> None:
+    """Note that a storage has ordinary memory again, so that it does not keep its range."""
+    for pool_range in _ranges:
+        pool_range.leave(storage)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What torch counts as reserved on a device on account of ranges."""
+    return sum(r.nbytes for r in _ranges if r._device == device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What torch counts as allocated there on account of ranges."""
+    return sum(r.allocated_bytes() for r in _ranges if r._device == device)
+
+
+def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
+    """Raise RegistrationError for (name, storage) in a memory pool of somebody's own: a captured graph would go on using the old
+    memory, and what registered the pool (NCCL, RDMA) would know the wrong one."""
+    segments = sorted(
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+    for name, storage in storages:
+        place = bisect.bisect_right(segments, (storage.data_ptr(), sys.maxsize)) - 1
+        if place >= 0 and storage.data_ptr() < segments[place][1]:
+            raise RegistrationError(
+                f"{name!r} lies in a private memory pool (a captured CUDA graph's, or a MemPool such as one of ncclMemAlloc, whose buffers "
+                "NCCL registers): register before capturing, and build the object outside the pool"
+            )
+
+
+@functools.cache
+def _the_allocator() -> Any:
+    """One for the process, for good: torch keeps bare pointers to it."""
+    return torch._C._cuda_customAllocator(_function_address(_take), _function_address(_ignore))
+
+
+def _on_one_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Torch gives a block back only to the stream that it was allocated on: always the default one here."""
+    default = torch.cuda.default_stream(device)
+    if torch.cuda.current_device() == device.index and torch.cuda.current_stream(device) == default:
+        return nullcontext()
+    return _switched(device, default)
+
+
+@contextmanager
+def _switched(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+
+
+@atexit.register
+def _leave_to_the_system() -> None:
+    """At interpreter exit a dying pool would make the allocator wait for the device: let it live on instead."""
+    for pool_range in _ranges:
+        if "_pool" in pool_range.__dict__:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool_range._pool))
+
+
+def _refuse_settings() -> None:
+    hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
+        raise RegistrationError(f"{hook} is set: NCCL would remember the memory behind the addresses, which comes and goes. Unset it.")

@@ -1,0 +1,1 @@
+"""Host memory of exact size, reserved in the background and shared between processes."""

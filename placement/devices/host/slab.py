@@ -1,0 +1,229 @@
+"""Host memory: slabs of exact size that live as long as the last tensor in them.
+
+Mappings are made through the C library, because closing Python's own `mmap` under a live tensor is allowed and the next read crashes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import itertools
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from placement.core.errors import HostMemoryError
+from placement.devices.base import HostSlab
+from placement.devices.host.available import available_bytes, free_huge_bytes
+from placement.devices.host.reserve import SPAN_BYTES, Register, Reservation, cut_at, promised_bytes, wait_until_ready
+
+PAGE = mmap.PAGESIZE
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FAILED = ctypes.c_void_p(-1).value
+MADV_POPULATE_WRITE = 23
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20
+_TOUCH_STEP = 32 << 20
+"""Bytes touched in one call: nobody else in the process can map or unmap memory while it runs."""
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.restype = ctypes.c_void_p
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that is not below `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+def map_for_life(
+    owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
+) -> int:
+    """Map `nbytes` of new addresses, and unmap them when `owner` dies: in this process only, and not at interpreter exit.
+
+    Args:
+        pinned: what to call before unmapping; read when the owner dies.
+        file: descriptor of what to map from its beginning; -1: nothing but memory. It may be closed afterwards.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    held: list[int] = []
+    # First the duty to unmap, then the mapping. `extend` runs mmap and keeps its result within one call of C code: an interrupt
+    # cannot fall between the two and lose the mapping.
+    weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
+    held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, file, 0)]))
+    if held[0] == MAP_FAILED:
+        held.clear()
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    keep_from_children(held[0], nbytes)
+    return held[0]
+
+
+def _unmap(held: list[int], nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
+    # A forked child never had the mapping; its own memory may lie at these addresses.
+    if not held or os.getpid() != pid:
+        return
+    try:
+        for unpin in pinned:
+            unpin()
+    finally:
+        libc.munmap(held[0], nbytes)
+
+
+def keep_from_children(address: int, nbytes: int) -> None:
+    """Leave the mapping out of forked children: one that touches it dies instead of reading old bytes."""
+    libc.madvise(address, nbytes, _MADV_DONTFORK)
+
+
+@functools.lru_cache(maxsize=1024)
+def _array_type(nbytes: int) -> Any:
+    # A subclass, because instances of the plain array type take no attributes.
+    return type("Bytes", (ctypes.c_char * nbytes,), {})
+
+
+def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    """A uint8 CPU tensor over `[address, address + nbytes)`, with a storage of exactly that size, that keeps `owner` alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    array = _array_type(nbytes).from_address(address)
+    array.owner = owner
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def upload(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`target.copy_(source)` for a source in a slab: torch copies in one call, and the driver refuses one across two registrations."""
+    is_plain = type(source) is type(target) is torch.Tensor and source.dtype == target.dtype
+    if not is_plain or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
+        return target.copy_(source)  # torch goes by way of memory of its own
+    wait_until_ready(source.data_ptr(), source.nbytes)
+    into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+    for address, nbytes in cut_at(SPAN_BYTES, source.data_ptr(), source.nbytes):
+        start = address - source.data_ptr()
+        into[start : start + nbytes].copy_(out_of[start : start + nbytes])
+    return target
+
+
+def check_span(offset: int, nbytes: int, size: int) -> None:
+    """Raise ValueError unless `[offset, offset + nbytes)` lies within `size` bytes."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > size:
+        raise ValueError(f"[{offset}, {offset + nbytes}) is not within {size} bytes")
+
+
+class Slab(HostSlab):
+    """Anonymous memory, zero-filled, without a byte in forked children. See `HostSlab`.
+
+    Without `register` it is touched before the constructor returns; with it, the constructor returns at once, and the memory is
+    touched and registered in the background.
+
+    Args:
+        nbytes: exact size; 0 maps nothing.
+        register: pins `(address, nbytes)` for a device; returns None, or the reason why it could not. Called on threads of our
+            own, for spans of at most `SPAN_BYTES`; what it refuses stays pageable.
+        unregister: undoes it, called with the address. Called before the memory goes, also for a `register` that raised.
+
+    Raises:
+        HostMemoryError: the machine or the control group has not that much, counting what other slabs have not touched yet.
+    """
+
+    def __init__(self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None) -> None:
+        if nbytes < 0:
+            raise ValueError(f"a slab of {nbytes} bytes")
+        self.nbytes = nbytes
+        self.address = 0
+        size = round_up(nbytes, PAGE)
+        self._memory = memory = Reservation(self, size)  # promised before it is compared: two that ask at once see each other
+        self.ready = memory.ready
+        try:
+            if nbytes:
+                self.address = _map(memory, size)
+            # A kernel before 5.14 has no call that touches and leaves written bytes alone: before anybody can write, then.
+            is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
+            if is_touched:
+                populate(self.address, size)
+            if register is not None and nbytes:
+                memory.begin(self.address, None if is_touched else _touch, register, unregister)
+            else:
+                memory.untouched = [0]
+                self.ready.set()
+        except BaseException as exc:
+            memory.untouched = [0]  # whoever holds the error holds the memory, but no promise of more
+            if isinstance(exc, OSError):
+                raise HostMemoryError(f"host memory: {size:,} bytes could not be touched: {exc.strerror}") from exc
+            raise
+
+    @property
+    def pinned_bytes(self) -> int:
+        return min(self.nbytes, self._memory.bytes_where(pinned=True))
+
+    @property
+    def pageable_bytes(self) -> int:
+        return min(self.nbytes - self.pinned_bytes, self._memory.bytes_where(pinned=False))
+
+    @property
+    def pageable_reason(self) -> str | None:
+        return self._memory.reason
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        check_span(offset, nbytes, self.nbytes)
+        return tensor_at(self.address + offset, nbytes, self)
+
+
+def _map(memory: Reservation, nbytes: int) -> int:
+    promised = promised_bytes() - nbytes
+    available = max(0, available_bytes() - promised)
+    numbers = f"asked for {nbytes:,} bytes, {available:,} available, {promised:,} more promised to other slabs"
+    if nbytes > available:
+        raise HostMemoryError(f"host memory: {numbers}")  # touching it would get the process killed instead of refused
+    try:
+        address = map_for_life(memory, nbytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, memory.undo)
+    except OSError as exc:
+        raise HostMemoryError(f"host memory: {numbers}: {exc.strerror}") from exc
+    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory about to make some
+        libc.madvise(address, nbytes, _MADV_HUGEPAGE)
+    return address
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Take the memory of a mapping from the machine, before anything is written there.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    for start, step in _steps(address, nbytes):
+        _populate(start, step)
+
+
+def _steps(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(address, address + nbytes, _TOUCH_STEP):
+        yield start, min(_TOUCH_STEP, address + nbytes - start)
+
+
+def _populate(address: int, nbytes: int) -> None:
+    if libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+        ctypes.memset(address, 0, nbytes)
+
+
+def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
+    """Take the memory from the machine, on a thread of the background. See `host_reserve.Touch`."""
+    available = available_bytes()
+    if nbytes > available:  # others have taken it since the slab was made
+        return f"{nbytes:,} bytes were not touched: {available:,} bytes of host memory available"
+    for start, step in _steps(address, nbytes):
+        if libc.madvise(start, step, MADV_POPULATE_WRITE):
+            return f"{step:,} bytes of host memory could not be touched: {os.strerror(ctypes.get_errno())}"
+        if not progress(step):
+            break
+    return None

@@ -1,0 +1,316 @@
+"""A device in host memory: the same contract as on an accelerator, on any Linux machine.
+
+Physical memory is one sparse memory file. A chunk is a piece of it, and mapping puts that piece behind addresses. Poison is its
+first piece, mapped over and over: see `simulated_poison`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.weak_set import WeakIdSet
+from placement.devices.base import (
+    Addresses,
+    Chunk,
+    Copy,
+    Device,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    SharedSlab,
+    WrittenPoison,
+    check_slots,
+)
+from placement.devices.host.shared_slab import MappedSlab
+from placement.devices.host.slab import (
+    MADV_POPULATE_WRITE,
+    MAP_FAILED,
+    PAGE,
+    READ_WRITE,
+    Slab,
+    check_span,
+    keep_from_children,
+    libc,
+    round_up,
+    tensor_at,
+)
+from placement.devices.simulated.poison import poison_of
+from placement.devices.simulated.range import SimulatedChunk, SimulatedRange, around, runs
+from placement.devices.simulated.shared_capacity import SharedCapacity
+
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+_MAP_FIXED = 0x10
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_FILE_BYTES = 1 << 60
+"""Size of the memory file. Offsets are never used twice, so no pattern of releases can leave it too fragmented for a chunk."""
+_OTHER_MAPPINGS = 4096
+"""Of the kernel's mappings per process, how many are left to everybody else."""
+
+
+class _Time(Mark):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        """When the simulated link is through with the copies, on the monotonic clock."""
+
+
+class SimulatedDevice(Device):
+    """A device of `capacity_bytes` in host memory. Its tensors say that they are on the CPU, in both states.
+
+    Args:
+        capacity_bytes: what chunks may take together. Poison comes on top: `memory().total_bytes` is the sum of the two.
+        chunk_bytes: size of a full chunk and of the poison. Each offloaded one costs a mapping; the kernel allows 65,530 by default.
+        granularity: of ranges and chunks, a multiple of the page size.
+        bandwidth_bytes_per_second: of the simulated link, each direction. None: no limit.
+        shared_with: a file through which processes share the capacity. Memory that a process drops without releasing it is
+            free for the others at its next call; that of a dead process, at their next call.
+
+    A forked child cannot use it: what would change the parent's memory raises `PlacementError`.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        chunk_bytes: int = 256 * 1024,
+        granularity: int = 4096,
+        bandwidth_bytes_per_second: float | None = None,
+        shared_with: str | Path | None = None,
+    ) -> None:
+        if capacity_bytes < 0 or (bandwidth_bytes_per_second or 1) < 0:
+            raise ValueError(f"negative: capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second {bandwidth_bytes_per_second}")
+        if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
+            raise ValueError(f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and that of a page ({PAGE})")
+        self.name = "simulated"
+        self.torch_device = torch.device("cpu")
+        self.granularity = granularity
+        self.chunk_bytes = chunk_bytes
+        self.capacity_bytes = capacity_bytes
+        self._bandwidth = bandwidth_bytes_per_second or float("inf")
+        self._link_free_at: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
+        self._pid = os.getpid()
+        self._shared = None if shared_with is None else SharedCapacity(Path(shared_with), capacity_bytes)
+        if self._shared:
+            weakref.finalize(self, self._shared.leave).atexit = False
+        self._file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it while the interpreter ends
+        os.ftruncate(self._file, _FILE_BYTES)
+        self._end = chunk_bytes
+        # By file offset. The ledger is `_held`, the bytes of every chunk that holds memory; no sum is kept beside. A chunk that
+        # dies enters itself into `_dead`, by C code alone that no interrupt can cut, and the next call takes it out of the ledger.
+        self._held: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
+        self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
+        self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
+        self._poison = poison_of(self, self._file, chunk_bytes)
+
+    @property
+    def uuid(self) -> str:
+        """The same in all processes that share it, by the file; empty where no other can use it."""
+        return "" if self._shared is None else f"simulated{os.path.realpath(self._shared.path)}"
+
+    def host(self, nbytes: int) -> HostSlab:
+        self._check_process()
+        return Slab(nbytes)
+
+    def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
+        self._check_process()
+        return MappedSlab(file, nbytes, own, extra_bytes)
+
+    def reserve(self, nbytes: int) -> Addresses:
+        self._check_process()
+        if nbytes < 0:
+            raise ValueError(f"a range of {nbytes} bytes")
+        nbytes = round_up(nbytes, self.granularity)
+        # At worst each chunk is a mapping of its own. Refused here, because `unmap` must not fail.
+        mappings = sum(-(-size // self.chunk_bytes) for size in (nbytes, *(r.nbytes for r in self._ranges)))
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text()) - _OTHER_MAPPINGS
+        if mappings > limit:
+            raise DeviceMemoryError(
+                f"simulated: {mappings:,} chunks of addresses need more mappings than vm.max_map_count leaves ({limit:,}); "
+                f"chunk_bytes is {self.chunk_bytes:,}, take a larger one"
+            )
+        try:
+            addresses = SimulatedRange(nbytes, self.granularity)
+        except OSError as exc:
+            raise DeviceMemoryError(f"simulated: cannot reserve {nbytes:,} bytes of addresses: {exc.strerror}") from exc
+        self._ranges.add(addresses)
+        return addresses
+
+    def create(self, nbytes: int) -> Chunk:
+        self._check_process()
+        if nbytes <= 0 or nbytes % self.granularity:
+            raise ValueError(f"a chunk of {nbytes} bytes is not a multiple of the granularity {self.granularity}")
+        held = self._held_bytes()
+        others = self._shared.claim(held, nbytes) if self._shared else 0
+        free = max(0, self.capacity_bytes - held - others)
+        if nbytes > free:
+            elsewhere = f", {others:,} held by other processes" if self._shared else ""
+            raise DeviceMemoryError(f"simulated: asked for {nbytes:,} bytes, {free:,} free of {self.capacity_bytes:,}{elsewhere}")
+        chunk = SimulatedChunk(nbytes, self._end)
+        self._end += nbytes
+        self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
+        self._held[chunk.file_offset] = nbytes  # the one store that counts; from here on the chunk's death takes it back
+        return chunk
+
+    def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
+        self._check_process()
+        target = self._own(addresses)
+        check_slots(chunks, start, self.chunk_bytes)
+        placed: dict[int, SimulatedChunk] = {}
+        end = start
+        for chunk in chunks:
+            if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
+                raise ValueError("a chunk that this device does not hold: released, or of another device")
+            if chunk.is_mapped() and target.chunks.get(end) is not chunk:
+                raise ValueError("a chunk that is already behind other addresses: unmap these first")
+            placed[end] = chunk
+            end += chunk.nbytes
+        beside = around(target, start, end)
+        try:
+            for offset, chunk in placed.items():
+                chunk.place = (weakref.ref(target), offset)
+            self._poison.note(target, start, end)
+            target.chunks = beside | placed  # before the pages, so that none can be given back while it is behind an address
+            for offset, nbytes, file_offset in runs(placed):
+                self._fixed(target.base + offset, nbytes, file_offset)
+            keep_from_children(target.base + start, end - start)
+            # This only spares page faults, so a kernel without it will do.
+            libc.madvise(target.base + start, end - start, MADV_POPULATE_WRITE)
+        except BaseException:
+            self.unmap(addresses, end - start, start)
+            raise
+
+    def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
+        self._check_process()
+        target = self._own(addresses)
+        check_slots((), start, self.chunk_bytes)
+        end = start + round_up(nbytes, self.granularity)
+        beside = around(target, start, end)
+        self._poison.note(target, start, end)
+        for offset in range(start, end, self.chunk_bytes):
+            self._fixed(target.base + offset, min(self.chunk_bytes, end - offset), 0, self._poison.flags)
+        keep_from_children(target.base + start, end - start)
+        target.chunks = beside
+
+    def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
+        """Replace what is behind the addresses, at once."""
+        if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
+            raise DeviceMemoryError(f"simulated: mapping {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+
+    def release(self, *chunks: Chunk) -> None:
+        self._check_process()
+        held = [chunk for chunk in chunks if isinstance(chunk, SimulatedChunk) and self._is_held(chunk)]
+        if any(chunk.is_mapped() for chunk in held):
+            raise ValueError("a chunk that is still behind addresses: unmap these first")
+        for chunk in held:
+            self._free(chunk.file_offset)
+        if held and self._shared:
+            self._shared.claim(self._held_bytes(), 0)
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        self._check_process()
+        begin = max(time.monotonic(), self._link_free_at[direction])
+        for run in copies:
+            if direction == "to_device":
+                ctypes.memmove(run.device_address, run.host_address, run.nbytes)
+            else:
+                ctypes.memmove(run.host_address, run.device_address, run.nbytes)
+        self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
+
+    def order(self) -> None:
+        # A CPU has no streams to hold back: the caller waits in their place.
+        self.sync()
+
+    def sync(self) -> None:
+        _sleep_until(max(self._link_free_at.values()))
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        self.wait(mark)
+        yield
+
+    def mark(self, direction: Direction) -> Mark:
+        return _Time(self._link_free_at[direction])
+
+    def wait(self, mark: Mark) -> None:
+        if not isinstance(mark, _Time):
+            raise TypeError(f"not of this device: {mark!r}")
+        _sleep_until(mark.seconds)
+
+    def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
+        check_span(offset, nbytes, addresses.nbytes)
+        return tensor_at(addresses.base + offset, nbytes, addresses)
+
+    def memory(self) -> DeviceMemory:
+        self._check_process()
+        held = self._held_bytes()
+        others = self._shared.claim(held, 0) if self._shared else 0
+        return DeviceMemory(
+            total_bytes=self.capacity_bytes + self.chunk_bytes,
+            free_bytes=max(0, self.capacity_bytes - held - others),
+            torch_reserved_bytes=0,
+            chunk_bytes=held,
+            poison_bytes=self.chunk_bytes,
+        )
+
+    def heal_poison(self, wait: bool = True) -> bool:
+        self._check_process()
+        return self._poison.heal([*self._ranges])
+
+    def written_poison(self) -> Sequence[WrittenPoison]:
+        return self._poison.written
+
+    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
+        self._check_process()
+        check_span(offset, nbytes, addresses.nbytes)
+        if nbytes:
+            self._poison.mend(self._own(addresses), offset, nbytes)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            self.memory()  # gives back what dropped chunks held; the rest goes with this object and the last tensor
+
+    def _is_held(self, chunk: SimulatedChunk) -> bool:
+        alive = self._alive.get(chunk.file_offset)
+        return alive is not None and alive() is chunk and chunk.file_offset in self._held
+
+    def _held_bytes(self) -> int:
+        for file_offset in [*self._dead]:
+            self._free(file_offset)
+            self._alive.pop(file_offset, None)
+            self._dead.pop(file_offset, None)
+        return sum(self._held.values())
+
+    def _free(self, file_offset: int) -> None:
+        nbytes = self._held.get(file_offset)
+        if nbytes is not None:
+            # Interrupted in between, the chunk still counts, and the next call or its owner frees it again.
+            libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
+            self._held.pop(file_offset, None)
+
+    def _own(self, addresses: Addresses) -> SimulatedRange:
+        if not isinstance(addresses, SimulatedRange) or addresses not in self._ranges:
+            raise ValueError("addresses of another device")
+        return addresses
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise PlacementError("the simulated device belongs to the parent process; a forked child cannot use it")
+
+
+def _sleep_until(seconds: float) -> None:
+    """Until a time of the monotonic clock. A link without a limit is free at once, and a sleep of 0 s costs 85 us."""
+    if (left := seconds - time.monotonic()) > 0:
+        time.sleep(left)

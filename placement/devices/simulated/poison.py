@@ -1,0 +1,174 @@
+"""The poison of one simulated device, and what was written into it.
+
+Behind every vacant page lies the same piece of the device's memory file, mapped privately: whoever writes there gets a copy of the page,
+and the kernel says of each page whether it is such a copy (`/proc/self/pagemap`). So every write is found, and where, also one that leaves
+the bytes as they were: a quiet NaN, which poison is in float32, keeps its bits through x86 arithmetic.
+
+A kernel that does not say (gVisor, no /proc) gets poison as a real device has it: one piece that all ranges share, compared by its bytes.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import mmap
+import os
+import re
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+from placement.devices.base import POISON_WORD, WrittenPoison, poison_bytes
+from placement.devices.host.slab import PAGE, READ_WRITE, libc, round_up
+from placement.devices.simulated.range import SimulatedRange
+
+_MAP_NORESERVE = 0x4000
+_MADV_DONTNEED = 4
+_ENTRY_BYTES = 8
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0
+"""Of an entry of the page map, which byte has the flags."""
+_PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
+_IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
+"""By flags, whether a page is a private copy. Pages of the file, vacant ones that were only read and those of chunks, are not."""
+_COPIES = re.compile(rb"\x01+")
+_PAGES_AT_ONCE = 1 << 18
+_POISON_PAGE = poison_bytes(0, PAGE)
+
+
+class SimulatedPoison(abc.ABC):
+    """What is mapped behind vacant addresses: the first `nbytes` of the device's memory file.
+
+    Attributes:
+        flags: how it is mapped.
+        written: where the damage lay that `heal` reported last, if that can be told.
+    """
+
+    flags: int
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._file = file
+        self._nbytes = nbytes
+        self.written: Sequence[WrittenPoison] = ()
+        self._fill()
+
+    def _fill(self) -> None:
+        os.pwrite(self._file, poison_bytes(0, self._nbytes), 0)
+
+    @abc.abstractmethod
+    def note(self, target: SimulatedRange, start: int, end: int) -> None:
+        """What is behind these addresses is about to be replaced: remember what was written there for the next `heal`."""
+
+    @abc.abstractmethod
+    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
+        """See `Device.heal_poison`."""
+
+    @abc.abstractmethod
+    def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
+        """See `Device.mend_poison`."""
+
+
+class PrivatePoison(SimulatedPoison):
+    """Each page is its range's own as soon as something writes there."""
+
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+
+    def __init__(self, file: int, nbytes: int, page_map: int) -> None:
+        super().__init__(file, nbytes)
+        self._page_map = page_map
+        self._noted: list[WrittenPoison] = []
+
+    def note(self, target: SimulatedRange, start: int, end: int) -> None:
+        self._noted += [WrittenPoison(target, first, last - first) for first, last in self._copies(target, start, end)]
+
+    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
+        for target in ranges:
+            for start, end in target.vacant():
+                known = len(self._noted)
+                self.note(target, start, end)  # before they go, so that an interrupt loses none
+                for each in self._noted[known:]:
+                    _drop(target, each.start, each.start + each.nbytes)
+        self.written, self._noted = self._noted, []
+        return bool(self.written)
+
+    def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
+        """Of a page that lies in it only in part, the rest is no damage if it reads poison: the kernel tells pages apart, not bytes."""
+        end = offset + nbytes
+        inner_start, inner_end = round_up(offset, PAGE), end // PAGE * PAGE
+        if inner_start < inner_end:
+            _drop(target, inner_start, inner_end)
+        for page in {offset // PAGE * PAGE, (end - 1) // PAGE * PAGE}:
+            if inner_start <= page < inner_end:
+                continue
+            first, last = max(page, offset), min(page + PAGE, end)
+            ctypes.memmove(target.base + first, poison_bytes(first, last - first), last - first)
+            if ctypes.string_at(target.base + page, PAGE) == _POISON_PAGE:
+                _drop(target, page, page + PAGE)
+
+    def _copies(self, target: SimulatedRange, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """[first, last) of the runs of written pages."""
+        for first in range(start, end, _PAGES_AT_ONCE * PAGE):
+            count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
+            for run in _COPIES.finditer(_flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)):
+                yield first + run.start() * PAGE, first + run.end() * PAGE
+
+
+class SharedPoison(SimulatedPoison):
+    """All ranges see what is written into one of them, and it is found by its bytes."""
+
+    flags = mmap.MAP_SHARED
+
+    def note(self, target: SimulatedRange, start: int, end: int) -> None:
+        """It stays in the shared piece until that is compared."""
+
+    def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
+        if os.pread(self._file, self._nbytes, 0) == poison_bytes(0, self._nbytes):
+            return False
+        self._fill()
+        return True
+
+    def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
+        ctypes.memmove(target.base + offset, poison_bytes(offset, nbytes), nbytes)
+
+
+def poison_of(device: object, file: int, nbytes: int) -> SimulatedPoison:
+    """The poison of a device, at the beginning of its memory file. What it opens is closed when the device dies."""
+    with suppress(OSError):
+        page_map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(device, os.close, page_map).atexit = False  # as the memory file
+        poison = PrivatePoison(file, nbytes, page_map)
+        if _tells_copies(page_map, file):
+            return poison
+    return SharedPoison(file, nbytes)
+
+
+def _tells_copies(page_map: int, file: int) -> bool:
+    """Whether the kernel tells a page that was written from one that was only read, tried on two pages."""
+    pages = mmap.mmap(file, 2 * PAGE, mmap.MAP_PRIVATE, READ_WRITE)
+    first = ctypes.c_char.from_buffer(pages)
+    try:
+        address = ctypes.addressof(first)
+        ctypes.string_at(address, 2 * PAGE)
+        ctypes.memset(address + PAGE, POISON_WORD[0], 1)
+        return _flags_of(page_map, address, 2).translate(_IS_COPY) == b"\x00\x01"
+    finally:
+        del first
+        pages.close()
+
+
+def _flags_of(page_map: int, address: int, count: int) -> bytearray:
+    """One byte of flags for each page from an address on.
+
+    Raises:
+        OSError: the kernel does not say.
+    """
+    entries = bytearray(count * _ENTRY_BYTES)
+    found = os.preadv(page_map, [entries], address // PAGE * _ENTRY_BYTES)
+    if found != len(entries):
+        raise OSError(f"the page map has {found} bytes for {count} pages")
+    return entries[_TOP_BYTE::_ENTRY_BYTES]
+
+
+def _drop(target: SimulatedRange, start: int, end: int) -> None:
+    """Give up the private copies of whole pages: behind them lies the file again."""
+    libc.madvise(target.base + start, end - start, _MADV_DONTNEED)

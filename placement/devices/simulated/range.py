@@ -1,0 +1,69 @@
+"""The addresses of a simulated device, its chunks, and which of them are where."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+from placement.devices.base import Addresses, Chunk
+from placement.devices.host.slab import PAGE, check_span, map_for_life, round_up
+
+_MAP_NORESERVE = 0x4000
+
+
+class SimulatedRange(Addresses):
+    def __init__(self, nbytes: int, granularity: int) -> None:
+        self.nbytes = nbytes
+        self.base = 0
+        self.chunks: dict[int, SimulatedChunk] = {}
+        """What is mapped, by offset. Replaced as a whole. Keeps the memory under living tensors when everything else is dropped."""
+        if nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, 0, flags), granularity)
+        self._vacant: tuple[dict[int, SimulatedChunk], list[tuple[int, int]]] | None = None
+        """`chunks` when it was asked last what is vacant, and the answer."""
+
+    def vacant(self) -> list[tuple[int, int]]:
+        """[start, end) of everything without a chunk behind it, ascending."""
+        if self._vacant is None or self._vacant[0] is not self.chunks:
+            chunks, spans, end = self.chunks, [], 0
+            for offset in sorted(chunks):
+                spans.append((end, offset))
+                end = offset + chunks[offset].nbytes
+            spans.append((end, self.nbytes))
+            self._vacant = chunks, [(start, end) for start, end in spans if start < end]
+        return self._vacant[1]
+
+
+class SimulatedChunk(Chunk):
+    def __init__(self, nbytes: int, file_offset: int) -> None:
+        self.nbytes = nbytes
+        self.file_offset = file_offset
+        self.place: tuple[weakref.ref[SimulatedRange], int] | None = None
+        """Where it was mapped last."""
+
+    def is_mapped(self) -> bool:
+        addresses = self.place and self.place[0]()
+        return self.place is not None and addresses is not None and addresses.chunks.get(self.place[1]) is self
+
+
+def around(target: SimulatedRange, start: int, end: int) -> dict[int, SimulatedChunk]:
+    """What is mapped outside of [start, end). A chunk is inside or outside."""
+    check_span(start, end - start, target.nbytes)
+    found = {offset: chunk for offset, chunk in target.chunks.items() if not start <= offset < end}
+    for offset, chunk in target.chunks.items():
+        if offset < end < offset + chunk.nbytes:
+            raise ValueError(f"[{start}, {end}) cuts the chunk at {offset} in two")
+    return found
+
+
+def runs(placed: dict[int, SimulatedChunk]) -> list[tuple[int, int, int]]:
+    """(offset, bytes, file offset) of what one call can map: neighbours in the file, for which the kernel needs one mapping."""
+    joined: list[tuple[int, int, int]] = []
+    for offset, chunk in placed.items():
+        start, nbytes, file_offset = joined[-1] if joined else (0, 0, -1)
+        if chunk.file_offset == file_offset + nbytes:
+            joined[-1] = (start, nbytes + chunk.nbytes, file_offset)
+        else:
+            joined.append((offset, chunk.nbytes, chunk.file_offset))
+    return joined

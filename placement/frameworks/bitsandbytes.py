@@ -1,0 +1,120 @@
+"""Weights that bitsandbytes quantised: payload in the parameter, statistics in objects beside it.
+
+torchao's quantised weights need nothing here: they are wrappers that list what they wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from placement.core.loaded_classes import is_a
+from placement.frameworks.base import Framework
+from placement.tensors.owned import Owned
+from placement.tensors.plain import has_bytes, reference
+
+_WEIGHTS = "bitsandbytes.nn.modules"
+
+
+class Bitsandbytes(Framework):
+    """`Params4bit` and `Int8Params` of one module tree.
+
+    Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its statistics, which bitsandbytes
+    shares among all weights of the process. Its `state_dict()` computes with both (`item()`, `clone()`), in every state of ours.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root: Callable[[], torch.nn.Module | None] = reference(root)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> Framework | None:
+        return cls(root) if next(_weights(root), None) is not None else None
+
+    def refusal(self, compute_device: torch.device) -> str | None:
+        for path, weight in self._found():
+            if not _is_quantized(weight):
+                return (
+                    f"{path!r} is a weight for bitsandbytes that is not quantised yet; its first move to a device quantises it. "
+                    "What to do: model.to(device) before registering"
+                )
+            if weight.device != compute_device:
+                return (
+                    f"{path!r} was quantised by bitsandbytes and is on {weight.device}, where its format may be another one. "
+                    f"What to do: model.to({str(compute_device)!r}) before registering"
+                )
+        return None
+
+    def tensors(self) -> Iterator[Owned]:
+        for path, weight in self._found():
+            if (state := getattr(weight, "quant_state", None)) is not None:
+                beside = {"absmax": state.absmax, "quant_map": state.code}
+                if state.state2 is not None:
+                    beside["nested_absmax"] = state.state2.absmax
+            else:
+                beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
+            yield from _present(path, beside)
+        for path, module in _modules(self._root()):
+            # Of 8-bit layers: at their first forward the statistics go from the weight into this object.
+            if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
+                yield from _present(f"{path}state", vars(state))
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        counted: set[int] = set()
+        for path, weight in self._found():
+            state = getattr(weight, "quant_state", None)
+            for name, tensor in _staying(state) if state is not None else ():
+                if id(tensor) not in counted:
+                    counted.add(id(tensor))
+                    yield f"{path}.{name}", tensor.untyped_storage().nbytes()
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        root = self._root()
+        return _weights(root) if root is not None else iter(())
+
+
+def copied_parameters(objects: Iterable[object]) -> dict[int, torch.Tensor]:
+    """By the identity of a CPU copy that torchao's `CPUOffloadOptimizer` steps, the module's own parameter."""
+    found: dict[int, torch.Tensor] = {}
+    optimizer: Any
+    for optimizer in objects:
+        if is_a(optimizer, "torchao.optim.cpu_offload", "CPUOffloadOptimizer"):
+            found |= {id(copy): own for own, copy in optimizer.param_d2h_map.items()}
+    return found
+
+
+def code_tables(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tables that an 8-bit optimizer of bitsandbytes gives to the state of every parameter; a loaded state brings others."""
+    if is_a(optimizer, "bitsandbytes.optim.optimizer", "Optimizer8bit"):
+        yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
+
+
+def _weights(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, parameter in root.named_parameters():
+        if is_a(parameter, _WEIGHTS, "Params4bit") or is_a(parameter, _WEIGHTS, "Int8Params"):
+            yield path, parameter
+
+
+def _modules(root: torch.nn.Module | None) -> Iterator[tuple[str, torch.nn.Module]]:
+    for path, module in root.named_modules() if root is not None else ():
+        yield f"{path}." if path else "", module
+
+
+def _is_quantized(weight: Any) -> bool:
+    if is_a(weight, _WEIGHTS, "Params4bit"):
+        return weight.quant_state is not None
+    return bool(weight.has_fp16_weights) or weight.dtype is torch.int8
+
+
+def _present(path: str, beside: dict[str, Any]) -> Iterator[Owned]:
+    for name, value in beside.items():
+        if isinstance(value, torch.Tensor) and has_bytes(value):
+            yield Owned(f"{path}.{name}", value)
+
+
+def _staying(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if state.offset is not None:
+        yield "nested_offset", state.offset
+    if state.state2 is not None:
+        yield "nested_quant_map", state.state2.code

@@ -1,0 +1,123 @@
+"""torch's DistributedDataParallel: the buckets in which its reducer averages gradients.
+
+With `gradient_as_bucket_view=True` gradients are views of the buckets, and a bucket's storage moves with them: the reducer, which holds
+the same storage, follows. Nothing else leads to a bucket, so one is known from the first time that a gradient shows it. The others, and
+those of a reducer that keeps gradients apart, stay where they are, and are named.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from placement.core.loaded_classes import loaded_class
+from placement.frameworks.base import Framework
+from placement.tensors.owned import Owned
+from placement.tensors.plain import nested_tensors
+
+
+class DDP(Framework):
+    """Every `DistributedDataParallel` of a module tree."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self._reducers = [_Reducer(f"{path}." if path else "", part) for path, part in parts.items()]
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> DDP | None:
+        wrapper = loaded_class("torch.nn.parallel.distributed", "DistributedDataParallel")
+        if wrapper is None:
+            return None
+        parts = {path: part for path, part in root.named_modules() if isinstance(part, wrapper)}
+        return cls(parts) if parts else None
+
+    def refusal(self, compute_device: torch.device) -> str | None:
+        if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
+            return (
+                "DistributedDataParallel(mixed_precision=...) puts copies in place of its parameters between a forward pass and its "
+                "backward pass; use torch.autocast, or FSDP2 with a MixedPrecisionPolicy, or register it with external=True to have it "
+                "tracked and never moved"
+            )
+        return None
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        return (
+            "DistributedDataParallel no longer averages its gradients, because torch drops its hooks when a parameter changes dtype or "
+            "device: wrap the module anew, and register it again"
+        )
+
+    def tensors(self) -> Iterator[Owned]:
+        """Buckets, and what communication hooks keep from step to step (PowerSGD: errors, which belong to the training state)."""
+        for reducer in self._reducers:
+            yield from (Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True) for index, bucket in enumerate(reducer.buckets()))
+            for index, state in enumerate(reducer.hook_states()):
+                for name, tensor in nested_tensors(_fields_of(state), f"{reducer.path}comm_hook.{index}"):
+                    yield Owned(name, tensor)
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        for reducer in self._reducers:
+            yield from reducer.buckets()
+
+    def before_step(self) -> None:
+        for reducer in self._reducers:
+            reducer.buckets()
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        for reducer in self._reducers:
+            yield from reducer.foreign()
+
+    def _parts(self) -> Iterator[Any]:
+        return (part for part in (reducer.part() for reducer in self._reducers) if part is not None)
+
+
+class _Reducer:
+    """The reducer of one `DistributedDataParallel`, as far as it can be seen from outside."""
+
+    def __init__(self, path: str, part: Any) -> None:
+        self.path = path
+        self.part = weakref.ref(part)
+        self._nbytes = int(part._get_ddp_logging_data()["total_parameter_size_bytes"])
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+        """Buckets that gradients have shown, in the order of the parameters; the reducer makes new ones after its first iteration."""
+
+    def buckets(self) -> list[torch.Tensor]:
+        """The buckets that are known now: those that gradients show, and those that they showed and that the reducer still has."""
+        part = self.part()
+        if part is None or not part.gradient_as_bucket_view:
+            return []
+        shown = [
+            gradient._base for parameter in part._module_parameters if (gradient := parameter.grad) is not None and gradient._is_view()
+        ]
+        known = [*(bucket for seen in self._seen if (bucket := seen()) is not None), *(base for base in shown if base is not None)]
+        distinct = {id(bucket): bucket for bucket in known}
+        self._seen = [weakref.ref(bucket) for bucket in distinct.values()]
+        return list(distinct.values())
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        part = self.part()
+        if part is None:
+            return
+        nbytes = self._nbytes - sum(bucket.nbytes for bucket in self.buckets())
+        if nbytes > 0:
+            why = "not shown by any gradient yet" if part.gradient_as_bucket_view else "gradient_as_bucket_view=False"
+            yield f"{self.path}reducer's buckets ({why})", nbytes
+        used = part.reducer._get_local_used_map()
+        if used is not None:
+            yield f"{self.path}reducer's map of used parameters (find_unused_parameters=True)", used.nbytes
+
+    def hook_states(self) -> list[Any]:
+        part = self.part()
+        return [] if part is None else [state for _, state in part._comm_hooks]
+
+
+def _fields_of(state: Any) -> dict[str, Any]:
+    """The fields of an object, in slots or not."""
+    slots = [name for cls in type(state).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
+    return {**{name: getattr(state, name) for name in slots if hasattr(state, name)}, **getattr(state, "__dict__", {})}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -1,0 +1,107 @@
+"""DeepSpeed's engines and ZeRO optimizers: DeepSpeed itself moves their bytes, we track and guard them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from placement.core.loaded_classes import is_a
+from placement.frameworks.base import Framework
+from placement.frameworks.weights import Reader, Weight
+from placement.tensors.owned import Owned
+from placement.tensors.plain import nested_tensors, reference
+
+_GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
+"""Where its optimizers keep the model's own parameters; those that they step are flat copies."""
+_FLAT = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat", "averaged_gradients")
+
+
+def is_zero(obj: object) -> bool:
+    """Whether an object is an optimizer of DeepSpeed's own, which flattens what it steps (ZeRO 1 to 3, bf16, fp16)."""
+    return is_a(obj, "deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
+
+
+def model_parameters(objects: Iterable[object]) -> list[torch.Tensor]:
+    """The model's own parameters that DeepSpeed's optimizers among `objects` step through flat copies."""
+    found: dict[int, torch.Tensor] = {}
+    for obj in objects:
+        if is_zero(obj):
+            for name in _GROUPS:
+                found |= {id(each): each for _, each in nested_tensors(vars(obj).get(name), name)}
+    return list(found.values())
+
+
+def offloaded(optimizer: object) -> frozenset[str]:
+    """What DeepSpeed has offloaded of an optimizer and its model ("lp_params", "hp_params", "optim_states", ...)."""
+    if not is_zero(optimizer):
+        return frozenset()
+    return frozenset(str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ()))
+
+
+def advice(names: Iterable[str]) -> str:
+    return f"DeepSpeed has offloaded {', '.join(sorted(names))}; call engine.reload_states() first"
+
+
+class PartitionedWeight(Weight):
+    """A weight under ZeRO 3, of which each rank has a part; DeepSpeed gathers it, and takes it apart again."""
+
+    def __init__(self, parameter: Any) -> None:
+        super().__init__(parameter.ds_shape, parameter.dtype)
+        self._parameter = parameter
+
+    @property
+    def is_collective(self) -> bool:
+        return True
+
+    def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+        deepspeed: Any = sys.modules["deepspeed"]
+        with deepspeed.zero.GatheredParameters([self._parameter]):
+            return reader.read(self._parameter.data, dtype)
+
+
+class DeepSpeed(Framework):
+    """An engine whose optimizer is DeepSpeed's own. One without (ZeRO stage 0 in float32) is a plain module."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine: Callable[[], Any] = reference(engine)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> Framework | None:
+        engines = (part for part in root.modules() if is_a(part, "deepspeed.runtime.engine", "DeepSpeedEngine"))
+        engine: Any = next(engines, None)
+        return cls(engine) if engine is not None and (is_zero(engine.optimizer) or engine.zero_optimization_stage() > 0) else None
+
+    @property
+    def external(self) -> str | None:
+        return "DeepSpeed moves its states itself (engine.offload_states, engine.reload_states)"
+
+    def away(self) -> str | None:
+        engine = self._engine()
+        away = offloaded(engine.optimizer) if engine is not None else frozenset()
+        return advice(away) if "lp_params" in away else None
+
+    def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
+        engine = self._engine()
+        found: dict[int, dict[str, Weight | None]] = {}
+        one: dict[int, Weight] = {}
+        for part in () if engine is None else engine.module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and hasattr(parameter, "ds_tensor"):
+                    found.setdefault(id(part), {})[name] = one.setdefault(id(parameter), PartitionedWeight(parameter))
+        return found
+
+    def tensors(self) -> Iterator[Owned]:
+        """The flat buffers behind the parameters, and under ZeRO 3 the parts that this rank holds; the same storages show several times."""
+        engine = self._engine()
+        if engine is None:
+            return
+        fields = vars(engine.optimizer)
+        flat = itertools.chain.from_iterable(nested_tensors(fields.get(name), f"optimizer.{name}") for name in _FLAT)
+        parts = ((f"{name}.ds_tensor", vars(each).get("ds_tensor")) for name, each in engine.module.named_parameters())
+        for name, tensor in itertools.chain(flat, parts):
+            if isinstance(tensor, torch.Tensor):
+                yield Owned(name, tensor)

@@ -1,0 +1,215 @@
+"""Megatron-Core: the contiguous buffers of its DistributedDataParallel, and the main parameters of its optimizers.
+
+Parameters and gradients of a model are views of a few large buffers, and so are the shards that the distributed optimizer steps, where
+they have the type of the model. A storage is moved once, wherever it is looked at from, so every one of these aliases survives.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from placement.core.loaded_classes import is_a, loaded_class
+from placement.frameworks.base import Framework
+from placement.tensors.owned import Owned
+
+_GRADIENTS = ("grad", "decoupled_grad")
+_READING = (
+    "sharded_state_dict",
+    "save_parameter_state",
+    "load_parameter_state",
+    "reload_model_params",
+    "offload_to_cpu",
+    "restore_from_cpu",
+)
+
+
+class MegatronDDP(Framework):
+    """The buffers behind Megatron's DistributedDataParallel, and gradients that are kept in `main_grad`."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = weakref.ref(root)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> MegatronDDP | None:
+        if any(_ddps(root)) or any(isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters()):
+            return cls(root)
+        return None
+
+    def refusal(self, compute_device: torch.device) -> str | None:
+        for path, _, buffer in self._buffers():
+            if getattr(buffer, "nccl_ub", False) or getattr(getattr(buffer, "ddp_config", None), "nccl_ub", False):
+                return (
+                    f"{path} lies in memory that NCCL allocated and has registered by its address (nccl_ub), which must stay where it is; "
+                    "build DistributedDataParallelConfig with nccl_ub=False, or register it with external=True"
+                )
+        return None
+
+    def ready(self) -> None:
+        """What communicates in the background arrives before anything moves. The handles stay: the next forward asks them again."""
+        for group in self._bucket_groups():
+            for handle in (getattr(group, "param_gather_handle", None), getattr(group, "grad_reduce_handle", None)):
+                if handle is not None:
+                    handle.wait()
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        root = self._root()
+        if root is None or not any(_ddps(root)):
+            return None
+        return (
+            "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops its hooks when a parameter changes dtype "
+            "or device: wrap the module anew, and register it again"
+        )
+
+    def tensors(self) -> Iterator[Owned]:
+        """Buffers, buckets' views, `main_grad` of every parameter, and the shards that bucket groups keep at hand."""
+        root = self._root()
+        if root is None:
+            return
+        for path, _, buffer in self._buffers():
+            # One buffer for both (parameters in MXFP8): parameters are in it, so it is none that gradients come and go in.
+            is_loose = getattr(buffer, "shared_buffer", None) is None
+            yield from _fields(buffer, path, ("param_data", "shared_buffer"), loose=False)
+            yield from _fields(buffer, path, ("grad_data",), loose=is_loose)
+            for index, bucket in enumerate(buffer.buckets):
+                yield from _fields(bucket, f"{path}.buckets.{index}", ("param_data",), loose=False)
+                yield from _fields(bucket, f"{path}.buckets.{index}", ("grad_data",), loose=is_loose)
+        for name, parameter in root.named_parameters():
+            yield from _fields(parameter, name, ("main_grad",), loose=True)
+        for index, group in enumerate(self._bucket_groups()):
+            for field, loose in (("cached_param_buffer_shard_list", False), ("cached_grad_buffer_shard_list", True)):
+                for shards in getattr(group, field, ()):
+                    yield from (Owned(f"bucket_groups.{index}.{field}", shard, loose) for shard in shards or ())
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        root = self._root()
+        if root is None:
+            return
+        for _, _, buffer in self._buffers():
+            if buffer.grad_data is not None and getattr(buffer, "shared_buffer", None) is None:
+                yield buffer.grad_data
+        with_buffers = any(_ddps(root))
+        for parameter in () if with_buffers else root.parameters():
+            if isinstance(gradient := getattr(parameter, "main_grad", None), torch.Tensor):
+                yield gradient
+
+    def drop_caches(self) -> None:
+        drop_global_buffer()
+
+    def _buffers(self) -> Iterator[tuple[str, Any, Any]]:
+        """Name, wrapper and buffer."""
+        root = self._root()
+        for path, ddp in () if root is None else _ddps(root):
+            for field in ("buffers", "expert_parallel_buffers"):
+                for index, buffer in enumerate(ddp.__dict__.get(field, ())):
+                    yield f"{path}{field}.{index}", ddp, buffer
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        root = self._root()
+        for _, ddp in () if root is None else _ddps(root):
+            for field in ("bucket_groups", "expert_parallel_bucket_groups"):
+                yield from ddp.__dict__.get(field, ())
+
+
+def _ddps(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Path prefix and module of every Megatron DistributedDataParallel in the tree."""
+    cls = loaded_class("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
+    if cls is not None:
+        yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, cls))
+
+
+def _fields(obj: Any, path: str, names: Iterable[str], *, loose: bool) -> Iterator[Owned]:
+    for name in names:
+        if isinstance(tensor := getattr(obj, name, None), torch.Tensor):
+            yield Owned(f"{path}.{name}", tensor, loose)
+
+
+def drop_global_buffer() -> None:
+    """Empty Megatron's global memory buffer, which it fills again as it needs it. Left alone where a captured graph may replay into it."""
+    for module, name, field in (
+        ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord", "cudagraph_created"),
+        ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper", "cuda_graph"),
+    ):
+        found = getattr(loaded_class(module, name), field, None)
+        if any(found.values()) if isinstance(found, dict) else found:
+            return
+    state = sys.modules.get("megatron.core.parallel_state")
+    buffer = getattr(getattr(state, "_GLOBAL_MEMORY_BUFFER", None), "buffer", None)
+    if isinstance(buffer, dict):
+        buffer.clear()
+
+
+# --- optimizers
+
+
+def is_megatron_optimizer(obj: object) -> bool:
+    """Whether it is one of Megatron's wrappers of an optimizer. One that has nothing to step on this rank holds none."""
+    cls = loaded_class("megatron.core.optimizer.optimizer", "MegatronOptimizer")
+    return cls is not None and isinstance(obj, cls)
+
+
+def model_parameters(objects: Iterable[object]) -> dict[int, torch.Tensor]:
+    """By the identity of what an inner optimizer steps in a parameter's place (a shard, a main parameter in float32): the parameter."""
+    found: dict[int, torch.Tensor] = {}
+    for obj in filter(is_megatron_optimizer, objects):
+        for stepped, models in (
+            ("shard_fp32_from_float16_groups", "model_float16_groups"),
+            ("shard_float16_groups", "model_float16_groups"),
+            ("shard_fp32_groups", "model_fp32_groups"),
+            ("fp32_from_float16_groups", "float16_groups"),
+        ):
+            for ours, theirs in zip(getattr(obj, stepped, ()), getattr(obj, models, ()), strict=False):
+                # None where the inner optimizer itself keeps the main parameter.
+                found.update({id(own): model for own, model in zip(ours, theirs, strict=False) if own is not None})
+    return found
+
+
+def chunk_parameters(objects: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The parameters of the model chunks that Megatron's optimizers are for, those included that other ranks step."""
+    for obj in filter(is_megatron_optimizer, objects):
+        for chunk in getattr(obj, "model_chunks", ()):
+            yield from chunk.parameters()
+
+
+def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.Tensor]) -> Iterator[Owned]:
+    """What is stepped in place of a model's parameters, by index, and its gradients."""
+    if not models:
+        return
+    with warnings.catch_warnings():  # a shard of a float32 parameter is a view inside a graph, whose `.grad` is None until the first step
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        found = [
+            (index, main, [(name, getattr(main, name, None)) for name in _GRADIENTS])
+            for index, main in enumerate(stepped)
+            if id(main) in models
+        ]
+    for index, main, gradients in found:
+        yield Owned(f"main.{index}", main)
+        yield from (Owned(f"main.{index}.{name}", each, True) for name, each in gradients if each is not None)
+
+
+def storages_of(parameters: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of modules' parameters and of their gradients, wherever a framework keeps them."""
+    tensors = (getattr(each, name, None) for each in parameters for name in ("data", "grad", "main_grad"))
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+
+
+def reading_methods(obj: object) -> list[str]:
+    """Methods of Megatron's that read or write an object's tensors past every hook of torch."""
+    if is_megatron_optimizer(obj):
+        return [name for name in _READING if callable(getattr(type(obj), name, None))]
+    return ["sharded_state_dict"] if is_a(obj, "megatron.core.transformer.module", "MegatronModule") else []
+
+
+def scalars_of(objects: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Loss scales and overflow flags: a few bytes that forward and backward read, so that they stay where they are."""
+    for obj in filter(is_megatron_optimizer, objects):
+        for owner in (obj, getattr(obj, "grad_scaler", None)):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{type(owner).__name__}.{name}", value

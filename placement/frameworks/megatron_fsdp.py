@@ -1,0 +1,117 @@
+"""Megatron-FSDP: the data-parallel buffers behind a module, on its own (package megatron_fsdp) and as part of megatron-core.
+
+The module shows two sets of parameters by turns: sharded ones (DTensors over the shard buffers), which optimizers step, and raw ones,
+whose data is gathered for computing. Both live as long as the module, and what is gathered is given up before a move.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from placement.core.loaded_classes import loaded_class
+from placement.frameworks.base import Framework
+from placement.frameworks.megatron import drop_global_buffer
+from placement.tensors.owned import Owned
+
+_MODULES = ("megatron_fsdp.megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+_ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsdp_grad_comm_alloc")
+
+
+class MegatronFSDPShards(Framework):
+    """Every MegatronFSDP in a module tree."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = weakref.ref(root)
+
+    @classmethod
+    def find(cls, root: torch.nn.Module) -> MegatronFSDPShards | None:
+        found = cls(root)
+        return found if any(found._models()) else None
+
+    def refusal(self, compute_device: torch.device) -> str | None:
+        for path, model in self._models():
+            if getattr(getattr(model, "ddp_config", None), "nccl_ub", False):
+                return (
+                    f"the buffers of {path or 'the root'} lie in memory that NCCL allocated and has registered by its address (nccl_ub), "
+                    "which must stay where it is; shard with nccl_ub=False, or register it with external=True"
+                )
+        return None
+
+    def ready(self) -> None:
+        """What is on its way arrives, and gathered parameters are released; the next forward gathers them again."""
+        for _, model in self._models():
+            model.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+            pipeline = model.all_gather_pipeline
+            for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
+                buffer = group.model_weight_buffer
+                if buffer is None or not buffer.is_data_distributed:
+                    continue  # it is there as a whole anyway
+                for backward in (False, True):
+                    if pipeline.bucket_status[pipeline.get_bucket_key(number, backward)].name != "EMPTY":
+                        pipeline.release_bucket(number, backward)
+
+    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for _, model in self._models():
+            sharded = dict(model.param_and_grad_buffer.optimizer_named_parameters)
+            found.update({id(raw): sharded[name] for name, raw in model.raw_param.items() if name in sharded})
+        return found
+
+    def tensors(self) -> Iterator[Owned]:
+        for path, model in self._models():
+            for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
+                for name, buffer in _buffers(group):
+                    yield Owned(f"{path}parameter_groups.{number}.{name}.data", buffer.data, _is_of_gradients(group, buffer))
+            for name, parameter in model.param_and_grad_buffer.optimizer_named_parameters:
+                yield Owned(f"{path}{name}", parameter)
+                if isinstance(gradient := getattr(parameter, "decoupled_grad", None), torch.Tensor):
+                    yield Owned(f"{path}{name}.decoupled_grad", gradient, True)
+            for name, raw in model.raw_param.items():
+                # A look at the bytes: the parameter itself would be taken for the sharded one that stands in its place.
+                yield Owned(f"{path}{name}.raw", raw.detach())
+                if isinstance(gradient := getattr(raw, "main_grad", None), torch.Tensor):
+                    yield Owned(f"{path}{name}.main_grad", gradient, True)
+                if isinstance(raw.grad, torch.Tensor):
+                    yield Owned(f"{path}{name}.raw.grad", raw.grad, True)
+            for name, gradient in model.param_and_grad_buffer.dist_main_grad.items():
+                if isinstance(gradient._local_tensor, torch.Tensor):
+                    yield Owned(f"{path}{name}.dist_main_grad", gradient, True)
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        for _, model in self._models():
+            for group in model.param_and_grad_buffer.parameter_groups:
+                yield from (buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer))
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        """Buckets that stay between two uses (double buffers), in memory of the framework's."""
+        for path, model in self._models():
+            for name in _ALLOCATORS:
+                buckets = getattr(getattr(model.param_and_grad_buffer, name, None), "buckets", None) or {}
+                nbytes = sum(bucket.data.untyped_storage().nbytes() for bucket in buckets.values() if isinstance(bucket.data, torch.Tensor))
+                if nbytes:
+                    yield f"{path}{name}", nbytes
+
+    def drop_caches(self) -> None:
+        drop_global_buffer()
+
+    def _models(self) -> Iterator[tuple[str, Any]]:
+        """Path prefix and module of every MegatronFSDP."""
+        root = self._root()
+        classes = tuple(cls for module in _MODULES if (cls := loaded_class(module, "MegatronFSDP")) is not None)
+        if root is not None and classes:
+            yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, classes))
+
+
+def _buffers(group: Any) -> Iterator[tuple[str, Any]]:
+    """The group's buffers that hold something on this rank, by their names there."""
+    for name, value in vars(group).items():
+        if hasattr(value, "bucket_index") and isinstance(getattr(value, "data", None), torch.Tensor):
+            yield name, value
+
+
+def _is_of_gradients(group: Any, buffer: Any) -> bool:
+    return any(buffer is getattr(group, name, None) for name in ("main_grad_buffer", "hfsdp_helper_gbuf", "hsdp_gbuf"))

@@ -1,0 +1,1 @@
+"""Training frameworks that placement works with by configuration alone."""

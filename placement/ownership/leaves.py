@@ -1,0 +1,140 @@
+"""The optimizers inside a registered object, and the tensors of their state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from placement.frameworks import megatron_hybrid
+from placement.frameworks.bitsandbytes import code_tables
+from placement.tensors.plain import nested_tensors
+
+WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An optimizer with a state of its own."""
+
+    path: str
+    """How it is reached from the registered object: "" or "chained_optimizers.1."."""
+    optimizer: Any
+    wraps: bool
+    """It holds further optimizers, so that one step of it steps them too."""
+
+
+def find(root: Any) -> tuple[list[Any], list[Leaf]]:
+    """Every object on the way and every optimizer with a state of its own, inner ones before what wraps them."""
+    objects: list[Any] = []
+    leaves: list[Leaf] = []
+    visited: set[int] = set()
+    states: set[int] = set()
+
+    def visit(obj: Any, path: str) -> None:
+        if id(obj) in visited:
+            return
+        visited.add(id(obj))
+        objects.append(obj)
+        found_before = len(leaves)
+        for name, inner in _wrapped(obj):
+            visit(inner, f"{path}{name}.")
+        fields = getattr(obj, "__dict__", {})
+        state = fields.get("state")
+        # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
+        if isinstance(state, Mapping) and isinstance(fields.get("param_groups"), list) and id(state) not in states:
+            states.add(id(state))
+            leaves.append(Leaf(path, obj, wraps=len(leaves) > found_before))
+
+    visit(root, "")
+    return objects, leaves
+
+
+def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
+    if megatron_hybrid.is_hybrid(obj):  # what it holds is new after every load; its own state shows theirs, by the model's parameters
+        return
+    fields = dict(getattr(obj, "__dict__", {}))
+    for name in WRAPPING:
+        # Some wrappers offer what they wrap as a property.
+        if name not in fields and isinstance(getattr(type(obj), name, None), property):
+            with contextlib.suppress(Exception):  # Megatron's is for chains of one, and asserts that it is asked of no other
+                fields[name] = getattr(obj, name)
+    for name, value in fields.items():
+        if name in WRAPPING:
+            yield from _objects_in(value, name)
+        elif isinstance(value, torch.optim.Optimizer):
+            yield name, value
+
+
+def _objects_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple, Mapping)):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _objects_in(part, f"{name}.{key}")
+    elif value is not None:
+        yield name, value
+
+
+def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+    """What the optimizers step, each once, in the order of the optimizers and their groups."""
+    distinct: dict[int, torch.Tensor] = {}
+    for leaf in leaves:
+        for group in leaf.optimizer.param_groups:
+            for parameter in group["params"]:
+                distinct.setdefault(id(parameter), parameter)
+    return list(distinct.values())
+
+
+def state_of(leaf: Leaf) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Tensor]]:
+    """Name, key within the parameter's state, parameter group and tensor; by parameter, then what is not kept by parameter."""
+    state: Mapping[Any, Any] = leaf.optimizer.state
+    if not state:
+        return
+    order: dict[int, tuple[int, Mapping[str, Any]]] = {}
+    for group in leaf.optimizer.param_groups:
+        for parameter in group["params"]:
+            order.setdefault(id(parameter), (len(order), group))
+    last: tuple[int, Mapping[str, Any]] = (len(order), {})
+    for owner, entry in sorted(state.items(), key=lambda item: order.get(id(item[0]), last)[0]):
+        index, group = order.get(id(owner), last)
+        label = f"{leaf.path}state.{index if id(owner) in order else _label(owner)}"
+        if not isinstance(entry, Mapping):
+            yield from ((name, str(owner), group, tensor) for name, tensor in nested_tensors(entry, label))
+            continue
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{label}.{key}", str(key), group, value
+            elif isinstance(value, (list, tuple, Mapping)):
+                yield from ((name, str(key), group, tensor) for name, tensor in nested_tensors(value, f"{label}.{key}"))
+    yield from ((leaf.path + name, name, last[1], tensor) for name, tensor in code_tables(leaf.optimizer))
+
+
+def wrapper_of(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that wraps a part; None where it is the part itself."""
+    return None if part is tensor else tensor
+
+
+def _label(owner: Any) -> str:
+    return "unlisted" if isinstance(owner, torch.Tensor) else str(owner)
+
+
+def is_born(optimizer: Any) -> bool:
+    """Whether an optimizer has state."""
+    return any(map(has_state, optimizer.state.values()))
+
+
+def is_all_born(optimizer: Any, given: Container[int]) -> bool:
+    """Whether an optimizer has state of every parameter that may get a gradient.
+
+    Args:
+        given: identities of parameters that get one without autograd (main parameters).
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return all(has_state(optimizer.state.get(each, {})) for each in parameters if each.requires_grad or id(each) in given)
+
+
+def has_state(entry: Any) -> bool:
+    """Whether an entry of an optimizer's state is more than an empty place for one."""
+    return bool(entry) if isinstance(entry, Mapping) else True

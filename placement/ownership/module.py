@@ -1,0 +1,336 @@
+"""The tensors of a `torch.nn.Module`, as it is and as frameworks have wrapped and sharded it."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from placement.core.errors import RegistrationError
+from placement.frameworks.base import Framework
+from placement.frameworks.known import frameworks_of
+from placement.ownership.detect import refuse_module
+from placement.tensors.owned import Adapter, Owned, Seen
+from placement.tensors.plain import has_bytes, is_plain, nested_tensors, parts_of, problem_of, reference, with_index
+from placement.tensors.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
+from placement.tensors.steady import Steady
+
+# Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model.
+_MODULE_FIELDS = tuple(vars(torch.nn.Module()))
+_NO_TENSOR, _TENSOR, _CONTAINER = range(3)
+
+
+class ModuleAdapter(Adapter):
+    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules.
+
+    The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing.
+
+    Args:
+        module: A module, or what `torch.compile` made of one.
+        name: How errors name the registration.
+        compute_device: Where tensors over a range say they are (`cpu` on a simulated device).
+        external: The caller says that a framework places the bytes; then nothing is refused.
+
+    Raises:
+        RegistrationError: a framework shards or moves the module, or a tensor of it cannot be moved as bytes.
+    """
+
+    kind = "module"
+
+    def __init__(self, module: torch.nn.Module, *, name: str, compute_device: torch.device, external: bool = False) -> None:
+        inner = module
+        while type(inner).__name__ == "OptimizedModule" and (wrapped := inner._modules.get("_orig_mod")) is not None:
+            inner = wrapped
+        self._name = name
+        self._device = with_index(compute_device)
+        # `inner` is a key too: registering a module and its compiled wrapper would claim the same bytes twice.
+        self._keys: list[Callable[[], Any]] = [reference(key) for key in ([module] if inner is module else [module, inner])]
+        self._module: Callable[[], torch.nn.Module | None] = reference(inner)
+        self._kinds: dict[type, int] = {}
+        self._shown: dict[int, torch.Tensor] = {}
+        self._steady: Steady | None = None
+        self._sparse: list[weakref.ref[torch.Tensor]] = []
+        """Sparse gradients, as of the last walk."""
+        self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        """Gradients that cannot be moved, as of the last walk."""
+        self._other_names: dict[str, str] = {}
+        self._containers: set[int] = set()
+        """Attributes of modules in which tensors may come to lie, as of the last walk."""
+        self._nests = False
+        """Whether any tensor lies in one."""
+        self._cpu_stays = False
+        self._on_device: set[str] = set()
+        """Where CPU tensors stay: names of what has lain on the accelerator. What is on the CPU under such a name was put there instead."""
+        self._frameworks: list[Framework] = frameworks_of(inner)
+        self._external = "the caller says so (external=True)" if external else None
+        if self._external is None:
+            self._external = next((reason for each in self._frameworks if (reason := each.external) is not None), None)
+        if self._external is None:
+            refuse_module(name, inner)
+            for each in self._frameworks:
+                if (reason := each.refusal(self._device)) is not None:
+                    raise RegistrationError(f"{name!r}: {reason}.")
+            self.ready()
+            self._cpu_stays = self._is_mixed(inner)
+            for item in self._collect(inner):
+                if (problem := problem_of(item.tensor, self._device)) is not None:
+                    raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
+            for path, problem in self.immovable():
+                raise RegistrationError(f"{name!r}: {path!r} {problem}.")
+
+    def _is_mixed(self, module: torch.nn.Module) -> bool:
+        """Whether CPU tensors stay on the CPU by right: the weights already lie on the accelerator without them.
+
+        Decided once. After adoption every tensor of a module that was born on the CPU says it is on the accelerator.
+        """
+        weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
+        return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
+
+    def ready(self) -> None:
+        for each in self._frameworks:
+            each.ready()
+
+    def torn(self) -> Iterator[tuple[str, int]]:
+        return itertools.chain.from_iterable(each.torn() for each in self._frameworks)
+
+    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
+        return itertools.chain.from_iterable(each.unreduced_gradients() for each in self._frameworks)
+
+    def drop_unreduced(self) -> None:
+        for each in self._frameworks:
+            each.drop_unreduced()
+
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        return itertools.chain.from_iterable(each.gradient_buffers() for each in self._frameworks)
+
+    def before_step(self) -> None:
+        for each in self._frameworks:
+            each.before_step()
+
+    def away(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.away()) is not None), None)
+
+    def foreign(self) -> Iterator[tuple[str, int]]:
+        staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in self._staying())
+        return itertools.chain(itertools.chain.from_iterable(each.foreign() for each in self._frameworks), staying)
+
+    def sparse(self) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
+
+    def immovable(self) -> Iterator[tuple[str, str]]:
+        for path, tensor in self._staying():
+            part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
+            problem = problem_of(tensor, self._device) if part is None else problem_of_sparse(part, self._device)
+            if problem is not None:
+                yield path, problem
+
+    def _staying(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((path, tensor) for path, tensor in ((path, alive()) for path, alive in self._immovable) if tensor is not None)
+
+    def follow_parameters(self) -> None:
+        for each in self._frameworks:
+            each.follow_parameters()
+
+    @property
+    def lost_by_conversion(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.lost_by_conversion) is not None), None)
+
+    def drop_caches(self) -> None:
+        for each in self._frameworks:
+            each.drop_caches()
+
+    def owned(self) -> Iterator[Owned]:
+        """Every tensor object, module by module in registration order: parameters with their gradients, buffers, attributes.
+
+        Of a tensor that wraps others (a DTensor) those that it wraps. Gradients and tensors of a live autograd graph are loose.
+        Tensors over nothing are not among them.
+
+        Raises:
+            RegistrationError: a tensor that cannot be moved as bytes was added after registration.
+        """
+        module = self._module()
+        self._steady = None
+        if module is None:
+            return iter(())
+        found = self._collect(module)
+        # What frameworks keep elsewhere is in no attribute of a module, and wrappers hide what they wrap.
+        if not self._frameworks and not any(owned.loose or owned.wrapper is not None for owned in found) and not self._nests:
+            self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
+        return iter(found)
+
+    def unchanged(self) -> Seen | None:
+        module = self._module()
+        return None if module is None or self._steady is None else self._steady.look(module)
+
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        """This one."""
+        return (self,)
+
+    def other_names(self) -> Mapping[str, str]:
+        return self._other_names
+
+    def key_objects(self) -> Sequence[Any]:
+        """The module and, for a compiled one, the module it wraps; without those that are gone."""
+        return [key for key in (alive() for alive in self._keys) if key is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The distinct parameters as an optimizer knows them: sharded ones whole, where `owned()` yields what they wrap."""
+        module = self._module()
+        if module is None:
+            return []
+        stand_ins = self._stand_ins()
+        return list({id(own): own for own in (stand_ins.get(id(each), each) for each in module.parameters())}.values())
+
+    def with_gradients(self) -> Iterator[torch.Tensor]:
+        """The tensors of the module that have a gradient now, those that stay on the CPU included."""
+        parameters = [each for each in self.parameters() if each.grad is not None]
+        known = {id(each) for each in parameters}
+        return itertools.chain(parameters, (each for each in super().with_gradients() if id(each) not in known))
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return self._device
+
+    @property
+    def external(self) -> str | None:
+        return self._external
+
+    @property
+    def external_state(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.external_state) is not None), None)
+
+    @property
+    def gathers(self) -> str | None:
+        return next((reason for each in self._frameworks if (reason := each.gathers) is not None), None)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters as an optimizer knows them, each once, by the module's own names."""
+        module = self._module()
+        stand_ins = {} if module is None else self._stand_ins()
+        seen: set[int] = set()
+        for name, shown in () if module is None else module.named_parameters():
+            own = stand_ins.get(id(shown), shown)
+            if id(own) not in seen:
+                seen.add(id(own))
+                yield name, own
+
+    def shows_for_now(self, tensor: torch.Tensor) -> bool:
+        """Whether the module shows a tensor only until the framework has given up what it gathered."""
+        return id(tensor) in self._stand_ins()
+
+    def _stand_ins(self) -> dict[int, torch.Tensor]:
+        return {shown: own for each in self._frameworks for shown, own in each.stand_ins().items()}
+
+    def _collect(self, root: torch.nn.Module) -> list[Owned]:
+        self._containers, self._nests, self._sparse, self._immovable = set(), False, [], []
+        found: list[Owned] = []
+        self._other_names = {}
+        seen: dict[int, str] = {id(cache): "" for each in self._frameworks for cache in each.caches()}
+        self._shown = self._stand_ins()
+        visited: set[int] = set()
+        stack: list[tuple[str, torch.nn.Module]] = [("", root)]
+        while stack:
+            prefix, module = stack.pop()
+            if id(module) in visited:
+                continue
+            visited.add(id(module))
+            fields = module.__dict__
+            for name, tensor in fields["_parameters"].items():
+                if tensor is not None:
+                    self._add(prefix + name, tensor, found, seen)
+            for name, tensor in fields["_buffers"].items():
+                if tensor is not None:
+                    self._add(prefix + name, tensor, found, seen)
+            self._add_attributes(prefix, fields, found, seen)
+            if children := fields["_modules"]:
+                stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
+        for each in self._frameworks:
+            for owned in each.tensors():
+                self._add(owned.name, owned.tensor, found, seen, owned.loose)
+        return found
+
+    def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str]) -> None:
+        kinds = self._kinds
+        # torch.nn.Module sets its fields in one go, so whoever calls its constructor first has them first: skip them at once.
+        attributes = itertools.islice(fields.items(), len(_MODULE_FIELDS) - 1, None)
+        if next(attributes, ("", None))[0] != _MODULE_FIELDS[-1]:
+            attributes = itertools.islice(fields.items(), None)
+        for name, value in attributes:
+            kind = kinds.get(type(value))
+            if kind is None:
+                kind = kinds[type(value)] = _kind_of(type(value))
+            if kind == _NO_TENSOR or name in _MODULE_FIELDS:
+                continue
+            if kind == _TENSOR:
+                self._add(prefix + name, value, found, seen)
+                continue
+            self._containers.add(id(value))
+            for path, tensor in nested_tensors(value, prefix + name) if value else ():
+                self._nests = True
+                self._add(path, tensor, found, seen)
+
+    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: dict[int, str], loose: bool = False) -> None:
+        tensor = self._shown.get(id(tensor), tensor)
+        if (first := seen.setdefault(id(tensor), name)) is not name:
+            self._other_names[name] = first
+            return
+        # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
+        loose = loose or not tensor.is_leaf
+        for path, part in parts_of(tensor, name):
+            wrapper = None if part is tensor else tensor
+            if self._external is not None:
+                if has_bytes(part):
+                    found.append(Owned(path, part, loose, wrapper))
+            elif not self._stays(path, part):
+                if not is_plain(part, self._device):
+                    raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
+                if part.numel() or part.untyped_storage().nbytes():  # an empty shard is cut from padding that has to move
+                    found.append(Owned(path, part, loose, wrapper))
+        if tensor.is_leaf and (gradient := tensor.grad) is not None:
+            self._add_gradient(f"{name}.grad", gradient, found, seen)
+
+    def _stays(self, path: str, part: torch.Tensor) -> bool:
+        """Whether a tensor is on the CPU by right."""
+        if not self._cpu_stays:
+            return False
+        if part.is_cpu:
+            return path not in self._on_device
+        self._on_device.add(path)
+        return False
+
+    def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]) -> None:
+        """Gradients come in whatever layout a backward pass gives them. One that cannot be moved must not keep the object where it is."""
+        if is_sparse(gradient):
+            if (first := seen.setdefault(id(gradient), name)) is not name:
+                self._other_names[name] = first
+                return
+            parts = [Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)]
+            if self._external is not None:
+                found += parts
+            elif not (self._cpu_stays and gradient.is_cpu):
+                if any(problem_of_sparse(each.tensor, self._device) for each in parts):
+                    self._immovable.append((name, weakref.ref(gradient)))
+                else:
+                    self._sparse.append(weakref.ref(gradient))
+                    found += parts
+        elif self._external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
+            self._immovable.append((name, weakref.ref(gradient)))
+        else:
+            self._add(name, gradient, found, seen, loose=True)
+
+    def _can_go(self, part: torch.Tensor) -> bool:
+        return is_plain(part, self._device) or (self._cpu_stays and part.is_cpu)
+
+
+def _form_of(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout) if tensor.layout is not torch.strided else type(tensor).__qualname__
+
+
+def _kind_of(cls: type) -> int:
+    if issubclass(cls, torch.Tensor):
+        return _TENSOR
+    return _CONTAINER if issubclass(cls, (list, tuple, Mapping)) else _NO_TENSOR

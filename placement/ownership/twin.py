@@ -1,0 +1,124 @@
+"""How large an optimizer's state will be, before it is born."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from placement.ownership.leaves import has_state
+from placement.tensors.plain import nested_tensors, parts_of, reference
+
+
+class Unborn:
+    """State that steps of one optimizer have still to create, parameter by parameter: an expert's comes with its first token.
+
+    Args:
+        sizes: bytes of each storage, by identity of the parameter that it belongs to.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[int, Sequence[int]]) -> None:
+        self._optimizer = reference(optimizer)
+        self._by_parameter = sizes
+        self._num_entries = -1
+        self._is_all_born = False
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the optimizer's state: more of them, and something was born. Costs nothing."""
+        optimizer = self._optimizer()
+        return 0 if optimizer is None else len(optimizer.state)
+
+    def sizes(self) -> list[int]:
+        """Of the storages that are not there yet."""
+        optimizer, num_entries = self._optimizer(), self.num_entries
+        if optimizer is None or (self._is_all_born and num_entries == self._num_entries):
+            return []
+        born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
+        missing = [size for key, sizes in self._by_parameter.items() if key not in born for size in sizes]
+        self._num_entries, self._is_all_born = num_entries, not missing
+        return missing
+
+
+def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> Unborn | None:
+    """What of an optimizer's state its steps will create on the device, 0-dimensional CPU tensors not counted.
+
+    A twin of the same class is stepped on meta tensors: no memory, no value, no hook and no random state of the user is touched.
+    Every parameter that requires a gradient is taken to get one. None when the class cannot be stepped without data.
+
+    Args:
+        given: identities of parameters that get a gradient without autograd (main parameters).
+    """
+    python_state = random.getstate()
+    devices = [compute_device] if compute_device.type == "cuda" else []
+    try:
+        # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
+        with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
+            return Unborn(optimizer, _step_twin(optimizer, given))
+    except Exception:  # a user's class may do anything in a step; then its state is sized when it is born
+        return None
+    finally:
+        random.setstate(python_state)
+
+
+def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> dict[int, list[int]]:
+    """Bytes of each storage, by the optimizer's own parameters."""
+    groups = [_twin_group(group) for group in optimizer.param_groups]
+    cls: Any = type(optimizer)
+    twin = cls(groups)
+    for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
+        for parameter, source in zip(group["params"], original["params"], strict=True):
+            if source.requires_grad or id(source) in given:
+                parameter.grad = torch.empty_like(parameter)
+    for name, value in vars(optimizer).items():  # what a constructor was told beside the groups (a block size)
+        if type(value) in (bool, int, float, str) and type(vars(twin).get(name)) is type(value):
+            setattr(twin, name, value)
+    # The innermost function: without the wrappers that torch's constructor puts around it, which run the user's global hooks.
+    inspect.unwrap(cls.step)(twin)
+    sizes: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
+        on_device = bool(original.get("fused") or original.get("capturable"))
+        for parameter, source in zip(group["params"], original["params"], strict=True):
+            for tensor in _parts_in(twin.state.get(parameter, {})):
+                storage = tensor.untyped_storage()
+                if storage._cdata in seen or not (tensor.is_meta or on_device):
+                    continue
+                seen.add(storage._cdata)
+                # A fused step counts in float32, whatever the default type of the process.
+                if size := 4 if tensor.is_cpu and original.get("fused") else storage.nbytes():
+                    sizes.setdefault(id(source), []).append(size)
+    return sizes
+
+
+def _parts_in(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes of a parameter's state."""
+    return (part for _, tensor in nested_tensors(state, "") for _, part in parts_of(tensor, ""))
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded parameter, which is what its state is made like; any other parameter itself.
+
+    A step of DTensors may call collectives (a norm, a mean), and registering must not.
+    """
+    parts = list(parts_of(parameter, ""))
+    return parts[0][1] if len(parts) == 1 else parameter
+
+
+def _twin_group(group: dict[str, Any]) -> dict[str, Any]:
+    twin: dict[str, Any] = {}
+    for key, value in group.items():
+        if key == "params":
+            twin[key] = [torch.nn.Parameter(torch.empty_like(_held(parameter), device="meta")) for parameter in value]
+        elif key in ("fused", "foreach", "capturable", "differentiable"):
+            # The plain implementation makes the same state, and is the only one that runs on meta tensors.
+            twin[key] = False
+        elif isinstance(value, torch.Tensor):
+            twin[key] = 0.5  # Layout does not depend on a learning rate, and reading the user's could wait for the device.
+        elif key != "param_names":
+            twin[key] = copy.deepcopy(value)
+    return twin

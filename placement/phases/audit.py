@@ -1,0 +1,190 @@
+"""Declared against measured: snapshots, audits, integrity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from placement.core.errors import IntegrityError
+from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
+from placement.core.states import Plan
+from placement.registration.handle import Handle
+from placement.registration.unregistered import living
+
+if TYPE_CHECKING:
+    from placement.core.journal import Journal
+    from placement.devices.base import Device
+    from placement.phases.stack import Borders
+
+
+class OtherProcesses(Protocol):
+    """Knows what other processes hold on the device."""
+
+    @property
+    def nbytes(self) -> int | None: ...
+
+
+class Snapshots:
+    """Takes the snapshots of one manager without holding it: who shows them to others must not keep the manager alive."""
+
+    def __init__(self, borders: Borders, policy: str, worker_role: str, device: Device, journal: Journal) -> None:
+        self._borders = borders
+        self._policy = policy
+        self._worker_role = worker_role
+        self._device = device
+        self._journal = journal
+        self.others: OtherProcesses | None = None
+
+    def take(self) -> Snapshot:
+        """Everything at this moment. Takes no lock."""
+        borders, journal = self._borders, self._journal
+        memory = borders.crossing.memory
+        others = None if self.others is None else self.others.nbytes
+        handles = tuple(snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
+        return Snapshot(
+            taken_timestamp_seconds=time.time(),
+            policy=self._policy,
+            worker_role=self._worker_role,
+            device=self._device.name,
+            phases=tuple(each.name for each in borders.stack),
+            handles=handles,
+            phase_seconds=journal.phase_seconds(),
+            phase_stall_seconds=dict(journal.stall_seconds),
+            durations=journal.histograms(),
+            policy_decisions=dict(journal.decisions),
+            pairing_violations=journal.pairing_violations,
+            unpaired_bytes=sum(handle.resident_bytes for handle in borders.crossing.left_behind),
+            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
+            other_processes_bytes=others,
+            wrong_writes=journal.wrong_writes,
+            kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
+            expired_keeps=journal.expired_keeps,
+            budget_bytes=borders.crossing.budget_bytes(borders.phase_name),
+            device_used_bytes=memory.used_bytes,
+            device_total_bytes=memory.total_bytes,
+            peak_bytes=borders.crossing.peak_bytes,
+            lease=borders.crossing.leased.snapshot(),
+        )
+
+
+def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
+    """One handle now. Takes no lock: each value is read once."""
+    counters, holding, residency = handle.counters, handle.holding, handle.residency
+    return HandleSnapshot(
+        name=handle.name,
+        kind=handle.kind,
+        role=handle.role,
+        owners=tuple(owner.name for owner in handle.owners),
+        adapter=type(handle.adapter).__name__ if handle.adapter is not None else "Lazy",
+        state=counters.state,
+        readonly=handle.readonly,
+        external=handle.external_reason,
+        broken=handle.broken,
+        built=handle.is_built,
+        kept=handle.name in kept,
+        num_bytes=handle.num_bytes,
+        resident_bytes=handle.resident_bytes,
+        foreign_bytes=handle.foreign_bytes,
+        host_bytes=handle.host_bytes,
+        host_pageable_bytes=holding.adopted.host_pageable_bytes if holding is not None else 0,
+        state_seconds=counters.seconds_by_state(time.monotonic()),
+        transitions=dict(counters.transitions),
+        failures=dict(counters.failures),
+        loaded_bytes=counters.loaded_bytes,
+        offloaded_bytes=counters.offloaded_bytes,
+        skipped_bytes=counters.skipped_bytes,
+        last_transition_timestamp_seconds=counters.last_transition_timestamp_seconds,
+        drift_bytes=handle.drift_bytes,
+        stray_references=handle.stray_references,
+        resident_tags=() if residency is None else tuple(sorted(residency.resident)),
+        offloaded_tags=() if residency is None else tuple(sorted(residency.offloaded)),
+        stale=None if residency is None else residency.stale,
+    )
+
+
+def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Sequence[tuple[str | None, str]]) -> Audit:
+    """Compare what every handle declares with what its tensors and the device say. Enumerates tensors; not for the hot path.
+
+    Args:
+        written: by handle, what was written into offloaded memory.
+    """
+    findings: list[Finding] = []
+    for handle in handles.values():
+        handle.measure()
+        findings += _findings(handle, plan.on_device(handle.name))
+    chunks, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
+    if chunks != declared:
+        detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
+        findings.append(Finding(handle=None, what="unaccounted", detail=detail))
+    for name, what in written:
+        findings.append(Finding(handle=name, what="wrong_write", detail=f"{what}; it is lost, and the next border of a phase raises it"))
+    resident = sum(handle.resident_bytes for handle in handles.values())
+    lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
+    lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
+    foreign = [(h.name, name, nbytes) for h in handles.values() if h.holding is not None for name, nbytes in h.holding.adapter.foreign()]
+    lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in foreign]
+    lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
+    lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
+    return Audit(
+        ok=not findings,
+        findings=tuple(findings),
+        resident_bytes=resident,
+        foreign_bytes=sum(nbytes for *_, nbytes in foreign),
+        report="\n".join(lines),
+    )
+
+
+def chunk_bytes(handles: Iterable[Handle]) -> int:
+    """Bytes of chunks that the handles hold together (what they own in torch's memory not counted)."""
+    return sum(handle.holding.chunk_bytes for handle in handles if handle.holding is not None)
+
+
+def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
+    if handle.broken is not None:
+        yield Finding(handle=handle.name, what="broken", detail=handle.broken)
+        return
+    try:
+        handle.check_integrity()
+    except IntegrityError as error:
+        yield Finding(handle=handle.name, what="leak", detail=str(error))
+    holding = handle.holding
+    if handle.residency is not None and not belongs_on_device and handle.residency.resident:
+        detail = f"its tags {', '.join(sorted(handle.residency.resident))} are on the device, where it belongs off it"
+        yield Finding(handle=handle.name, what="leak", detail=detail)
+    if holding is None:
+        return
+    if not belongs_on_device and handle.resident_bytes:
+        detail = f"{handle.resident_bytes:,} bytes on the device, where it belongs off it"
+        yield Finding(handle=handle.name, what="leak", detail=detail)
+    drifted = holding.drifted()
+    handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
+    for name, nbytes in drifted:
+        detail = f"{name} ({nbytes:,} bytes) is not at its place any more: something moved or replaced it outside placement"
+        yield Finding(handle=handle.name, what="drift", detail=detail)
+    if (detached := handle.detached_parameters()) > handle.strangers:
+        detail = (
+            f"it steps {detached - handle.strangers} parameter(s) that {', '.join(owner.name for owner in handle.owners)} no longer has: "
+            "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make the optimizer anew"
+        )
+        yield Finding(handle=handle.name, what="drift", detail=detail)
+    for kind in living(handle):
+        detail = f"a {kind} that is not registered has stepped its parameters: register it, its state stays on the device in every phase"
+        yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
+    handle.look_for_strays()
+    if handle.stray_references:
+        detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.strays})"
+        yield Finding(handle=handle.name, what="stray_reference", detail=detail)
+
+
+def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
+    """Raise on the first thing that disagrees.
+
+    Raises:
+        IntegrityError: with the numbers.
+    """
+    for handle in handles.values():
+        handle.check_integrity()
+    held, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
+    if held != declared:
+        raise IntegrityError(f"{device.name} holds {held:,} bytes of chunks, the handles declare {declared:,}")

@@ -1,0 +1,115 @@
+"""The engines' part of a border: they leave before any other byte moves, and come once the memory is free that others gave up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from placement.core.errors import BrokenHandleError
+from placement.core.journal import Journal
+from placement.core.machine import Node, path
+from placement.core.states import Plan, State, Trigger
+from placement.storage.transfer.result import Moved
+
+if TYPE_CHECKING:
+    from placement.engines.residency import Residency
+    from placement.registration.handle import Handle
+
+Record = Callable[["Handle", Trigger, State, State, float, Moved], None]
+Target = Callable[["Handle", Plan], Node]
+
+
+def residency_of(handle: Handle) -> Residency:
+    assert handle.residency is not None
+    return handle.residency
+
+
+def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
+    """The tags of an engine that a plan has on the device."""
+    if not plan.on_device(handle.name):
+        return frozenset()
+    return plan.parts.get(handle.name, frozenset(residency_of(handle).tags))
+
+
+class EngineMoves:
+    """Moves engines that place their own memory, for one reconciler."""
+
+    def __init__(self, journal: Journal, fire: Callable[[Handle, Trigger], None], record: Record, target: Target) -> None:
+        self._journal = journal
+        self._fire = fire
+        self._record = record
+        self._target = target
+        self._wanted: dict[str, frozenset[str]] = {}
+        """What the load of an engine that is under way has to bring."""
+
+    def move(self, handle: Handle, trigger: Trigger) -> Moved:
+        """The work of `load` and `offload`, called by the handle's machine."""
+        residency, began = residency_of(handle), time.monotonic()
+        if trigger is Trigger.OFFLOAD:
+            copied = residency.offload(residency.resident)
+        else:
+            copied = residency.load(self._wanted.get(handle.name, residency.resident))
+        return Moved(seconds=time.monotonic() - began, copied_bytes=copied)
+
+    def leave(self, handle: Handle, plan: Plan) -> bool:
+        """Take off the device what the plan does not have there. Returns whether anything was."""
+        residency, stays = residency_of(handle), wanted_tags(handle, plan)
+        if residency.resident <= stays:
+            return False
+        if residency.resident & stays:
+            self._part(handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident - stays))
+        else:
+            self._run(handle, (State.CPU_OFFLOADED, False))
+        return True
+
+    def lacks(self, handle: Handle, plan: Plan) -> bool:
+        """Whether the plan has more of it on the device than there is."""
+        return not wanted_tags(handle, plan) <= residency_of(handle).resident
+
+    def come(self, handle: Handle, plan: Plan) -> None:
+        """Bring what the plan has on the device, and the handle to its state."""
+        wanted = self._wanted[handle.name] = wanted_tags(handle, plan)
+        try:
+            if self.lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
+                self._part(handle, Trigger.LOAD, lambda: residency_of(handle).load(wanted))
+            self._run(handle, self._target(handle, plan))
+            if wanted:
+                residency_of(handle).reopen()
+        finally:
+            del self._wanted[handle.name]
+
+    def settle(self, handle: Handle) -> None:
+        """After what was stopped half-way: the state as the tags are."""
+        residency = residency_of(handle)
+        handle.broken = residency.doubt
+        if residency.doubt is None and bool(residency.resident) is (handle.state is State.CPU_OFFLOADED):
+            self._run(handle, (State.GPU_RESIDENT, True) if residency.resident else (State.CPU_OFFLOADED, False))
+
+    def as_far_as_it_goes(self, step: Callable[[Handle, Plan], object], engines: Iterable[Handle], plan: Plan) -> list[Exception]:
+        """Every engine as far as it goes. Returns what went wrong."""
+        errors: list[Exception] = []
+        for handle in engines:
+            try:
+                self.settle(handle)
+                step(handle, plan)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def _run(self, handle: Handle, target: Node) -> None:
+        state = handle.state  # what the tags say is not the way: the machine goes from where it is
+        for trigger in path((state, state is not State.CPU_OFFLOADED), target):
+            self._fire(handle, trigger)
+
+    def _part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
+        """A part of an engine comes or goes: no state changes, but it is recorded as the move that it is."""
+        began = time.monotonic()
+        try:
+            if (doubt := residency_of(handle).doubt) is not None:
+                raise BrokenHandleError(f"{handle.name!r} is broken and cannot {trigger}: {doubt}")
+            copied = work()
+        except BaseException as error:
+            self._journal.failed(handle.counters, handle.name, trigger, error)
+            raise
+        self._record(handle, trigger, handle.state, handle.state, began, Moved(time.monotonic() - began, copied))

@@ -1,0 +1,113 @@
+"""Between the manager and a policy: the view it reads, and the checks on what it answers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from placement.core.errors import PhaseError, PolicyError
+from placement.core.states import HandleView, Plan, State, View
+from placement.registration.handle import Handle
+
+
+def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
+    """One handle as a policy sees it."""
+    return HandleView(
+        name=handle.name,
+        kind=handle.kind,
+        role=handle.role,
+        state=handle.state,
+        num_bytes=handle.num_bytes,
+        resident_bytes=handle.resident_bytes,
+        owners=tuple(owner.name for owner in handle.owners),
+        readonly=handle.readonly,
+        external=handle.external,
+        gathers=handle.gathers is not None,
+        built=handle.is_built,
+        kept=handle.name in kept,
+        tags={} if handle.residency is None else handle.residency.bytes_by_tag(),
+        resident_tags=frozenset() if handle.residency is None else handle.residency.resident,
+    )
+
+
+def ask(policy: Any, view: View) -> Plan:
+    """The policy's plan, checked.
+
+    Raises:
+        PolicyError: the policy raised, its answer is no plan, forgets a handle, names an unknown one, or wants the impossible.
+    """
+    try:
+        plan = policy.plan(view)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"policy {policy.name!r} failed on phase {view.phase!r}: {error!r}") from error
+    if not isinstance(plan, Plan):
+        raise PolicyError(f"policy {policy.name!r} returned {type(plan).__name__} for phase {view.phase!r}, not a Plan")
+    problems = list(_problems(view, plan))
+    if problems:
+        raise PolicyError(f"policy {policy.name!r} gave no usable plan for phase {view.phase!r}: {'; '.join(problems)}")
+    return plan
+
+
+def _problems(view: View, plan: Plan) -> Iterable[str]:
+    forgotten = [name for name in view.handles if name not in plan.targets]
+    if forgotten:
+        yield f"it forgets {', '.join(map(repr, forgotten))}"
+    unknown = [name for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts)) if name not in view.handles]
+    if unknown:
+        yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
+    for name, state in plan.targets.items():
+        handle = view.handles.get(name)
+        if handle is not None and handle.readonly and state is State.TRAINING:
+            yield f"it wants {name!r} in TRAINING, which is readonly"
+    wrong = [name for name in plan.streamed if plan.targets.get(name) is not State.SYNCING]
+    if wrong:
+        yield f"it streams {', '.join(map(repr, wrong))} without SYNCING"
+    for name, tags in plan.parts.items():
+        if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
+            yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
+        elif not tags or not plan.on_device(name):
+            yield f"it wants parts of {name!r} and not the handle on the device: leave it CPU_OFFLOADED, and out of parts"
+    for name in plan.dropped & view.handles.keys():
+        if view.handles[name].kind == "optimizer":
+            yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"
+        elif plan.targets.get(name) is State.TRAINING:
+            yield f"it drops gradients of {name!r} and wants it in TRAINING"
+
+
+def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+    """The handles that `only=` means: the named ones and the optimizers that they own.
+
+    Raises:
+        PhaseError: a name that is not registered, with the nearest one that is.
+    """
+    if only is None:
+        return None
+    for name in only:
+        if name not in handles:
+            raise PhaseError(f"only=: {unknown_handle(name, handles)}")
+    return still_meant(only, handles)
+
+
+def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
+    """The same for a phase that has been open for a while: a handle may be gone by now."""
+    if only is None:
+        return None
+    chosen = {name for name in only if name in handles}
+    return chosen | {handle.name for handle in handles.values() if any(owner.name in chosen for owner in handle.owners)}
+
+
+def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
+    """A plan and what is kept: a keep carries what is on the device and loads nothing, of an engine the tags that are there."""
+    for name in kept:
+        residency = handles[name].residency
+        plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
+    return plan
+
+
+def unknown_handle(name: object, handles: Iterable[str]) -> str:
+    known = list(handles)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"no handle {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; registered: {', '.join(known) or 'none'}")

@@ -1,0 +1,149 @@
+"""Asking the policy: what it is shown, what phases are known to come, and the budget behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from placement.core.settings import Settings
+from placement.core.states import IDLE, HandleView, Plan, View
+from placement.devices.base import DeviceMemory
+from placement.group.budgets import LeastBudget
+from placement.phases import plan_checks
+from placement.phases.budget import Budget
+from placement.registration.handle import Handle
+
+_HISTORY = 64
+_GENERATING: dict[str, tuple[str, ...]] = {
+    "rollout": ("rollout",),
+    "eval": ("rollout",),
+    "log_prob": ("actor", "ref"),
+    "ref_log_prob": ("ref",),
+    "values": ("critic",),
+    "reward": ("reward",),
+}
+
+
+class Planner:
+    """Makes plans for one manager. Moves nothing.
+
+    Args:
+        handles: the manager's, in registration order; read at each call.
+        leased_from_bytes: see `Budget`.
+    """
+
+    def __init__(
+        self, policy: Any, settings: Settings, handles: Mapping[str, Handle], memory: DeviceMemory, leased_from_bytes: int | None = None
+    ) -> None:
+        self._policy = policy
+        self._settings = settings
+        self._handles = handles
+        self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
+        self._history: deque[str] = deque(maxlen=_HISTORY)
+        self.memory = memory
+        """As last measured."""
+        self._born_bytes = 0
+        """State of optimizers that was born since the last look at them: the handles hold it already."""
+        self._state_bytes = 0
+        """All their state in torch's memory. It is not others', and goes into a range at the next offload."""
+        self.least: LeastBudget | None = None
+        """The least budget of all ranks of a group, as of the last border: ranks with one budget make one plan."""
+
+    def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
+        """The policy's plan for a phase.
+
+        Raises:
+            PolicyError: it has none.
+        """
+        return self.ask(phase, enclosing, kept)[1]
+
+    def ask(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> tuple[View, Plan]:
+        """What the policy was shown, and its plan.
+
+        Raises:
+            PolicyError: it has none.
+        """
+        view = self.view(phase, enclosing, kept)
+        return view, plan_checks.ask(self._policy, view)
+
+    def needed(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> Plan:
+        """The policy's plan for a phase where nothing fits: what it wants on the device all the same is needed, the rest may leave.
+
+        Raises:
+            PolicyError: it has none.
+        """
+        return plan_checks.ask(self._policy, replace(self.view(phase, enclosing, kept), budget_bytes=0))
+
+    def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
+        """Where everything belongs outside every phase."""
+        return self.plan(IDLE, None, kept)
+
+    def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
+        """What the policy may know."""
+        handles = {name: plan_checks.handle_view(handle, kept) for name, handle in self._handles.items()}
+        return View(
+            phase=phase,
+            enclosing=enclosing,
+            upcoming=self._upcoming(phase),
+            handles=handles,
+            budget_bytes=self._within_the_group(self._limit(phase, handles.values())),
+            worker_role=self._settings.worker_role,
+            phases=self._settings.phases,
+        )
+
+    def _within_the_group(self, budget_bytes: int) -> int:
+        return budget_bytes if self.least is None else min(budget_bytes, self.least.nbytes)
+
+    def other_rank(self, phase: str) -> int | None:
+        """The rank of the group whose budget the plan for a phase has to fit; None: this process's own."""
+        return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
+
+    def budget_bytes(self, phase: str) -> int:
+        """Device bytes that the handles of this rank may hold together in a phase, as things are now."""
+        return self._limit(phase, list(self._handles.values()))
+
+    def _limit(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
+        return self._budget.limit(phase, self._others(), _held_bytes(handles) + self._born_bytes)
+
+    def measure_state(self) -> None:
+        """What optimizers have in torch's memory, after `Handle.measure`."""
+        holdings = [h.holding for h in self._handles.values() if h.kind == "optimizer" and h.holding is not None]
+        self._born_bytes = sum(holding.born_bytes for holding in holdings)
+        self._state_bytes = self._born_bytes + sum(holding.loose_bytes for holding in holdings)
+
+    def working_bytes(self, phase: str) -> int:
+        """Device bytes to lease for a phase beside the handles': for activations, and what torch's allocator has cached."""
+        return max(self._budget.working_bytes(phase), self._others().torch_reserved_bytes) + self._state_bytes
+
+    def generating(self, phase: str) -> tuple[str, ...]:
+        """The roles whose engines a phase generates with; none where it only holds them."""
+        return _GENERATING.get(phase, self._settings.phases.get(phase, ()))
+
+    def began(self, phase: str) -> None:
+        """A phase is open now: part of the cycle."""
+        self._history.append(phase)
+
+    def over(self, phase: str) -> None:
+        """A phase ends now: remember what others came to need in it."""
+        self._budget.observe(phase, self._others())
+
+    def _others(self) -> DeviceMemory:
+        """The memory, without what optimizers have in torch's."""
+        if not self._state_bytes:
+            return self.memory
+        return replace(self.memory, torch_reserved_bytes=max(0, self.memory.torch_reserved_bytes - self._state_bytes))
+
+    def _upcoming(self, phase: str) -> tuple[str, ...]:
+        """What followed the last time this phase began, up to its return."""
+        history = tuple(self._history)
+        for index in range(len(history) - 1, -1, -1):
+            if history[index] == phase:
+                return history[index + 1 :]
+        return ()
+
+
+def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:
+    """What can be offloaded to make room; what a framework places is memory of others."""
+    return sum(handle.resident_bytes for handle in handles if not handle.external)

@@ -1,0 +1,114 @@
+"""From what a user writes for a policy to the policy itself."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from placement.core.errors import PolicyError
+from placement.core.states import Policy
+
+GROUP = "placement.policies"
+SHIPPED = {
+    "colocated": "placement.policies.colocated:Colocated",
+    "resident": "placement.policies.resident:Resident",
+    "async_rollout": "placement.policies.async_rollout:AsyncRollout",
+}
+"""The same as the entry points of this package; here so that they resolve from a checkout that nobody installed."""
+
+_PATH = re.compile(r"[\w.]+:[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+def policy_names() -> tuple[str, ...]:
+    """Every name that resolves, sorted: the shipped policies and the entry points of the group "placement.policies"."""
+    return tuple(sorted({*SHIPPED, *(point.name for point in entry_points(group=GROUP))}))
+
+
+def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
+    """The policy for a registered name, "package.module:Class", a class (constructed without arguments) or an instance.
+
+    Either string may end with options, as literals: "colocated(drop_gradients=True)".
+
+    Raises:
+        PolicyError: no such name (it lists those that there are), the options are no literals, the import or the constructor failed, or
+            what was found has no `plan(view)` or no `name`.
+    """
+    options = _Options()
+    if isinstance(spec, str):
+        path, options = _with_options(spec)
+        found = _load(path)
+        if options.are_given and not isinstance(found, type):
+            raise PolicyError(f"no policy {spec!r}: only a class takes options, and {path!r} is a {type(found).__name__}")
+    else:
+        found = spec
+    if isinstance(found, type):
+        try:
+            found = found(*options.positional, **options.named)
+        except Exception as exc:
+            how = "with these options" if options.are_given else "without arguments"
+            raise PolicyError(f"policy {_shown(spec)} cannot be constructed {how}: {exc}") from exc
+    if not callable(getattr(found, "plan", None)):
+        raise PolicyError(f"policy {_shown(spec)} has no method plan(view)")
+    name = getattr(found, "name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PolicyError(f"policy {_shown(spec)} needs a name matching {_NAME.pattern} (`name = ...` in its class), not {name!r}")
+    return cast("Policy", found)
+
+
+class _Options(NamedTuple):
+    positional: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def are_given(self) -> bool:
+        return bool(self.positional or self.named)
+
+
+def _with_options(spec: str) -> tuple[str, _Options]:
+    """The name in front of the bracket, and what is inside."""
+    name, bracket, rest = spec.partition("(")
+    if not bracket:
+        return spec, _Options()
+    try:
+        call = ast.parse(f"policy({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or any(each.arg is None for each in call.keywords):
+            raise ValueError("it is no single pair of brackets")
+        positional = tuple(ast.literal_eval(each) for each in call.args)
+        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError) as exc:
+        raise PolicyError(f"policy {spec!r}: options are literals in brackets, as in 'colocated(drop_gradients=True)': {exc}") from exc
+    return name.strip(), _Options(positional, named)
+
+
+def _shown(spec: object) -> str:
+    return repr(spec) if isinstance(spec, str) else getattr(spec, "__qualname__", type(spec).__qualname__)
+
+
+def _load(spec: str) -> Any:
+    point = _entry_point(spec)
+    try:
+        return point.load()
+    except Exception as exc:
+        raise PolicyError(f"policy {spec!r} cannot be imported from {point.value}: {type(exc).__name__}: {exc}") from exc
+
+
+def _entry_point(spec: str) -> EntryPoint:
+    """Where the policy lies: under a shipped name, a registered name, or the path itself."""
+    if spec in SHIPPED:
+        return EntryPoint(spec, SHIPPED[spec], GROUP)
+    registered = {point.value: point for point in entry_points(group=GROUP) if point.name == spec}
+    if len(registered) > 1:
+        raise PolicyError(f"policy {spec!r} is registered more than once: {', '.join(sorted(registered))}; name one of them instead")
+    if registered:
+        return next(iter(registered.values()))
+    if _PATH.fullmatch(spec):
+        return EntryPoint(spec, spec, GROUP)
+    nearest = difflib.get_close_matches(spec, policy_names(), n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise PolicyError(f"no policy {spec!r}.{hint} Registered: {', '.join(policy_names())}; or write 'package.module:Class'.")

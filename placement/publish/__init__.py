@@ -1,0 +1,1 @@
+"""Publishing weights: by the names that a rollout engine knows, in bounded buckets."""

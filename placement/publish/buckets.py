@@ -1,0 +1,196 @@
+"""Publishing weights in bounded buckets.
+
+Buckets are torch's own memory in every state, never a range: CUDA IPC, RDMA and NCCL's user buffers all fail on, or remember,
+memory that comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args
+
+import torch
+
+from placement.core.errors import PhaseError, RegistrationError
+from placement.core.journal import HandleCounters
+from placement.core.states import State, Trigger
+from placement.core.torch_modes import without_modes
+from placement.frameworks.weights import Reader, Weight
+from placement.ownership.module import ModuleAdapter
+from placement.publish.lora import Adapters
+from placement.publish.published import check_publishable, published
+from placement.storage.managed import Holding
+
+
+@dataclass(frozen=True, slots=True)
+class WeightInfo:
+    """One published weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Bucket(list[tuple[str, torch.Tensor]]):
+    """Published weights, until the next ones are asked for: then it is empty, and its memory serves them."""
+
+    _is_over = False
+    is_last = False
+    """Whether the publishing is complete with this bucket."""
+
+    def __init__(self, number: int, adapters: Adapters) -> None:
+        super().__init__()
+        self.number = number
+        """Its place in the publishing, from 0."""
+        self.adapters = adapters
+        """What is published of a PEFT model."""
+
+    def end(self) -> None:
+        """Take the tensors back."""
+        self.clear()
+        self._is_over = True
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._is_over:
+            raise PhaseError("this bucket of weights is over: each is valid until the next iteration; use it, or copy its tensors, before")
+        return super().__iter__()
+
+    def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[list[tuple[str, torch.Tensor]]]]:
+        return list, (list(self),)  # whoever gets it in another process needs none of our code
+
+
+class Publisher(Protocol):
+    """What publishing asks of a handle; `Handle` says what each of these is."""
+
+    name: str
+    kind: str
+    role: str | None
+    counters: HandleCounters
+    holding: Holding | None
+    phase_now: Callable[[], str]
+
+    @property
+    def object(self) -> Any: ...
+    @property
+    def state(self) -> State: ...
+    @property
+    def is_streaming(self) -> bool: ...
+    def modules(self) -> Sequence[torch.nn.Module]: ...
+    def module_adapters(self) -> Sequence[ModuleAdapter]: ...
+
+
+def weights_info(handle: Publisher, *, dtype: torch.dtype | None, adapters: Adapters) -> list[WeightInfo]:
+    """See `Handle.weights_info`."""
+    root = _root(handle, adapters)
+    with without_modes():
+        found = [] if root is None else published(root, adapters)
+    return [WeightInfo(name, tuple(weight.shape), _cast(weight, dtype)) for name, weight in found]
+
+
+def weights(
+    handle: Publisher, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """See `Handle.weights`."""
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+    _require_syncing(handle)
+    root = _root(handle, adapters)
+    with without_modes():
+        found = [] if root is None else published(root, adapters)
+    if root is not None:
+        check_publishable(root, handle.name, found)
+    return _Sync(handle, found, dtype, adapters).buckets(bucket_bytes)
+
+
+def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
+    """The module whose weights are published; None where it is not built, or gone."""
+    if adapters not in get_args(Adapters):
+        raise ValueError(f"adapters={adapters!r} is none of {', '.join(get_args(Adapters))}")
+    if handle.object is None:
+        return None
+    modules = handle.modules()
+    if len(modules) != 1:
+        many = f" with {len(modules)} modules" if len(modules) > 1 else ""
+        raise RegistrationError(f"{handle.name!r} is of kind {handle.kind}{many} and publishes no weights")
+    return modules[0]
+
+
+def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
+    return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
+
+
+class _Sync:
+    """One publishing of a handle's weights."""
+
+    def __init__(self, handle: Publisher, found: list[tuple[str, Weight]], dtype: torch.dtype | None, adapters: Adapters) -> None:
+        self._handle = handle
+        self._begun = _times_begun(handle)
+        self._waiting = deque(found)
+        self._dtype = dtype
+        self._adapters = adapters
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        bucket, size = Bucket(0, self._adapters), 0
+        try:
+            while self._waiting:
+                _require_syncing(self._handle, self._begun)
+                name, weight = self._waiting[0]
+                nbytes = weight.shape.numel() * _cast(weight, self._dtype).itemsize
+                if bucket and size + nbytes > bucket_bytes:
+                    yield bucket
+                    bucket.end()
+                    bucket, size = Bucket(bucket.number + 1, self._adapters), 0
+                    continue
+                self._waiting.popleft()
+                bucket.append((name, self._whole(weight)))
+                size += nbytes
+            if bucket:
+                bucket.is_last = True
+                yield bucket  # the last one stays the consumer's: nothing needs its memory
+        except GeneratorExit:
+            self._finish_with_the_others()
+            raise
+
+    def _whole(self, weight: Weight) -> torch.Tensor:
+        """The value in torch's own memory on the device, read where it is authoritative now."""
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
+            return weight.whole(self._reader(), _cast(weight, self._dtype))
+
+    def _reader(self) -> Reader:
+        handle = self._handle
+        if handle.holding is not None:
+            return Reader(handle.holding.device.torch_device, handle.holding.over_host if handle.is_streaming else None)
+        return Reader(handle.module_adapters()[0].compute_device)
+
+    def _finish_with_the_others(self) -> None:
+        """Closed early, here alone perhaps: take part in what is left to gather, so that ranks that go on wait for nobody."""
+        for _, weight in self._waiting:
+            if self._handle.state is not State.SYNCING or self._begun != _times_begun(self._handle):
+                return
+            if weight.is_collective:
+                self._whole(weight)
+
+
+_BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)
+
+
+def _times_begun(handle: Publisher) -> int:
+    """How often the handle has come to SYNCING: which sync this is."""
+    return sum(handle.counters.transitions[trigger] for trigger in _BEGIN)
+
+
+def _require_syncing(handle: Publisher, begun: int | None = None) -> None:
+    if handle.state is not State.SYNCING:
+        advice = "with manager.phase('weight_sync')"
+        if handle.phase_now() == "weight_sync":
+            advice = (
+                f"the plan of this phase leaves it out (its role: {handle.role!r}). The shipped policies publish what has the role "
+                "'actor', and of that only what is named where only= is given"
+            )
+        raise PhaseError(
+            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"
+        )
+    if begun is not None and begun != _times_begun(handle):
+        raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync, and values may have changed; call weights() again")

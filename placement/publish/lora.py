@@ -1,0 +1,240 @@
+"""PEFT's adapters: weights with the adapters merged in, the adapters alone, the base alone.
+
+Nothing is merged in the model: a copy of one layer at a time gets the whole weights, and PEFT's own `merge` computes in that copy. So
+there is nothing to unmerge, whatever happens, and every kind of adapter is PEFT's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from placement.core.loaded_classes import is_a
+from placement.frameworks.weights import Reader, Weight
+from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
+
+Adapters = Literal["merged", "separate", "base"]
+"""What is published of a PEFT model: base and adapters as one, the adapters alone, or the base without them."""
+
+def _is_layer(module: object) -> bool:
+    return is_a(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
+
+
+def has_adapters(module: object) -> bool:
+    """Whether PEFT has put adapters into a module, or something of its own in its place."""
+    return _is_layer(module) or _is_saved(module)
+
+
+def _is_saved(module: object) -> bool:
+    """Whether a module holds another one and what was trained in its place (modules_to_save, trainable tokens)."""
+    return is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
+
+
+def _layers(module: torch.nn.Module) -> list[Any]:
+    """The layer with adapters that a module is, or that it has in place of another module."""
+    if _is_layer(module):
+        return [module]
+    return [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)] if _is_saved(module) else []
+
+
+def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
+    """What PEFT leaves of a copied layer when it unloads its adapters: the base layer."""
+    special = getattr(layer, "unload_and_optionally_merge_module", None)
+    if special is not None:
+        unloaded: torch.nn.Module = special(merge=merge, safe_merge=False, adapter_names=None)
+        return unloaded
+    if merge:
+        layer.merge(safe_merge=False, adapter_names=None)
+    base: torch.nn.Module = layer.get_base_layer()
+    return base
+
+
+# --- with the adapters merged in, and the base alone
+
+
+def without_adapters(skeleton: Skeleton, adapters: Adapters) -> tuple[torch.nn.Module, Mapping[int, Weight]]:
+    """The skeleton as PEFT would leave it after unloading, and by key the weights that adapters are merged into.
+
+    Raises:
+        ValueError: the base alone is asked for, and adapters were merged into it; or prompts are to be merged.
+    """
+    if "peft" not in sys.modules:
+        return skeleton.root, {}
+    unload = _Unload(skeleton, adapters)
+    return unload.of(skeleton.root), unload.merged()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A parameter of a base layer."""
+
+    layer: torch.nn.Module
+    """The layer around it, as the model has it."""
+    name: str
+
+
+class _Unload:
+    """Takes PEFT's models and layers out of a skeleton."""
+
+    def __init__(self, skeleton: Skeleton, adapters: Adapters) -> None:
+        self._skeleton = skeleton
+        self._adapters = adapters
+        self._visited: dict[int, torch.nn.Module] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        """By the key of a weight, the layers that adapt it, in the order in which PEFT merges: several where weights are tied."""
+
+    def of(self, module: torch.nn.Module) -> torch.nn.Module:
+        module = self._without_models(module)
+        if id(module) not in self._visited:
+            plain = self._without_layer(module)
+            self._visited[id(module)] = self._visited[id(plain)] = plain
+            for name, child in plain._modules.items():
+                if child is not None:
+                    plain._modules[name] = self.of(child)
+        return self._visited[id(module)]
+
+    def merged(self) -> dict[int, Weight]:
+        merges: dict[tuple[int, ...], _Merge] = {}
+        found: dict[int, Weight] = {}
+        for key, parts in self._parts.items():
+            layers = [part.layer for part in parts]
+            merge = merges.setdefault(tuple(id(layer) for layer in layers), _Merge(self._skeleton.shown, layers))
+            found[key] = MergedWeight(self._skeleton.weights[key], merge, parts[-1].name)
+        return found
+
+    def _without_models(self, module: torch.nn.Module) -> torch.nn.Module:
+        part: Any = module
+        while True:
+            if is_a(part, "peft.peft_model", "PeftModel") or is_a(part, "peft.mixed_model", "PeftMixedModel"):
+                if self._adapters == "merged" and any(config.is_prompt_learning for config in part.peft_config.values()):
+                    raise ValueError("adapters='merged': prompts are merged into no weight; publish adapters='base'")
+                part = part._modules["base_model"]
+            elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
+                part = part._modules["model"]
+            else:
+                found: torch.nn.Module = part
+                return found
+
+    def _without_layer(self, module: Any) -> torch.nn.Module:
+        layers = _layers(module)
+        if self._adapters == "base":
+            if merged := [name for layer in layers for name in layer.merged_adapters]:
+                raise ValueError(f"adapters='base': {merged[0]!r} is merged into the base weights; unmerge_adapter() first")
+            plain = module.original_module if _is_saved(module) else module
+            return _unloaded(plain, merge=False) if _is_layer(plain) else plain
+        if not layers and not _is_saved(module):
+            found: torch.nn.Module = module
+            return found
+        base = _unloaded(module, merge=False)
+        if layers:
+            original = self._skeleton.originals[id(module)]
+            for name, place in torch.nn.Module.named_parameters(base):
+                self._parts.setdefault(key_of(place), []).append(_Part(original, name))
+        return base
+
+
+class _WholeCopier(Copier):
+    """Copies a layer with every tensor of it whole, in memory of its own."""
+
+    def __init__(self, shown: Shown, reader: Reader) -> None:
+        super().__init__(shown)
+        self._reader = reader
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def stand_in(self, weight: Weight) -> torch.Tensor:
+        if id(weight) not in self._whole:
+            self._whole[id(weight)] = weight.whole(self._reader, weight.dtype)
+        return self._whole[id(weight)]
+
+    def attribute(self, value: Any) -> Any:
+        """Containers are copied: merging notes in them what was merged. What they hold of the model is copied as the layer is."""
+        if isinstance(value, torch.Tensor):
+            return self.stand_in(self.shown.weight(value))
+        if isinstance(value, torch.nn.Module):
+            return self.copy(value)
+        if type(value) in (list, tuple, set):
+            return type(value)(self.attribute(each) for each in value)
+        if type(value) is dict:
+            return {key: self.attribute(each) for key, each in value.items()}
+        return value
+
+
+class _Merge:
+    """Layers whose adapters are merged together, because they share a weight; usually one."""
+
+    def __init__(self, shown: Shown, layers: Sequence[torch.nn.Module]) -> None:
+        self.shown = shown
+        self.layers = layers
+        self.wanted: list[str] = []
+        """The parameters that are published from it."""
+        self._values: dict[str, torch.Tensor] = {}
+
+    def value(self, name: str, reader: Reader) -> torch.Tensor:
+        """The merged value of a parameter; handed over, so that its memory goes with the bucket."""
+        if name not in self._values:
+            self._values = self._merged(reader)
+        return self._values.pop(name)
+
+    def weights(self) -> Iterator[Weight]:
+        """Everything that merging reads."""
+        for part in (part for layer in self.layers for part in layer.modules()):
+            yield from (weight for _, weight in self.shown.parameters(part) if weight is not None)
+
+    def _merged(self, reader: Reader) -> dict[str, torch.Tensor]:
+        copier = _WholeCopier(self.shown, reader)
+        for copy in [copier.copy(layer) for layer in self.layers]:
+            # What the user has merged is in the base weights already.
+            is_merged = all(set(layer.active_adapters) <= set(layer.merged_adapters) for layer in _layers(copy))
+            base = _unloaded(copy, merge=not is_merged)
+        return {name: parameter.data for name, parameter in base.named_parameters() if name in self.wanted}
+
+
+class MergedWeight(Weight):
+    """A weight of a base layer with the active adapters merged in, as PEFT merges them."""
+
+    def __init__(self, base: Weight, merge: _Merge, name: str) -> None:
+        super().__init__(base.shape, base.dtype)
+        self._merge = merge
+        self._name = name
+        merge.wanted.append(name)
+
+    @property
+    def is_collective(self) -> bool:
+        return any(weight.is_collective for weight in self._merge.weights())
+
+    @property
+    def problem(self) -> str | None:
+        return next((problem for weight in self._merge.weights() if (problem := weight.problem) is not None), None)
+
+    def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
+        return self._merge.value(self._name, reader).to(dtype)
+
+
+# --- the adapters alone
+
+
+def separate(skeleton: Skeleton) -> list[tuple[str, torch.Tensor]]:
+    """Name and place of the active adapter's weights, as PEFT saves and loads them.
+
+    Raises:
+        ValueError: there is no adapter, there are several active ones, or PEFT computes what it would save.
+    """
+    model: Any = next((part for part in skeleton.root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
+    if model is None:
+        raise ValueError("adapters='separate' publishes the adapters of a PEFT model, and this module has none")
+    parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]
+    active = dict.fromkeys(name for part in parts for name in part.active_adapters) or dict.fromkeys(model.peft_config)
+    if len(active) != 1:
+        names = ", ".join(active)
+        raise ValueError(f"adapters='separate' publishes one active adapter, and there are {len(active)} ({names}): set_adapter() first")
+    export: Any = vars(sys.modules["peft.utils.save_and_load"])["get_peft_model_state_dict"]
+    # Embeddings of the base, which PEFT looks at a model hub for, are no adapter.
+    found = export(model, state_dict=dict(named_places(model)), adapter_name=next(iter(active)), save_embedding_layers=False)
+    for name, place in found.items():
+        if key_of(place) not in skeleton.weights:
+            raise ValueError(f"adapters='separate': PEFT computes {name!r} when it saves; publish adapters='merged'")
+    return list(found.items())

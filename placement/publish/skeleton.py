@@ -1,0 +1,151 @@
+"""The names of a module's weights, from a copy of the module tree's structure without its wrappers.
+
+A skeleton has a tensor of no bytes in each weight's place. What the real tree shows and holds at the moment does not matter to it: it
+is the same while offloaded, while a part is unsharded, and on every rank.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from placement.core.loaded_classes import is_a
+from placement.frameworks.known import frameworks_of
+from placement.frameworks.weights import Weight, weight_of
+
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+    ("megatron.core.distributed.data_parallel_base", "_BaseDataParallel", "module"),
+    ("megatron.core.transformer.module", "Float16Module", "module"),
+    ("megatron_fsdp.megatron_fsdp", "MegatronFSDP", "module"),
+    ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP", "module"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "module"),
+)
+"""Classes that add nothing but a level of names, and the name of what they wrap."""
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """What a module is without the wrappers around it."""
+    while (inner := next((name for where, cls, name in _WRAPPERS if is_a(module, where, cls)), None)) is not None:
+        module = module._modules[inner]  # type: ignore[assignment]
+    return module
+
+
+class Copier(abc.ABC):
+    """Copies the structure of modules: the same classes and attributes, no wrappers, no hooks, and tensors that a subclass chooses.
+
+    A module is never asked to copy itself: `fully_shard` forbids it, our guards do while offloaded, and it would copy bytes.
+    """
+
+    def __init__(self, shown: Shown) -> None:
+        self.shown = shown
+        self._copies: dict[int, torch.nn.Module] = {}
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+        self.originals: dict[int, torch.nn.Module] = {}
+        """By the identity of a copy, what it was made from."""
+
+    @abc.abstractmethod
+    def stand_in(self, weight: Weight) -> torch.Tensor:
+        """What takes a weight's place in a copy: the same object for the same weight."""
+
+    def attribute(self, value: Any) -> Any:
+        """What takes the place of a plain attribute's value."""
+        return value
+
+    def copy(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A copy of a module and its submodules; the same one for the same module."""
+        module = unwrapped(module)
+        if id(module) in self._copies:
+            return self._copies[id(module)]
+        copy: torch.nn.Module = object.__new__(type(module))
+        fields, own = vars(copy), vars(module)
+        fields.update(vars(torch.nn.Module()))
+        self._copies[id(module)], self.originals[id(copy)] = copy, module
+        parameters = self.shown.parameters(module)
+        # FSDP1 leaves views of what it gathered as plain attributes under the names of parameters: they would be found first.
+        hidden = {*fields, *(name for name, _ in parameters)}
+        for name, value in own.items():
+            # A method that somebody replaced on the object (our guards, a patch) would be called on the original.
+            if name not in hidden and not (callable(value) and callable(getattr(type(module), name, None))):
+                fields[name] = self.attribute(value)
+        fields.update(training=module.training, _non_persistent_buffers_set=set(module._non_persistent_buffers_set))
+        for name, weight in parameters:
+            copy._parameters[name] = None if weight is None else self._parameter(weight)
+        for name, buffer in module._buffers.items():
+            copy._buffers[name] = None if buffer is None else self.stand_in(self.shown.weight(buffer))
+        for name, child in module._modules.items():
+            copy._modules[name] = None if child is None else self.copy(child)
+        return copy
+
+    def _parameter(self, weight: Weight) -> torch.nn.Parameter:
+        """Tied parameters are one in the copy, too."""
+        if id(weight) not in self._parameters:
+            self._parameters[id(weight)] = torch.nn.Parameter(self.stand_in(weight), requires_grad=False)
+        return self._parameters[id(weight)]
+
+
+class Shown:
+    """The weights behind what a module tree shows, one object for each: tied weights are one. As of the first look at each module."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        frameworks = frameworks_of(root)
+        self._instead = {shown: own for each in frameworks for shown, own in each.stand_ins().items()}
+        self._given: dict[int, Mapping[str, Weight | None]] = {}
+        for each in frameworks:
+            self._given.update(each.weights())
+        self._weights: dict[int, Weight] = {}
+        self._of: dict[int, list[tuple[str, Weight | None]]] = {}
+
+    def weight(self, tensor: torch.Tensor) -> Weight:
+        """The weight that a tensor shows."""
+        tensor = self._instead.get(id(tensor), tensor)
+        if id(tensor) not in self._weights:
+            self._weights[id(tensor)] = weight_of(tensor)
+        return self._weights[id(tensor)]
+
+    def parameters(self, module: torch.nn.Module) -> list[tuple[str, Weight | None]]:
+        """A module's own parameters by name, those that it does not show for now included."""
+        if id(module) not in self._of:
+            given = dict(self._given.get(id(module), {}))
+            own = [(name, given.pop(name, None) if name in given else tensor) for name, tensor in module._parameters.items()]
+            found = [(name, self.weight(value) if isinstance(value, torch.Tensor) else value) for name, value in own]
+            self._of[id(module)] = found + [(name, weight) for name, weight in given.items() if weight is not None]
+        return self._of[id(module)]
+
+
+class Skeleton(Copier):
+    """A module tree with a tensor on the meta device in each weight's place, which is known again by its storage."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        super().__init__(Shown(root))
+        self.weights: dict[int, Weight] = {}
+        """By the key of its place."""
+        self._places: dict[int, torch.Tensor] = {}
+        self.root = self.copy(root)
+
+    def stand_in(self, weight: Weight) -> torch.Tensor:
+        if id(weight) not in self._places:
+            place = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            self._places[id(weight)], self.weights[key_of(place)] = place, weight
+        return self._places[id(weight)]
+
+
+def key_of(place: torch.Tensor) -> int:
+    """What a weight's place is known by; it survives that a library puts the tensor into a new parameter."""
+    key: int = place.untyped_storage()._cdata
+    return key
+
+
+def named_places(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of a skeleton by name, as its state dict would have them, tied ones under each name."""
+    yield from torch.nn.Module.named_parameters(root, remove_duplicate=False)
+    for prefix, part in torch.nn.Module.named_modules(root, remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,70 @@
+"""A guard in front of a method of somebody else's object."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from placement.tensors.plain import reference
+
+
+class MethodCall:
+    """In place of a method for which torch has no hooks, or runs them too late: the guard comes before all of it.
+
+    By the time that an optimizer inside another asks its hooks, a step may have reduced, unscaled and let go of gradients. A copy of
+    the object is not guarded. A method that somebody had put on the object itself is called as theirs, and is there again afterwards.
+    """
+
+    def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:
+        self._guard, self._target, self._name = guard, reference(target), name
+        theirs = vars(target).get(name)
+        plain = getattr(type(target), name) if theirs is None else theirs
+
+        @functools.wraps(plain)
+        def call(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            method = functools.partial(plain, self_) if theirs is None else plain
+            return self.run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
+
+        bound = _Bound(call, target, name, theirs)
+        self._bound = weakref.ref(bound)  # which may hold the object: we are held by its handle
+        vars(target)[name] = bound
+
+    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call, in place of calling the method."""
+        self._guard(target, args, kwargs)
+        return method(*args, **kwargs)
+
+    def remove(self) -> None:
+        target, bound = self._target(), self._bound()
+        if target is None or bound is None or vars(target).get(self._name) is not bound:
+            return
+        if bound.theirs is None:
+            del vars(target)[self._name]
+        else:
+            vars(target)[self._name] = bound.theirs
+
+
+class _Bound:
+    """A bound method that does not keep its object alive: one in the object's own fields would, until the next collection."""
+
+    def __init__(self, function: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.__func__ = function
+        self._target, self._name, self.theirs = reference(target), name, theirs
+
+    @property
+    def __self__(self) -> Any:
+        return self._target()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Copied or pickled with its object it becomes the copy's own method."""
+        return (getattr, (self.__self__, self._name)) if self.theirs is None else (_itself, (self.theirs,))
+
+
+def _itself(method: Any) -> Any:
+    return method

@@ -1,0 +1,230 @@
+"""Registration: from a user's object to a handle whose storages have their place."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from placement.core.errors import HostMemoryError, RegistrationError
+from placement.core.machine import Moves
+from placement.core.states import KINDS, ROLES
+from placement.core.torch_modes import callers_function_modes
+from placement.devices.base import Device
+from placement.engines.base import Engine, EngineAdapter
+from placement.engines.tagged import TaggedAdapter, TaggedEngine
+from placement.ownership import adapter_for
+from placement.ownership.detect import captured_collectives
+from placement.ownership.optimizer import OptimizerAdapter
+from placement.registration import guards
+from placement.registration.handle import Handle, Lazy
+from placement.registration.replication import check_can_be_replicated
+from placement.registration.unregistered import StepWatch
+from placement.storage.address_map import RANGES
+from placement.storage.managed import Holding
+from placement.storage.replicated.ranks import Ranks
+from placement.storage.replicated.storage import ReplicatedHolding
+from placement.tensors.owned import Adapter
+from placement.tensors.plain import plain_parts
+
+_logger = logging.getLogger("placement")
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+class Registry:
+    """The handles of one manager, in registration order."""
+
+    def __init__(
+        self, device: Device, moves_of: Callable[[Handle], Moves], phase_now: Callable[[], str], when_gone: Callable[[Handle], None]
+    ) -> None:
+        self.handles: dict[str, Handle] = {}
+        self._by_key: dict[int, Handle] = {}
+        """Handles by the identity of their objects, which are alive as long as their handles are here."""
+        self._device = device
+        self._moves_of = moves_of
+        self._phase_now = phase_now
+        self._when_gone = when_gone
+        self._has_warned = False
+
+    def add(
+        self,
+        name: str,
+        target: Any,
+        *,
+        role: str | None,
+        owner: Handle | str | None,
+        readonly: bool,
+        external: bool,
+        ranks: Ranks | None = None,
+    ) -> Handle:
+        """Make a handle, CPU_OFFLOADED, its storages adopted. On any error the object and the registry are as before.
+
+        Args:
+            ranks: share the host copy; None: it is this process's own.
+        """
+        self._check_words(name, role)
+        kind = target.kind if isinstance(target, Lazy) else "module"
+        if kind not in KINDS:
+            raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
+        handle = Handle(name, kind=kind, role=role, readonly=readonly, moves=self._moves_of)
+        handle.phase_now = self._phase_now
+        handle.owners = () if owner is None else (self._owner(name, owner),)
+        try:
+            if isinstance(target, Lazy):
+                handle.lazy = target
+            else:
+                self._bind(handle, target, external, ranks)
+            self.handles[name] = handle
+        except BaseException:
+            self.remove(handle)
+            raise
+        return handle
+
+    def build(self, handle: Handle) -> None:
+        """Call a `Lazy`'s factory and adopt what it gives.
+
+        Raises:
+            RegistrationError: the factory raised, or gave something that cannot be registered; the handle stays unbuilt.
+        """
+        assert handle.lazy is not None
+        try:
+            with callers_function_modes():
+                target = handle.lazy.factory()
+        except Exception as error:
+            raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
+        lazy = handle.lazy
+        try:
+            handle.built_object = target  # nobody else may hold what the factory made
+            self._bind(handle, target, external=False)
+            handle.lazy = None
+        except BaseException:
+            self._unbind(handle)
+            handle.detach()
+            handle.lazy = lazy
+            raise
+
+    def remove(self, handle: Handle) -> None:
+        """Take a handle out; its tensors get ordinary storage, on the device while resident, else on the host.
+
+        Idempotent: what an interrupt stopped half-way is finished by another call.
+        """
+        self._unbind(handle)
+        if self.handles.get(handle.name) is handle:
+            del self.handles[handle.name]
+        if handle.residency is not None:
+            handle.residency.detach()
+        handle.holding = handle.residency = None
+
+    def _unbind(self, handle: Handle) -> None:
+        if handle.holding is not None:
+            handle.holding.rehome()
+        for hook in handle.guards:  # after what can fail: a handle that stays keeps its guards
+            hook.remove()
+        handle.guards = []
+        self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
+
+    def _check_words(self, name: object, role: str | None) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise RegistrationError(f"handle name {name!r} must match {_NAME.pattern}")
+        if name in self.handles:
+            raise RegistrationError(f"{name!r} is registered already; unregister it first or choose another name")
+        if role is not None and role not in ROLES:
+            raise RegistrationError(f"{name!r}: role {role!r} is none of {', '.join(ROLES)}")
+
+    def _owner(self, name: str, owner: Handle | str) -> Handle:
+        found = self.handles.get(owner if isinstance(owner, str) else owner.name)
+        if found is None or found.kind == "optimizer":
+            raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager")
+        return found
+
+    def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None) -> None:
+        adapter = self._adapter(handle, target, external)
+        if ranks is not None:
+            check_can_be_replicated(handle.name, adapter)
+        keys = [id(key) for key in adapter.key_objects()]
+        for key in keys:
+            if key in self._by_key:
+                raise RegistrationError(f"{handle.name!r}: the object is registered already, as {self._by_key[key].name!r}")
+        if isinstance(adapter, OptimizerAdapter):
+            self._find_owners(handle, adapter)
+            adapter.follow([each for owner in handle.owners for each in owner.module_adapters()])
+        if isinstance(adapter, TaggedAdapter):
+            self._take_over(handle, adapter.engine)
+        elif adapter.external is None:
+            if ranks is None:
+                handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
+            else:
+                handle.holding = holding = ReplicatedHolding(self._device, adapter, handle.name, ranks)
+            with torch.no_grad():
+                holding.adopt()
+                self._reserve_state(holding, adapter)
+            if not self._has_warned and (reason := captured_collectives()) is not None:
+                self._has_warned = True
+                _logger.warning("%s", reason)
+        handle.attach(target, adapter, self._when_gone)
+        handle.strangers = handle.detached_parameters()
+        handle.guards = guards.install(handle, adapter.key_objects())
+        handle.guards.append(StepWatch(handle))
+        self._by_key.update(dict.fromkeys(keys, handle))
+
+    def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
+        """An engine that places its own memory. Nobody else may hold what stands for a server."""
+        if handle.readonly and not engine.residency.keeps_weights:
+            raise RegistrationError(f"{handle.name!r}: its weights are discarded by an offload, so it cannot be readonly")
+        engine.residency.attach(lambda: self._device.memory().free_bytes)
+        handle.residency, handle.built_object = engine.residency, engine
+
+    def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
+        if isinstance(target, TaggedEngine):
+            if external:
+                raise RegistrationError(f"{handle.name!r} places its own memory when it is told to; register it without external=True")
+            return TaggedAdapter(target)
+        if isinstance(target, Engine):
+            handle.built_object = target  # the manager's alone, where it was made in the call of register()
+            return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+        return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
+
+    def _reserve_state(self, holding: Holding, adapter: Adapter) -> None:
+        """State that is not born yet gets its host memory now: an offload in the middle of a run must not lack it."""
+        sizes = adapter.expected_sizes()
+        try:
+            holding.adopted.reserve(sizes or ())
+        except HostMemoryError:
+            holding.rehome()
+            raise
+
+    def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
+        """The modules whose parameters the optimizer steps, by parameter identity; its role is theirs."""
+        owners: dict[str, Handle] = {each.name: each for each in handle.owners}
+        for index, parameter in enumerate(adapter.parameters()):
+            owner = self._owner_of(parameter)
+            if owner is None:
+                advice = "Register the modules first, then the optimizers that step them."
+                if any(adapter.shows_for_now(parameter) for each in self.handles.values() for adapter in each.module_adapters()):
+                    advice = "A sharded module shows it between a forward and reshard(): make the optimizer of the sharded parameters."
+                raise RegistrationError(
+                    f"{handle.name!r}: parameter {index} of shape {tuple(parameter.shape)} belongs to no registered module. {advice}"
+                )
+            owners[owner.name] = owner
+        handle.owners = tuple(owners.values())
+        if handle.role is None and handle.owners:
+            handle.role = handle.owners[0].role
+
+    def _owner_of(self, parameter: torch.Tensor) -> Handle | None:
+        """The module handle that a parameter belongs to: by its address, or by identity where it has no place of ours.
+
+        The framework may have placed it, or it was added since the last offload (LoRA).
+        """
+        for _, part in itertools.islice(plain_parts(parameter, ""), 1):
+            holding = RANGES.owner_of(part.untyped_storage().data_ptr())
+            found = self.handles.get(holding.name) if holding is not None else None
+            if found is not None and found.holding is holding:
+                return found
+        for other in self.handles.values():
+            if any(each is parameter for adapter in other.module_adapters() for each in adapter.parameters()):
+                return other
+        return None

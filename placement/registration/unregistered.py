@@ -1,0 +1,126 @@
+"""Optimizers that no handle knows and that step a registered module's parameters.
+
+A second `train()` makes a new optimizer and forgets to register it: its state stays on the device in every phase, and nobody keeps its
+step out of phases in which a write is lost. One hook of torch's for the steps of all optimizers, there while any module is registered,
+sees them all. An optimizer that does not come from `torch.optim.Optimizer` it cannot see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from placement.core.errors import PhaseError, PlacementError
+from placement.core.states import State
+from placement.ownership.leaves import find
+from placement.registration.guards import StepGuard, is_off, refuse
+from placement.registration.initial_step import undo_initial_step
+from placement.storage.address_map import RANGES
+from placement.tensors.plain import plain_parts
+
+if TYPE_CHECKING:
+    from placement.registration.handle import Handle
+
+_logger = logging.getLogger("placement")
+_ADVICE = "manager.register() it after its module, once, and call step() inside manager.phase('train')"
+
+
+_WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+class StepWatch:
+    """Has the steps of unregistered optimizers seen while a handle is registered, be it a module's or an optimizer's."""
+
+    _hook: torch.utils.hooks.RemovableHandle | None = None
+    """One for all."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = weakref.ref(handle)
+        _WATCHED.add(handle)
+        if StepWatch._hook is None:
+            StepWatch._hook = register_optimizer_step_pre_hook(_before_step)
+
+    def remove(self) -> None:
+        if (handle := self._handle()) is not None:
+            _WATCHED.discard(handle)
+        if not _WATCHED and StepWatch._hook is not None:
+            StepWatch._hook.remove()
+            StepWatch._hook = None
+
+
+def living(handle: Handle) -> list[str]:
+    """The classes of the unregistered optimizers that have stepped a module's parameters and are still there, and still unregistered."""
+    return [type(each).__name__ for each in handle.unregistered_optimizers if not _is_known(each)]
+
+
+def _before_step(optimizer: Any, *_: Any) -> None:
+    if torch.compiler.is_compiling() or _is_guarded(optimizer):
+        return
+    for handle in {id(each): each for each in _stepped(optimizer)}.values():
+        if optimizer not in handle.unregistered_optimizers and _is_known(optimizer):
+            continue
+        try:
+            _check(handle, type(optimizer).__name__)
+        except PlacementError as error:
+            if undo_initial_step():
+                error.add_note("A state dict wanted to create state by this step: register it and use its handle's state_dict().")
+            raise
+        _note(handle, optimizer)
+
+
+def _check(handle: Handle, kind: str) -> None:
+    if is_off(handle):
+        refuse(handle, f"stepped, least of all by an optimizer that is not registered ({kind})", _ADVICE)
+    if handle.state is not State.TRAINING:
+        raise PhaseError(
+            f"step() of an optimizer that is not registered ({kind}) in phase {handle.phase_now()!r} would change {handle.name!r}, which "
+            f"is {handle.state}: values may change in TRAINING only; {_ADVICE}"
+        )
+
+
+def _note(handle: Handle, optimizer: Any) -> None:
+    if optimizer in handle.unregistered_optimizers:
+        return
+    handle.unregistered_optimizers.add(optimizer)
+    _logger.warning(
+        "an optimizer that is not registered (%s) steps parameters of %r: its state stays on the device in every phase, and checkpoints "
+        "do not have it; manager.register() it after its module",
+        type(optimizer).__name__,
+        handle.name,
+    )
+
+
+def _stepped(optimizer: Any) -> Iterator[Handle]:
+    """The registered modules whose parameters it steps. The first parameter of each group says it: this runs at every step."""
+    for group in optimizer.param_groups:
+        for parameter in itertools.islice(group["params"], 1):
+            for _, part in itertools.islice(plain_parts(parameter, ""), 1):
+                holding = RANGES.owner_of(part.untyped_storage().data_ptr())
+                if holding is not None:
+                    yield from (each for each in list(_WATCHED) if each.holding is holding and each.kind == "module")
+
+
+def _is_guarded(optimizer: Any) -> bool:
+    return any(isinstance(hook, StepGuard) for hook in optimizer._optimizer_step_pre_hooks.values())
+
+
+def _is_known(optimizer: Any) -> bool:
+    """Whether it is registered, or part of a registered one that makes such parts as it needs them (HybridDeviceOptimizer)."""
+    if _is_guarded(optimizer):
+        return True
+    roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]
+    return any(_holds(each, optimizer) for root in roots if root is not None for each in find(root)[0])
+
+
+def _holds(value: Any, optimizer: Any) -> bool:
+    for each in getattr(value, "__dict__", {}).values():
+        parts = each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else (each,)
+        if any(part is optimizer for part in parts):
+            return True
+    return False

@@ -1,0 +1,270 @@
+"""How a storage gets its place in a range, once, and how it leaves again.
+
+The unit is the storage: what points into it (views, tied weights, saved tensors of a live graph, references held in C++)
+follows. Three ways, chosen storage by storage:
+
+* swap: the storage exchanges its pointer with one that lies in the range (torch 2.13 on).
+* pool: a CUDA storage where torch cannot swap; see `cuda_pool`. Torch counts it in `memory_allocated()`.
+* rebind: a storage on another device than the range's (born on the CPU). It cannot follow, so every tensor that uses it is
+  given a new storage by `.data =`. An unknown tensor would stay behind with the old bytes, so an unknown one is refused.
+
+Everything here runs outside inference mode, on one thread at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from placement.core.errors import RegistrationError
+from placement.devices.base import Addresses, Device
+from placement.devices.cuda import pool
+from placement.devices.cuda.lifetime import uninterrupted
+from placement.devices.cuda.pool_plan import plan
+from placement.tensors.owned import Owned
+
+_ALIGNMENT = 512
+_SMALL_ALIGNMENT = 64
+"""Of storages below `_SMALL`; enough for every vector load, and thousands of scalars stay small."""
+_SMALL = 4096
+
+Way = Literal["swap", "pool", "rebind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One storage to adopt, and every tensor known to use it."""
+
+    name: str
+    storage: torch.UntypedStorage
+    aliases: tuple[torch.Tensor, ...]
+    owned: tuple[Owned, ...] = ()
+    """Of the aliases, those that have a name."""
+
+    @property
+    def bases(self) -> tuple[torch.Tensor, ...]:
+        """What these tensors are views of and nobody names: autograd keeps it as long as the view (the padded shard of FSDP2)."""
+        named = {id(alias) for alias in self.aliases}
+        bases = {id(base): base for alias in self.aliases if (base := alias._base) is not None and id(base) not in named}
+        return tuple(bases.values())
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
+
+class Adoption:
+    """Places for storages in a range of their own, with poison behind them. Made by `prepare`; nothing has moved yet.
+
+    Attributes:
+        addresses: the range.
+        offsets: of each claim's place, bytes from `addresses.base`.
+        nbytes: used length of the range.
+        ways: how each claim gets there.
+    """
+
+    def __init__(self, device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses]) -> None:
+        self._device = device
+        self._claims = tuple(claims)
+        self._sizes = tuple(claim.nbytes for claim in claims)
+        self.ways: tuple[Way, ...] = tuple(_way(device, claim.storage) for claim in claims)
+        for claim, way in zip(self._claims, self.ways, strict=True):
+            if way == "rebind":
+                _refuse_unknown(claim)
+        if "cuda" in {claim.storage.device.type for claim in claims}:
+            pool.refuse_private([(claim.name, claim.storage) for claim in claims if claim.storage.device.type == "cuda"])
+        pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
+        used = plan([self._sizes[i] for i in pooled])[1]
+        packed, self.nbytes = _pack([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
+        self.addresses: Addresses = reserve(self.nbytes)
+        device.unmap(self.addresses, self.nbytes)
+        self._pool: pool.PoolRange | None = None
+        self._pool_index = {claim: index for index, claim in enumerate(pooled)}
+        if pooled:
+            sizes = [self._sizes[i] for i in pooled]
+            self._pool = pool.PoolRange(device.torch_device, self.addresses, sizes, self)
+            for i, index in self._pool_index.items():
+                packed[i] = self._pool.offsets.get(index, 0)
+        self.offsets: tuple[int, ...] = tuple(packed)
+        self._homes: dict[int, torch.UntypedStorage] = {}
+
+    def is_in(self, index: int) -> bool:
+        """Whether claim `index` lies at its place, with all its tensors. True for an empty storage."""
+        nbytes, target = self._sizes[index], self.addresses.base + self.offsets[index]
+        if nbytes == 0:
+            return True
+        if self.ways[index] == "rebind":
+            return all(alias.untyped_storage().data_ptr() == target for alias in self._claims[index].aliases)
+        storage = self._claims[index].storage
+        return storage.data_ptr() == target and storage.nbytes() == nbytes
+
+    def move_in(self, index: int) -> None:
+        """Point claim `index` at its place and drop its old memory. The caller has saved its bytes: they are not carried over.
+
+        Idempotent, and safe to repeat after an interrupt anywhere inside. A storage of the pool way may be empty in between,
+        so a reader must wait for the repetition.
+        """
+        if self._sizes[index] == 0:
+            return
+        claim = self._claims[index]
+        if self._pool is not None and self.ways[index] == "pool":
+            self._pool.take(self._pool_index[index], claim.storage)
+        elif self.ways[index] == "swap":
+            if not self.is_in(index):
+                home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
+                claim.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+        elif not self.is_in(index):
+            # One new storage for all aliases, also when an interrupt and a repetition come between them.
+            if index not in self._homes:
+                self._homes[index] = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
+            _rebind((*claim.bases, *claim.aliases), self._homes[index])
+        self._homes.pop(index, None)
+
+    def forget_claims(self) -> None:
+        """Drop the references to storages and tensors, once all are in. Afterwards only the attributes can be used."""
+        self._claims = ()
+        self._homes.clear()
+
+
+def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses] | None = None) -> Adoption:
+    """Reserve a place for every storage, with poison behind it. No tensor is touched.
+
+    Args:
+        reserve: gives addresses in place of `Device.reserve`: some that were set aside.
+
+    Raises:
+        RegistrationError: a storage that must be rebound has a user that no claim names, or a tensor that cannot be rebound; one
+            lies in a private memory pool; or torch's allocator is set up in a way that does not work with a range.
+        DeviceMemoryError: no addresses.
+    """
+    return Adoption(device, claims, reserve or device.reserve)
+
+
+def expected_bytes(device: Device, sizes: Sequence[int]) -> int:
+    """Upper bound of `Adoption.nbytes` for storages of these sizes on the range's device."""
+    packed = _pack(sizes, 0)[1]
+    if device.torch_device.type == "cuda" and not _can_swap():
+        return max(packed, plan(sizes)[1])
+    return packed
+
+
+def rehome(
+    device: Device,
+    storage: torch.UntypedStorage,
+    aliases: Sequence[torch.Tensor],
+    target_device: torch.device,
+    fill: Callable[[torch.Tensor], None],
+    homes: dict[int, torch.UntypedStorage] | None = None,
+) -> None:
+    """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
+
+    On the range's own device every user of the storage follows. On another one `aliases` are rebound, and a tensor that is
+    not among them stays in the range.
+
+    Args:
+        aliases: every tensor known to use the storage.
+        fill: writes the bytes into a uint8 tensor of the storage's size on `target_device`.
+        homes: remembers, by address, what memory the aliases are given. With the same dictionary an interrupted call can be
+            repeated: the aliases that had not got it yet follow those that had.
+
+    Raises:
+        torch.OutOfMemoryError: no memory on the target; everything is as before.
+    """
+    nbytes = storage.nbytes()
+    if nbytes == 0:
+        return
+    follows = storage.device == target_device == device.torch_device
+    if follows and not _can_swap() and target_device.type == "cuda" and storage.resizable():
+        # Lack of memory shows here, before anything is given up: the next lines get this block.
+        reserved = torch.UntypedStorage(nbytes, device=target_device)
+        uninterrupted(
+            functools.partial(storage.resize_, 0), functools.partial(reserved.resize_, 0), functools.partial(storage.resize_, nbytes)
+        )
+        pool.leave(storage)
+        fill(_bytes_of(storage))
+        return
+    homes = {} if homes is None else homes
+    home = homes.get(storage.data_ptr())
+    if home is None:
+        home = torch.UntypedStorage(nbytes, device=target_device)
+        fill(_bytes_of(home))
+    if follows and _can_swap():
+        storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+    else:
+        homes[storage.data_ptr()] = home
+        _rebind(aliases, home)
+
+
+def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
+    """Give a storage the memory of another, whatever its size is now, for everybody who uses it. False where torch cannot."""
+    if storage.device != home.device or not _can_swap():
+        return False
+    if storage.nbytes() != home.nbytes():  # torch exchanges memory of one size, or with an empty storage
+        storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
+    storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+    return True
+
+
+def _can_swap() -> bool:
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def _way(device: Device, storage: torch.UntypedStorage) -> Way:
+    if storage.device != device.torch_device:
+        return "rebind"
+    if _can_swap():
+        return "swap"
+    return "pool" if storage.device.type == "cuda" and storage.resizable() else "rebind"
+
+
+def _pack(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
+    """Offsets one after the other from `start`, and the end."""
+    offsets = []
+    for size in sizes:
+        alignment = _SMALL_ALIGNMENT if size < _SMALL else _ALIGNMENT
+        if size:
+            start = -(-start // alignment) * alignment
+        offsets.append(start)
+        start += size
+    return offsets, start
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None:
+    with torch.no_grad():
+        for alias in aliases:
+            if alias.untyped_storage().data_ptr() != home.data_ptr():
+                data = torch.empty(0, dtype=alias.dtype, device=home.device)
+                alias.data = data.set_(home, alias.storage_offset(), alias.size(), alias.stride())
+
+
+def _refuse_unknown(claim: Claim) -> None:
+    """Raise RegistrationError unless `claim.aliases` are plain tensors and the only users of the storage."""
+    named = {id(alias): alias for alias in claim.aliases}
+    for alias in named.values():
+        if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg() or alias.is_quantized:
+            raise RegistrationError(
+                f"{claim.name!r}: a sparse or quantised tensor (layout {alias.layout}), or a lazily conjugated or negated view, cannot "
+                "change device; move the object to the device before it is registered"
+            )
+        if alias.untyped_storage()._cdata != claim.storage._cdata:
+            raise RegistrationError(f"{claim.name!r}: a tensor of another storage is named as its alias")
+        if alias.is_inference():
+            raise RegistrationError(f"{claim.name!r}: an inference tensor cannot change device; make it outside inference mode")
+    # One reference from each tensor and one from the Python object of the storage.
+    surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - len(claim.bases) - 1
+    if surplus > 0:
+        shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
+        raise RegistrationError(
+            f"{claim.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). It lies on "
+            f"{claim.storage.device}, and what moves it to the device would leave them behind with the old values. Drop them (a state "
+            "dict, a detached copy, a live graph), or move the object to the device before it is registered."
+        )

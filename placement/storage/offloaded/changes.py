@@ -1,0 +1,170 @@
+"""What happened to an offloaded object that makes it another than it was, and its undoing.
+
+`half()`, `to()`, `resize_token_embeddings()` or `.data =` on an offloaded module read poison and put new tensors in place of
+the registered ones: then the host copy would belong to nobody and be dropped with the only good values in it. A backward outside
+a phase leaves gradients of the same kind. Poison spreads as NaN, so NaN in a tensor that was born meanwhile tells.
+`share_memory()` takes storages away from their places, with poison for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from placement.core.errors import IntegrityError
+from placement.devices.base import POISON_WORD
+from placement.storage.adoption import Claim
+from placement.storage.places import Place
+from placement.storage.range import Range
+from placement.storage.scanner import Versions
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMBERS = sorted(
+    {
+        int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
+        for width in _SIGNED
+        for start in range(0, len(POISON_WORD), width)
+    }
+)
+"""What poison reads as signed integers, and what they are in a wider or narrower type (which cuts them to -1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of an offloaded object was not as it had been."""
+
+    replaced: Sequence[Claim] = ()
+    """Computed from poison, in place of what was registered."""
+    added: Sequence[Claim] = ()
+    """Computed from poison, under names that nothing registered had."""
+    gradients: Sequence[Claim] = ()
+    moved: Sequence[Claim] = ()
+    """Taken away from their places."""
+    lost: str | None = None
+    """What could not be undone, and what to do."""
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced or self.added or self.gradients or self.moved)
+
+    def message(self, name: str) -> str:
+        """What happened to the object, and what to do."""
+        values = [*self.replaced, *self.added]
+        told = []
+        if self.moved:
+            told.append(
+                f"{_names(self.moved)} of {name!r} were moved to other memory while it was offloaded (share_memory(), a "
+                "torch.multiprocessing queue, resize_()), and whoever received them got what lies there then (NaN). They have their "
+                "places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
+            )
+        if values:
+            left = f" {_names(self.added)} were added beside them and stay NaN until they are given values." if self.added else ""
+            told.append(
+                f"{_names(values)} of {name!r} were replaced while it was offloaded, by tensors computed from what lies there then "
+                "(NaN): half(), to(), resize_token_embeddings(), .data =. The registered values were put back." + left + " Do it inside "
+                "a phase that has it on the device, or before it is registered."
+            )
+        elif self.gradients:
+            told.append(
+                f"{_names(self.gradients)} of {name!r} came to be while it was offloaded, from what lies there then (NaN): a backward "
+                "outside a phase. Drop the gradients with zero_grad(), and call backward() inside manager.phase('train')."
+            )
+        if self.lost is not None:
+            told.append(f"But {self.lost}.")
+        return " ".join(told)
+
+
+def computed_from_poison(stay: Sequence[Claim], loose: Sequence[Claim], places: Mapping[str, Place]) -> Changes:
+    """Which of these tensors, born while their object was offloaded, were computed from poison."""
+    placed = {id(claim): any(owned.name in places for owned in claim.owned) for claim in stay}
+    # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
+    values = [claim for claim in stay if _has_nan(claim, throughout=not placed[id(claim)])]
+    gradients = [claim for claim in loose if _has_nan(claim, throughout=False)]
+    # Integers have no NaN. Weights of nothing but poison, or anything of poison that came with a NaN, was copied from what lies there.
+    values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
+    if values:  # padding is zero as it was: torch has made it anew, and nobody else
+        known = {id(claim) for claim in values}
+        values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
+    return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
+
+
+def written(before: Versions, now: Versions, ranges: Sequence[Range]) -> list[str]:
+    """Names of what was written in place between two looks, as far as version counters tell: not through `.data`."""
+    storages = now.written_since(before)
+    return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in storages] if storages else []
+
+
+class WrittenWhileOffloaded(IntegrityError):
+    """A load has found at the version counters that values were written in place."""
+
+
+def refuse_written(name: str, names: Sequence[str]) -> None:
+    """Raise where values were written in place while offloaded. The host copy has the registered ones.
+
+    Raises:
+        WrittenWhileOffloaded: what was written.
+    """
+    if names:
+        raise WrittenWhileOffloaded(
+            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, where nothing can be written: what was written is "
+            "lost, every value is as it was. Look for updates outside a phase that has it on the device (EMA updates, initialisers)."
+        )
+
+
+def _names(claims: Sequence[Claim]) -> str:
+    more = f" and {len(claims) - 8} more" if len(claims) > 8 else ""
+    return ", ".join(claim.name for claim in claims[:8]) + more
+
+
+def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
+    """Whether every tensor of it has the values of the host copy, so that it may as well lie there."""
+    for owned in claim.owned:
+        if (place := places.get(owned.name)) is None:
+            return False
+        dtype, offset, size, stride = place.form
+        host = place.range.slab.view(place.entry.offset, place.entry.nbytes).untyped_storage()
+        registered = torch.empty(0, dtype=dtype, device="cpu").set_(host, offset, size, stride)
+        now = owned.tensor.detach()
+        if now.size() != size or not torch.equal(now.cpu().to(dtype), registered):
+            return False
+    return True
+
+
+def _is_poison(claim: Claim) -> bool:
+    """Whether a tensor of a type that cannot say NaN has the numbers of poison and no others.
+
+    In whatever order: it may be a part of what was copied, or transposed, and where in its word a copy began is not to be seen.
+    """
+    tensor = claim.aliases[0].detach()
+    if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
+        return False
+    return not _has_nan(claim, throughout=False) and _has_only_poison(tensor)
+
+
+def _has_only_poison(tensor: torch.Tensor) -> bool:
+    """Whether every element of a tensor, read as a signed integer, is one of poison's."""
+    signed = _SIGNED[tensor.dtype.itemsize]
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(signed)
+    found = torch.zeros_like(numbers, dtype=torch.bool)
+    for number in _NUMBERS:
+        if number >= torch.iinfo(signed).min:
+            found |= numbers == number
+    return bool(found.all().item())
+
+
+def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
+    """Whether any element of a tensor is NaN, or all of them; False where its type has none.
+
+    Of all of them, one in eight may be a number: so does float8 poison read, and what was computed from it. See `POISON_WORD`.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return False
+    nan = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
+    if throughout:
+        return tensor.numel() - int(nan.sum().item()) <= (tensor.numel() + 1) // 8
+    return bool(nan.any().item())
+
+
+def _has_nan(claim: Claim, *, throughout: bool) -> bool:
+    return has_nan(claim.aliases[0].detach(), throughout=throughout)

@@ -1,0 +1,206 @@
+"""Registering what every rank of one machine has alike: one host copy, to which each rank contributes its share.
+
+Nothing of the object changes before every rank has proved that it has the same bytes at the same places, and has written its
+share. The proofs are fingerprints of the object's own storages, which each rank leaves in the shared memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+
+from placement.core.errors import RegistrationError
+from placement.devices.base import Copy, Device, SharedSlab
+from placement.devices.host.shared_slab import new_file, opened_file
+from placement.devices.host.slab import PAGE, round_up
+from placement.storage import adoption as adopt
+from placement.storage.address_map import Owner
+from placement.storage.range import Range, used_bytes
+from placement.storage.replicated.range import SharedRange, own_spans
+from placement.storage.replicated.ranks import Ranks
+from placement.storage.scanner import Intake, byte_view
+from placement.storage.transfer.fingerprint import fingerprints
+from placement.tensors.owned import Adapter
+
+_PIECE_BYTES = 64 << 20
+"""Of a storage, per fingerprint: what computing one takes on the side is a few times as much."""
+
+
+def words_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
+    """One word of each rank, int64, at the beginning of what lies behind the copy."""
+    return slab.extra[: 8 * world_size].view(torch.int64)
+
+
+def _prints_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
+    """The fingerprints of each rank, a row for each, in what lies behind the words."""
+    return slab.extra[8 * world_size :].view(torch.int64).view(world_size, -1)
+
+
+class SharedIntake(Intake):
+    """As every intake, but for what is there at registration: that is shared with the other ranks."""
+
+    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks) -> None:
+        super().__init__(device, adapter, name, owner)
+        self._ranks = ranks
+        self._is_registered = False
+
+    def take_in(self, claims: list[adopt.Claim], loose: bool) -> Range | None:
+        if self._is_registered or loose:
+            return super().take_in(claims, loose)
+        if not claims:
+            raise RegistrationError(f"{self._name!r} has no tensors; there is nothing that ranks could share")
+        fresh = self._take_in_together(claims)
+        self._is_registered = True
+        return fresh
+
+    def _take_in_together(self, claims: list[adopt.Claim]) -> SharedRange:
+        """Every rank does this at the same time.
+
+        Raises:
+            RegistrationError: the ranks do not have the same tensors, or are on several machines.
+            HostMemoryError, DeviceMemoryError: no memory for the share, no addresses.
+            GroupError, CoordinatorLost: another rank could not, or cannot be reached.
+        """
+        device, ranks, shares = self._device, self._ranks, self._ranks.shares
+        adoption = adopt.prepare(device, claims, self._addresses)
+        nbytes = used_bytes(adoption.nbytes)
+        prints = _fingerprints(claims)
+        extra_bytes = 8 * shares.world_size * (1 + len(prints))
+        with ExitStack() as files:  # open until every rank has mapped it
+            file, words = -1, ""
+            if shares.rank == 0:
+                file, words = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
+            said = ranks.confer("layout", f"{_layout(device, claims, adoption)} {words}")
+            self._check_layouts([each.partition(" ")[0] for each in said])
+            if shares.rank != 0:
+                file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
+            slab = device.shared_host(file, nbytes, own_spans(adoption, device.chunk_bytes, shares), extra_bytes)
+            self._write(claims, adoption, slab)
+            table = _prints_of(slab, shares.world_size)
+            table[shares.rank] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
+            ranks.confer("share", "written")
+        self._check_equal(table, [name for name, _ in prints])
+        self._try_out()
+        slab.pin()
+        return SharedRange(device, adoption, slab, tuple(claims), shares)
+
+    def _file_of_rank_0(self, words: str) -> AbstractContextManager[int]:
+        try:
+            return opened_file(words)
+        except (OSError, ValueError) as error:
+            raise RegistrationError(
+                f"{self._name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on one "
+                "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
+            ) from error
+
+    def _write(self, claims: Sequence[adopt.Claim], adoption: adopt.Adoption, slab: SharedSlab) -> None:
+        """Write this rank's share of the copy, and wait until it is there."""
+        copies = []
+        spans = own_spans(adoption, self._device.chunk_bytes, self._ranks.shares)
+        for claim, start, first, nbytes in _overlaps(claims, adoption.offsets, spans):
+            if claim.storage.device == self._device.torch_device:
+                copies.append(Copy(claim.storage.data_ptr() + first, slab.address + start, nbytes))
+            else:
+                slab.view(start, nbytes).copy_(byte_view(claim.storage)[first : first + nbytes])
+        if copies:
+            self._device.copy(copies, "to_host")
+        self._device.sync()
+
+    def _check_layouts(self, layouts: Sequence[str]) -> None:
+        others = _minority(layouts)
+        if others:
+            raise RegistrationError(
+                f"{self._name!r} cannot be replicated: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} "
+                f"has other tensors than the rest (names, shapes, dtypes, device, order). Build the same model on every "
+                "rank, and on the same kind of device, or register it without replicated=True."
+            )
+
+    def _check_equal(self, table: torch.Tensor, names: Sequence[str]) -> None:
+        for column in (table != table[:1]).any(dim=0).nonzero().flatten().tolist():
+            others = _minority(table[:, column].tolist())
+            raise RegistrationError(
+                f"{self._name!r} cannot be replicated: {names[column]!r} has other bytes on rank{'s' if len(others) > 1 else ''} "
+                f"{', '.join(map(str, others))} than on the rest. Load the same values on every rank before it is registered, or register "
+                "it without replicated=True."
+            )
+
+    def _try_out(self) -> None:
+        """One collective: it makes the communicator now, whose memory a later load must not lack, and shows who is in it."""
+        shares = self._ranks.shares
+        out = torch.zeros(shares.world_size, dtype=torch.uint8, device=self._device.torch_device)
+        out[shares.rank] = shares.rank
+        try:
+            self._ranks.gather(out, [])
+        except RuntimeError as error:
+            raise RegistrationError(
+                f"{self._name!r} cannot be replicated: an all-gather on {self._device.torch_device} failed: {error}. The process group "
+                "needs a backend for that device (nccl for CUDA, gloo for the CPU)."
+            ) from error
+        if (found := out.tolist()) != [*range(shares.world_size)]:
+            raise RegistrationError(f"{self._name!r} cannot be replicated: the process group has the ranks in another order: {found}")
+
+
+def _layout(device: Device, claims: Sequence[adopt.Claim], adoption: adopt.Adoption) -> str:
+    """The same where the same tensors have the same places."""
+    lines = [f"{device.chunk_bytes} {adoption.nbytes}"]
+    for claim, offset in zip(claims, adoption.offsets, strict=True):
+        first = claim.aliases[0]
+        form = first.dtype, first.storage_offset(), tuple(first.size()), first.stride()
+        lines.append(f"{claim.name} {claim.storage.device.type} {claim.nbytes} {offset} {form}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _fingerprints(claims: Sequence[adopt.Claim]) -> list[tuple[str, int]]:
+    """(name, 64 bits) of every piece of every storage, computed where it lies. On the host by threads, as hashes: ranks that have the
+    same layout have the same tensors there, so nobody compares one with a fingerprint of a device."""
+    on_host = [claim for claim in claims if claim.storage.device.type == "cpu"]
+    pieces = [(claim, start) for claim in on_host for start in range(0, claim.nbytes, _PIECE_BYTES)]
+    with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:
+        hashes = list(threads.map(_hash, pieces))
+    names = [claim.name for claim, _ in pieces]
+    found: list[torch.Tensor] = []
+    for claim in claims:
+        if claim.storage.device.type != "cpu":
+            data = byte_view(claim.storage)
+            whole = len(data) // 8 * 8
+            prints = [fingerprints(data, [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)])]
+            if whole < len(data):
+                prints.append(fingerprints(torch.cat([data[whole:], data.new_zeros(whole + 8 - len(data))]), [8]))
+            names += [claim.name] * sum(map(len, prints))
+            found += prints
+    return list(zip(names, hashes + (torch.cat(found).tolist() if found else []), strict=True))
+
+
+def _hash(piece: tuple[adopt.Claim, int]) -> int:
+    claim, start = piece
+    nbytes = min(_PIECE_BYTES, claim.nbytes - start)
+    data = (ctypes.c_char * nbytes).from_address(claim.storage.data_ptr() + start)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _overlaps(
+    claims: Sequence[adopt.Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[adopt.Claim, int, int, int]]:
+    """(claim, offset in the range, offset in the storage, bytes) of what of the claims lies in these spans, which are in order."""
+    starts = [start for start, _ in spans]
+    for claim, offset in zip(claims, offsets, strict=True):
+        for start, nbytes in spans[max(0, bisect.bisect_right(starts, offset) - 1) :]:
+            if start >= offset + claim.nbytes:
+                break
+            first, end = max(start, offset), min(start + nbytes, offset + claim.nbytes)
+            if first < end:
+                yield claim, first, first - offset, end - first
+
+
+def _minority(said: Sequence[object]) -> list[int]:
+    """The ranks that say something else than most do; where none are more, than rank 0 does."""
+    common = max(Counter(said).values())
+    usual = next(each for each in said if Counter(said)[each] == common)
+    return [rank for rank, each in enumerate(said) if each != usual]

@@ -1,0 +1,142 @@
+"""Verifying a round trip: the host copy against the fingerprints that the device had of its bytes, and the device's against both.
+
+It waits for every byte that it asks about, so a load returns only when its last byte has arrived, and the host's fingerprints
+are computed by the CPU. That finds a bad memory module or link; it is no mode for training at full speed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
+import torch
+
+from placement.core.errors import IntegrityError
+from placement.storage.managed import Holding
+from placement.storage.range import Range
+from placement.storage.scanner import byte_view
+from placement.storage.transfer.fingerprint import fingerprints
+
+Verify = Literal["always", "sample", "off"]
+Span = tuple[Range, int, int]
+"""Chunks `first` up to `last` (not included) of a range."""
+
+
+class Verifier:
+    """Compares what arrived with what was sent.
+
+    Args:
+        mode: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. "off": none.
+    """
+
+    def __init__(self, mode: Verify) -> None:
+        self._mode = mode
+        self._random = random.Random()  # noqa: S311 - its own: a training script seeds the global one
+
+    def choose(self, ranges: Iterable[Range]) -> list[Span]:
+        """The chunks to ask about in one move."""
+        whole = [(r, 0, len(r.chunk_sizes)) for r in ranges] if self._mode != "off" else []
+        if self._mode == "always" or not whole:
+            return whole
+        r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])
+        return [(r, index, index + 1)]
+
+    def note(self, holdings: Iterable[Holding]) -> None:
+        """Fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so that its stay is covered."""
+        if self._mode == "always":
+            for holding in holdings:
+                for r in holding.ranges:
+                    if r.prints is None and not holding.on_device and r.claims is None:
+                        r.prints = _of_host(r, 0, len(r.chunk_sizes))
+
+    def check_host(self, holding: Holding, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
+        """Before the memory of an offload's chunks is given up: the host has what the device has.
+
+        Args:
+            spans: chunks that have arrived.
+            wanted: of each range, the fingerprints that its host copy must have.
+
+        Raises:
+            IntegrityError: it has not; the device's bytes are the good ones.
+        """
+        for r, first, last in spans:
+            bad = _different(_of_host(r, first, last), wanted[r][first:last], first)
+            if bad:
+                _mend(holding, r, bad, wanted[r])
+                raise IntegrityError(
+                    f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
+                    "It stays on the device, complete; its next offload copies them again."
+                )
+
+    def check_newborn(self, holding: Holding, fresh: Iterable[Range]) -> None:
+        """The same for storages on their way to their first place; they are compared byte by byte.
+
+        Raises:
+            IntegrityError: the host has other bytes; the storages stay where they are.
+        """
+        arrived = [(r, index) for r in fresh for index in range(len(r.claims or ()))] if self._mode != "off" else []
+        if self._mode == "sample" and arrived:
+            arrived = [self._random.choice(arrived)]
+        for r, index in arrived:
+            assert r.claims is not None
+            claim = r.claims[index]
+            if not byte_view(claim.storage).cpu().equal(r.slab.view(r.adoption.offsets[index], claim.nbytes)):
+                raise IntegrityError(
+                    f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
+                    "It stays on the device, complete."
+                )
+
+    def check_device(self, holding: Holding) -> None:
+        """Before a load is decided: the device has what the host copy had when it was written. Waits for the copies.
+
+        Raises:
+            IntegrityError: it has not. Where the host copy is what it was, the load can be tried again; where it is not, no good
+                copy exists any more, and the holding is `lost`.
+        """
+        for r, first, last in self.choose(holding.ranges):
+            wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
+            bad = _different(holding.adopted.fingerprint(r, first, last).cpu(), wanted, first)
+            if not bad:
+                continue
+            spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
+            if not spoilt:
+                raise IntegrityError(
+                    f"{holding.name!r}: {_chunks(r, bad)} did not arrive on the device as the host copy has them. "
+                    "The load was undone, the host copy is complete."
+                )
+            since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
+            holding.lost = (
+                f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}, and no other copy "
+                "of them exists. It stays off the device; unregister it, load a checkpoint into the object, and register it again."
+            )
+            raise IntegrityError(holding.lost)
+
+
+def _mend(holding: Holding, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
+    """Have chunks of the host copy written again: at once where no offload would (readonly), else by the next offload."""
+    found = [holding.adopted.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+    if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
+        holding.device.copy(r.copies(bad), "to_host")
+        holding.device.wait(holding.device.mark("to_host"))
+    else:
+        r.prints = None
+
+
+def _of_host(r: Range, first: int, last: int) -> torch.Tensor:
+    sizes = r.used_sizes[first:last]
+    return fingerprints(r.slab.view(r.starts[first], sum(sizes)), sizes)
+
+
+def _different(found: torch.Tensor, wanted: torch.Tensor, first: int) -> list[int]:
+    return [first + index for index in (found != wanted).nonzero().flatten().tolist()]
+
+
+def _chunks(r: Range, indices: Sequence[int]) -> str:
+    """Chunks and whose values lie in them, for a message."""
+    spans = [(r.starts[index], r.starts[index] + r.used_sizes[index]) for index in indices]
+    names = [p.name for p in r.placed if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    chunks = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    return f"chunk{'s' if len(indices) > 1 else ''} {chunks} of {len(r.chunk_sizes)} ({', '.join(names[:8])}{more})"
