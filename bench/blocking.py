@@ -1,4 +1,4 @@
-"""How long does the host wait for a load of 15 GB, also behind 320 ms of queued work, and what does that work lose meanwhile?"""
+"""How long does the host wait for a load of 15 GB, also behind 320 ms of queued work, and what does that work lose in the meantime?"""
 
 from __future__ import annotations
 

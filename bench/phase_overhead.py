@@ -26,8 +26,8 @@ def _worker(rig: Rig, num_handles: int) -> tuple[placement.Manager, list[torch.n
     return manager, modules
 
 
-def _borders(manager: placement.Manager, repetitions: int) -> tuple[float, float]:
-    """Median microseconds of a nested phase and of a switch, each border moving nothing."""
+def _stack(manager: placement.Manager, repetitions: int) -> tuple[float, float]:
+    """Median microseconds of a nested phase and of a switch, each phase transition moving nothing."""
     nested, switched = [], []
     with manager.phase("eval") as phase:
         for _ in range(repetitions):
@@ -48,7 +48,7 @@ def measure(rig: Rig, results: Results) -> None:
             began = time.perf_counter()
             manager, modules = _worker(rig, num_handles)
             registered = (time.perf_counter() - began) / num_handles * 1e6
-            nested, switched = _borders(manager, repetitions=max(20, 2_000 // num_handles) if rig.size != "tiny" else 3)
+            nested, switched = _stack(manager, repetitions=max(20, 2_000 // num_handles) if rig.size != "tiny" else 3)
             results.add(scenario, "placement", "register one", registered, "us")
             results.add(scenario, "placement", "enter and leave, nothing moves", nested, "us")
             results.add(scenario, "placement", "switch, nothing moves", switched, "us")

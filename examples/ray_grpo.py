@@ -14,7 +14,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-import placement.integrations.ray
+import placement.ray
 from placement.cli.demo import digest_of
 from placement.testing import SimulatedDevice, assert_nothing_resident
 

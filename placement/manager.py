@@ -22,7 +22,7 @@ from placement.phases import audit
 from placement.phases.open_phase import here
 from placement.phases.phase import PhaseContext
 from placement.phases.policy_lookup import resolve_policy
-from placement.phases.stack import Borders
+from placement.phases.stack import PhaseStack
 from placement.registration.handle import Handle
 from placement.registration.replication import Replication
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from placement.observe.server import MetricsServer
 
 
-def _end(borders: Borders, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
+def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
     """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
-    if sys.is_finalizing() or os.getpid() != borders.pid:
+    if sys.is_finalizing() or os.getpid() != stack.pid:
         return
-    borders.is_closing = True
+    stack.is_closing = True
     try:
-        if not borders.is_closed:
-            _leave_all(borders, entered)
+        if not stack.is_closed:
+            _leave_all(stack, entered)
     finally:
         _close_all(servers)
 
@@ -51,18 +51,18 @@ def _close_all(servers: Iterable[MetricsServer]) -> None:
         server.close()
 
 
-def _leave_all(borders: Borders, entered: list[PhaseContext]) -> None:
+def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
     while entered:
         phase = entered.pop()
-        if borders.stack and borders.stack[-1] is phase._open:
+        if stack.open_phases and stack.open_phases[-1] is phase._open:
             # As by an exception: the other ranks of a group have not been asked, and this process may be about to end.
             error = PhaseError(f"the manager was dropped while phase {phase.name!r} was open")
             phase.__exit__(PhaseError, error, None)
             for note in getattr(error, "__notes__", ()):
                 logger.error("%s: %s", error, note)
         del phase  # one with another inside it closes when that does, as any phase that nobody holds
-    if not borders.stack:  # whoever still holds a phase leaves it without the manager
-        borders.close()
+    if not stack.open_phases:  # whoever still holds a phase leaves it without the manager
+        stack.close()
 
 
 class Manager:
@@ -108,14 +108,15 @@ class Manager:
             from placement.group.lease import lease_for
 
             lease = lease_for(self.device, self.settings, self.settings.leases, getattr(group, "deadline_seconds", None))
-        self._borders = Borders(self.device, self.policy, self.settings, self.journal, group, lease)
+        self._stack = PhaseStack(self.device, self.policy, self.settings, self.journal, group, lease)
         self._replication = Replication(group)
         self._entered: list[PhaseContext] = []
-        self._snapshots = audit.Snapshots(self._borders, self.policy.name, self.settings.worker_role, self.device, self.journal)
+        self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
         """Its thread keeps a server alive until it is closed."""
-        # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the borders alive until it has run.
-        weakref.finalize(self, _end, self._borders, self._entered, self._servers).atexit = False
+        # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the stack alive until it
+        # has run.
+        weakref.finalize(self, _end, self._stack, self._entered, self._servers).atexit = False
 
     @classmethod
     def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
@@ -132,7 +133,7 @@ class Manager:
     @property
     def handles(self) -> Mapping[str, Handle]:
         """Every handle by name, in registration order."""
-        handles = self._borders.registry.handles
+        handles = self._stack.registry.handles
         return MappingProxyType({name: handle for name, handle in handles.copy().items() if not handle.is_gone})
 
     def register(
@@ -166,14 +167,14 @@ class Manager:
                 rank, and before a byte of it has moved when the ranks' values differ.
             HostMemoryError, DeviceMemoryError: no memory for it; the object is as before.
         """
-        registry = self._borders.registry
-        with self._trying_to_register(replicated), self._borders.border():
+        registry = self._stack.registry
+        with self._trying_to_register(replicated), self._stack.transition():
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, readonly, replicated) as replicas:
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
                     handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
-                    self._borders.join(handle, agree)
+                    self._stack.join(handle, agree)
             except BaseException:
                 for added in [each for known, each in registry.handles.items() if known not in before]:
                     registry.remove(added)
@@ -182,16 +183,16 @@ class Manager:
 
     def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
         """A change of the group where the ranks share the handle, also when it is refused before it begins."""
-        return nullcontext() if replicated is False else self._borders.attempt(self._replication.together, begins=True, own=True)
+        return nullcontext() if replicated is False else self._stack.attempt(self._replication.together, begins=True, own=True)
 
     def unregister(self, handle: Handle | str) -> None:
         """Forget a handle. The same tensor objects get ordinary storage: on the device while resident, else on the host."""
-        with self._borders.border():
-            found = self._borders.known(handle if isinstance(handle, str) else handle.name)
+        with self._stack.transition():
+            found = self._stack.known(handle if isinstance(handle, str) else handle.name)
             dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
             if dependent:
                 raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
-            self._borders.forget(found)
+            self._stack.forget(found)
 
     def close(self) -> None:
         """Unregister everything, optimizers first, give the device back and end what `serve` began; log what was done. Idempotent.
@@ -199,11 +200,11 @@ class Manager:
         Raises:
             PhaseError: a phase is open.
         """
-        if self._borders.is_closed:
+        if self._stack.is_closed:
             _close_all(self._servers)  # in case an interrupt kept an earlier call from it
             return
         last = self.snapshot()
-        self._borders.close()
+        self._stack.close()
         _close_all(self._servers)
         logger.info("closed\n%s", summary(last), extra={"placement": last})
 
@@ -212,7 +213,7 @@ class Manager:
     @property
     def phase_name(self) -> str:
         """The innermost open phase; "idle" outside every phase."""
-        return self._borders.phase_name
+        return self._stack.phase_name
 
     def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
         """A phase for a `with` statement: every handle goes where the policy wants it, and back at the end.
@@ -229,11 +230,11 @@ class Manager:
             PolicyError: no plan; DeviceMemoryError: it does not fit; nothing has moved then.
             Exception: what stopped the moves; what was on the device before is there again.
         """
-        return PhaseContext(self._borders, name, only, here(), keeps_alive=self)
+        return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that no thread owns; `leave` closes it, from any thread."""
-        phase = PhaseContext(self._borders, name, only, None)
+        phase = PhaseContext(self._stack, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
@@ -251,7 +252,7 @@ class Manager:
                 self._entered.pop()
 
     def _last_entered(self, what: str) -> PhaseContext:
-        with self._borders.attempt(own=True):
+        with self._stack.attempt(own=True):
             if not self._entered:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")
         return self._entered[-1]
@@ -272,8 +273,8 @@ class Manager:
             ValueError: `group` is no group, it is in doubt, or this manager was made without one.
             Exception: a handle could not be brought in line; the old group stays.
         """
-        with self._borders.border():
-            self._borders.rejoin(group)
+        with self._stack.transition():
+            self._stack.rejoin(group)
             self._replication.rejoin(group)
 
     # --- asking
@@ -285,10 +286,10 @@ class Manager:
     def audit(self) -> Audit:
         """Compare declared and measured for every handle, by looking at every tensor. Reports, changes nothing.
 
-        What was written into offloaded memory is found again at each audit, until the next border of a phase raises it.
+        What was written into offloaded memory is found again at each audit, until the next phase transition raises it.
         """
-        with self._borders.border():
-            plan, writes = self._borders.base_plan(), self._borders.crossing.writes
+        with self._stack.transition():
+            plan, writes = self._stack.base_plan(), self._stack.executor.writes
             writes.look(wait=True, at_counters=True)
             return audit.audit(self.handles, plan, self.device, writes.findings)
 
@@ -298,7 +299,7 @@ class Manager:
         Raises:
             IntegrityError: with the numbers that disagree.
         """
-        with self._borders.border():
+        with self._stack.transition():
             audit.check_integrity(self.handles, self.device)
 
     def serve(
@@ -327,13 +328,13 @@ class Manager:
         from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
-        self._borders.check_process()
+        self._stack.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
         if self._snapshots.others is None:
             self._snapshots.others = OtherProcesses(self.device.uuid)
-        snapshots, borders = self._snapshots, self._borders  # not the manager, which the server would keep alive
-        server = MetricsServer(snapshots.take, is_over=lambda: borders.is_closed, journal=self.journal, port=port, address=address)
+        snapshots, stack = self._snapshots, self._stack  # not the manager, which the server would keep alive
+        server = MetricsServer(snapshots.take, is_over=lambda: stack.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)

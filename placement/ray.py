@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from placement.integrations import ray as _ray
+from placement.integrations import ray
 
 if TYPE_CHECKING:
     from placement.integrations.ray import Fleet, FleetPhase, Worker, WorkerStatus, in_phase
@@ -13,4 +13,4 @@ __all__ = ["Fleet", "FleetPhase", "Worker", "WorkerStatus", "in_phase"]
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_ray, name)
+    return getattr(ray, name)

@@ -206,12 +206,15 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     in_phase = bool(manager.snapshot().phases)
     handles = {name: handle for name, handle in manager.handles.items() if not handle.external}
     problems: list[str] = []
-    foreign: list[str] = []
+    kept_by_framework: list[str] = []
     for name, handle in handles.items():
         if handle.state is State.CPU_OFFLOADED:
             if handle.resident_bytes:
                 problems.append(f"{name} is CPU_OFFLOADED and holds {handle.resident_bytes:,} bytes")
-            foreign += [f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}" for what, n in handle.foreign]
+            kept_by_framework += [
+                f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}"
+                for what, n in handle.kept_by_framework
+            ]
         elif not in_phase and name not in except_for:
             problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
     declared = sum(handle.resident_bytes for handle in handles.values())
@@ -222,7 +225,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     audit = manager.audit()
     if not audit.ok:
         problems.append(audit.report)
-    if foreign and not allow_foreign:
-        problems += [*foreign, _ALLOW_FOREIGN]
+    if kept_by_framework and not allow_foreign:
+        problems += [*kept_by_framework, _ALLOW_FOREIGN]
     if problems:
         raise AssertionError("\n".join(problems))

@@ -26,7 +26,8 @@ from tests.seeds import seed
 
 # Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch's stores look up the name of each peer, a loopback one too, and serve nobody meanwhile: 5 s where a name server does not answer.
+# torch's stores look up the name of each peer, a loopback one too, and serve nobody in the meantime: 5 s where a name server does not
+# answer.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 torch.set_num_threads(1)
 # Checkpoints are synced to the disk, and the cores wait for it: temporary files lie in memory where that has room.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from placement.core.journal import logger
-from placement.storage.transfer.host_read_locks import Loan
+from placement.storage.transfer.host_read_locks import HostReadLock
 from placement.storage.transfer.mirror import mirror
 from placement.tensors.plain import rewrapped
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def held(handles: Iterable[Handle]) -> Iterator[list[Loan]]:
+def held(handles: Iterable[Handle]) -> Iterator[list[HostReadLock]]:
     """The host copies of these handles, up to date and lent; given back here when what follows fails."""
-    loans: list[Loan] = []
+    host_read_locks: list[HostReadLock] = []
     try:
         for handle in handles:
             if handle.holding is not None:
                 mirror(handle.holding)
-                loans.append(handle.holding.loans.lend())
-        yield loans
+                host_read_locks.append(handle.holding.host_read_locks.lend())
+        yield host_read_locks
     except BaseException:
-        for loan in loans:
-            loan.give_back()
+        for lock in host_read_locks:
+            lock.give_back()
         raise
 
 

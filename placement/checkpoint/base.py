@@ -219,7 +219,7 @@ def _form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
 def wait_for_readers(handle: Handle) -> None:
     """Whoever reads the host copy in another thread is through with it."""
     if handle.holding is not None and not handle.holding.on_device:
-        handle.holding.loans.wait()
+        handle.holding.host_read_locks.wait()
 
 
 def note_written(handle: Handle) -> None:
@@ -284,9 +284,9 @@ def some(names: Mapping[str, Any]) -> str:
     return ", ".join(list(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "nothing"
 
 
-def refuse_own_borders(handle: Handle, name: str, value: Any) -> None:
+def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
     if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
         raise CheckpointError(
-            f"{handle.name!r}: {name} is sharded at borders of its framework's own: save it with the framework's checkpoint, and leave it "
+            f"{handle.name!r}: {name} is sharded in its framework's own way: save it with the framework's checkpoint, and leave it "
             "out here with only="
         )

@@ -69,7 +69,7 @@ def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         CheckpointError: a handle cannot be saved so (the message says how it can), or the files cannot be written. On every rank.
         NotResidentError, BrokenHandleError: a handle that `only` names has no values.
     """
-    with manager._borders.border():
+    with manager._stack.transition():
         state = _collect(manager, only, process_group)
         with _torch_errors(f"saving to {os.fspath(path)!r}"):
             torch_save(state, checkpoint_id=path, process_group=process_group, no_dist=not dist.is_initialized())
@@ -89,14 +89,14 @@ def async_save(
     Returns:
         Done when this rank's files and the metadata are written; its `result()` raises CheckpointError when they were not.
     """
-    with manager._borders.border():
+    with manager._stack.transition():
         with _together(process_group):
             for handle in _chosen(manager, only):
                 if handle.gathers is not None:
                     raise CheckpointError(f"{handle.name!r}: {handle.gathers}: save() it, or leave it out with only=")
         state = _collect(manager, only, process_group)
         group = background.group_for(process_group)
-        with background.held(manager.handles[name] for name in state) as loans:
+        with background.held(manager.handles[name] for name in state) as host_read_locks:
             frozen = {name: background.frozen(manager.handles[name], values) for name, values in state.items()}
 
             def write() -> None:
@@ -104,8 +104,8 @@ def async_save(
                     with _torch_errors(f"saving to {os.fspath(path)!r}"):
                         torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
                 finally:
-                    for loan in loans:
-                        loan.give_back()
+                    for lock in host_read_locks:
+                        lock.give_back()
 
             return background.submit(write, path)
 
@@ -125,7 +125,7 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         PhaseError: a handle is publishing its weights.
         NotResidentError: a handle is not built yet, or its object wants to take state over itself and is offloaded.
     """
-    with manager._borders.border():
+    with manager._stack.transition():
         background.drain()
         parts: dict[str, Part] = {}
         given: dict[str, Any] = {}
@@ -160,7 +160,7 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
 def _chosen(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handle]:
     names = names_of(only)
     if names is not None:
-        return [manager._borders.known(name) for name in dict.fromkeys(names)]
+        return [manager._stack.known(name) for name in dict.fromkeys(names)]
     return [handle for handle in manager.handles.values() if handle.kind in _PARTS and not handle.readonly]
 
 

@@ -19,7 +19,7 @@ from placement.checkpoint.base import (
     fqn,
     note_written,
     put,
-    refuse_own_borders,
+    refuse_own_cuts,
     some,
     under,
     wait_for_readers,
@@ -51,7 +51,7 @@ class Model(Part):
                     f"torch cannot name what {self.handle.name!r} has ({error}): save its handle.state_dict(), or let its framework do it"
                 ) from error
         for name, value in found.items():
-            refuse_own_borders(self.handle, name, value)
+            refuse_own_cuts(self.handle, name, value)
         return Shown(self, found)
 
     def template(self, path: Path, metadata: Metadata) -> Read:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_borders, some, under
+from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_cuts, some, under
 from placement.checkpoint.optimizer_state import Changes, HybridLoad, OwnLoad, StateChange, settings_of
 from placement.core.errors import CheckpointError, NotResidentError
 from placement.core.loaded_classes import is_a
@@ -52,7 +52,7 @@ class Optimizer(Part):
                     groups[-1]["params"] = [names[id(parameter)] for parameter in group["params"]]
         for name, entry in state.items():
             for value in entry.values() if isinstance(entry, Mapping) else ():
-                refuse_own_borders(self.handle, name, value)
+                refuse_own_cuts(self.handle, name, value)
         return Shown(self, {"state": state, "param_groups": groups})
 
     def template(self, path: Path, metadata: Metadata) -> Read:

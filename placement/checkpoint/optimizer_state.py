@@ -77,7 +77,7 @@ class StateChange(Change):
         if handle.holding is None:
             return
         if handle.holding.on_device:
-            handle.holding.adopted.look()
+            handle.holding.storages.look()
         else:
             handle.holding.take_in_restored()
 

@@ -56,7 +56,7 @@ class TakeOver(Change):
             if is_off(handle):
                 handle.holding.take_in_restored()
             else:
-                handle.holding.adopted.look()
+                handle.holding.storages.look()
         if differing := self._differing():
             names = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
             raise CheckpointError(f"{self._subject()}. It ran, and {names} of the state dict is still not what was saved. {_UNCHANGED}")
@@ -115,7 +115,7 @@ class Before:
 def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
     """Whether a tensor that a handle's state dict shows is the handle's own memory, so that what is written there counts."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(handle)}
-    places = None if handle.holding is None else handle.holding.adopted.by_address
+    places = None if handle.holding is None else handle.holding.storages.by_address
 
     def owns(part: torch.Tensor) -> bool:
         if part.numel() == 0 or part.untyped_storage().data_ptr() in addresses:
@@ -128,7 +128,7 @@ def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
 def _tensors(handle: Handle) -> list[torch.Tensor]:
     """The tensors with the module's values, those that stay on the CPU by right included."""
     assert handle.adapter is not None
-    found = [owned.tensor for owned in handle.adapter.owned() if not owned.loose]
+    found = [owned.tensor for owned in handle.adapter.owned() if not owned.transient]
     module: torch.nn.Module = handle.object
     return found + [part for tensor in (*module.parameters(), *module.buffers()) for _, part in parts_of(tensor, "")]
 

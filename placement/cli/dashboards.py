@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _next_steps(root: Path, deployment: Deployment) -> str:
     workers = ""
     if deployment.discovery == DISCOVERY:
-        workers = f"\n  workers:     manager.serve(discovery=\"{root}/prometheus/{DISCOVERY}\")"
+        workers = f'\n  workers:     manager.serve(discovery="{root}/prometheus/{DISCOVERY}")'
     return f"""
 Next:{workers}
   Prometheus:  prometheus --config.file={root}/prometheus/prometheus.yml

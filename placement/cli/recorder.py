@@ -1,4 +1,4 @@
-"""What the borders between phases did, measured: the demo's view of a manager from outside."""
+"""What each phase transition did, measured: the demo's view of a manager from outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PeakMeter(Device):
 
 
 class Recorder:
-    """A manager's phases, and what each border did: its snapshots and the device's measure, before and after."""
+    """A manager's phases, and what each phase transition did: its snapshots and the device's measure, before and after."""
 
     def __init__(self, manager: placement.Manager, device: Device) -> None:
         self._manager = manager
@@ -47,14 +47,14 @@ class Recorder:
     def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[OpenPhase]:
         self._step += 1
         with contextlib.ExitStack() as stack:
-            with self.border(name):
+            with self.transition(name):
                 opened = stack.enter_context(self._manager.phase(name, only=only))
             yield _RecordedPhase(self, opened)
-            with self.border(IDLE):
+            with self.transition(IDLE):
                 stack.close()
 
     @contextlib.contextmanager
-    def border(self, phase: str) -> Iterator[None]:
+    def transition(self, phase: str) -> Iterator[None]:
         """Measure around the move into `phase`."""
         before, before_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
         if isinstance(self._device, PeakMeter):
@@ -84,7 +84,7 @@ class _RecordedPhase:
         self._opened = opened
 
     def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None:
-        with self._recorder.border(name):
+        with self._recorder.transition(name):
             self._opened.switch(name, only=only)
 
 

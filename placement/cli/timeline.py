@@ -41,14 +41,14 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRow:
-    """One line of the phase table: what the border at the beginning of the phase did."""
+    """One line of the phase table: what the phase transition at the beginning of the phase did."""
 
     phase: str
     states: Mapping[str, State]
     before_bytes: int
     """On the device when the phase was asked for."""
     peak_bytes: int
-    """The most on the device together during the border."""
+    """The most on the device together during the phase transition."""
     after_bytes: int
     """On the device when the phase began."""
     loaded_bytes: int

@@ -51,7 +51,7 @@ class Record:
     source: State
     target: State
     phase: str
-    """The phase at whose border it happened; "idle" outside every phase."""
+    """The phase at whose phase transition it happened; "idle" outside every phase."""
     nbytes: int
     """Copied."""
     skipped_bytes: int
@@ -88,7 +88,7 @@ class HandleCounters:
     """The counters of one handle. Each is replaced, never rewound."""
 
     state: State = State.CPU_OFFLOADED
-    """As last recorded; an interrupt can leave the machine one step ahead, which `Moves.settle` makes good."""
+    """As last recorded; an interrupt can leave the machine one step ahead, which `Moves.make_consistent` makes good."""
     since_seconds: float = field(default_factory=time.monotonic)
     state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
     transitions: Counter[Trigger] = field(default_factory=Counter)

@@ -19,7 +19,7 @@ from placement.core.states import TRANSITIONS, State, Trigger
 logging.getLogger("transitions").setLevel(logging.WARNING)  # it writes one INFO line per callback
 
 
-class Moves(Protocol):
+class TransitionCallbacks(Protocol):
     """What a machine calls around each transition."""
 
     def before(self, trigger: Trigger, source: State, target: State) -> None:
@@ -34,7 +34,7 @@ class _Token:
 
     __slots__ = ("_moves", "_state")
 
-    def __init__(self, moves: Moves, initial: State) -> None:
+    def __init__(self, moves: TransitionCallbacks, initial: State) -> None:
         self._moves = moves
         self._state = initial
 
@@ -115,7 +115,7 @@ def path(source: Node, target: Node) -> tuple[Trigger, ...]:
         raise ValueError(f"no handle can be {target[0]} with its bytes {'on' if target[1] else 'off'} the device") from None
 
 
-_STATES = {state.value: state for state in State}  # looked up at every border for every handle; the enum's own call is slower
+_STATES = {state.value: state for state in State}  # looked up at every phase transition for every handle; the enum's own call is slower
 
 
 class HandleMachine:
@@ -123,7 +123,7 @@ class HandleMachine:
 
     __slots__ = ("_name", "_token")
 
-    def __init__(self, name: str, moves: Moves) -> None:
+    def __init__(self, name: str, moves: TransitionCallbacks) -> None:
         self._name = name
         self._token = _Token(moves, State.CPU_OFFLOADED)
 
@@ -149,5 +149,3 @@ def diagram() -> str:
     lines = ["stateDiagram-v2", f"    [*] --> {State.CPU_OFFLOADED}"]
     lines += [f"    {source} --> {target}: {trigger}" for trigger, source, target in TRANSITIONS]
     return "\n".join(lines)
-
-

@@ -1,4 +1,5 @@
-"""Marks around moves for profilers: torch's, or NVTX for Nsight Systems. Off by default: a mark costs microseconds at each border."""
+"""Marks around moves for profilers: torch's, or NVTX for Nsight Systems. Off by default: a mark costs microseconds at each phase
+transition."""
 
 from __future__ import annotations
 

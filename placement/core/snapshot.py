@@ -122,7 +122,7 @@ class Snapshot(_Frozen):
     phase_seconds: dict[str, float]
     """Time inside each phase (the innermost open phase counts), the open interval included."""
     phase_stall_seconds: dict[str, float]
-    """Time the worker waited for moves at the borders of each phase."""
+    """Time the worker waited for moves at the phase transitions of each phase."""
     durations: tuple[DurationHistogram, ...]
     policy_decisions: dict[str, int]
     """By decision: load, offload, keep, refuse."""
@@ -130,7 +130,7 @@ class Snapshot(_Frozen):
     unpaired_bytes: int
     """Held by handles that their closed phases should have offloaded."""
     unaccounted_bytes: int
-    """Device used − torch reserved − our chunks and poison − others' use where it is visible; as measured at the last border."""
+    """Device used − torch reserved − our chunks and poison − others' use where it is visible; as measured at the last phase transition."""
     other_processes_bytes: int | None = None
     """Device bytes of other processes, as NVML says; None where it is not installed, not asked, or does not say."""
     wrong_writes: int

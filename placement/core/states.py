@@ -230,7 +230,6 @@ class View:
         extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
         return self.bytes_of(plan) + extra <= self.budget_bytes
 
-
     def evicted(self, freed_bytes: Mapping[str, int], deficit_bytes: int) -> set[str]:
         """The handles that leave the device so that a deficit is covered; all that are given where that is not enough.
 
@@ -269,7 +268,7 @@ def bytes_under(plan: Plan, handle: HandleView) -> int:
 class Policy(Protocol):
     """Decides where every handle belongs in a phase.
 
-    `plan` is called with the manager's lock held, before any byte moves. Each phase border (entry, switch, exit) and each registration
+    `plan` is called with the manager's lock held, before any byte moves. Each phase transition (entry, switch, exit) and each registration
     calls it as often as it has questions: for the phase that begins, again once a `Lazy` was built for it, for the phase around it
     (outside every phase that is `idle`), and with a budget of 0 bytes for what a phase needs in any case.
 

@@ -269,7 +269,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, mark: Mark) -> None:
-        """Wait on the host until the copies that `mark` notes have arrived. Other Python threads run meanwhile.
+        """Wait on the host until the copies that `mark` notes have arrived. Other Python threads run in the meantime.
 
         Raises:
             RuntimeError: the device reports an error of earlier work.
@@ -300,10 +300,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> DeviceMemory:
-        """Measure. Cheap enough for every phase border; waits for nothing."""
+        """Measure. Cheap enough for every phase transition; waits for nothing."""
 
     def torch_allocated_bytes(self) -> int:
-        """Of `DeviceMemory.torch_reserved_bytes`, what tensors use now. Looks at every adopted storage: not at every border."""
+        """Of `DeviceMemory.torch_reserved_bytes`, what tensors use now. Looks at every adopted storage: not at every phase transition."""
         return 0
 
     def compare_poison(self) -> None:

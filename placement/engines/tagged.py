@@ -210,7 +210,7 @@ class Follower(TaggedEngine):
     """The place of an engine that another rank of the group leads: the same tags, and nothing is sent.
 
     An engine that spans several ranks' devices is told once, by one of them. The others register this under the same name, so
-    that all ranks make one plan, and wait for the leader at each border.
+    that all ranks make one plan, and wait for the leader at each phase transition.
     """
 
     def __init__(self, *, tags: Sequence[str] = (WEIGHTS, KV_CACHE), tag_bytes: Mapping[str, int | str] | None = None) -> None:

@@ -11,7 +11,7 @@ from placement.core.errors import EngineError
 from placement.frameworks.known import frameworks_of
 from placement.publish.published import writable
 from placement.storage.address_map import RANGES
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.tensors.plain import plain_parts
 
 
@@ -62,6 +62,6 @@ class WeightTaker:
     def _require_resident(self) -> None:
         parts = itertools.chain.from_iterable(plain_parts(parameter, "") for parameter in self.module.parameters())
         owners = (RANGES.owner_of(part.untyped_storage().data_ptr()) for _, part in parts)
-        holding = next((owner for owner in owners if isinstance(owner, Holding)), None)
+        holding = next((owner for owner in owners if isinstance(owner, ManagedStorage)), None)
         if holding is not None and not holding.on_device:
             raise EngineError(f"the weights of {holding.name!r} are offloaded: update them inside manager.phase('weight_sync')")

@@ -52,7 +52,7 @@ class Framework(abc.ABC):
         Called with the device synchronised, outside inference mode, without gradients. Idempotent. It calls no collective.
         """
 
-    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+    def own_tensors(self) -> Mapping[int, torch.Tensor]:
         """By the identity of a tensor that the module shows only for now (an unsharded parameter), the one that it has for life."""
         return {}
 
@@ -60,7 +60,7 @@ class Framework(abc.ABC):
         """Tensors of the module that a walk of its parameters, buffers and attributes does not find."""
         return iter(())
 
-    def torn(self) -> Iterator[tuple[str, int]]:
+    def replaced(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of what the framework computes with although the module has other tensors in their place by now.
 
         Somebody replaced them without telling the framework. `ready()` heals what can be healed.
@@ -88,13 +88,13 @@ class Framework(abc.ABC):
         return iter(())
 
     def before_step(self) -> None:
-        """An optimizer is about to step the module's parameters: all gradients are there, and may be gone at the next border."""
+        """An optimizer is about to step the module's parameters: all gradients are there, and may be gone at the next phase transition."""
 
     def away(self) -> str | None:
         """Why the module cannot be called now and what to do: the framework has offloaded it by its own means. None while it can."""
         return None
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of device memory that the framework keeps for the module and that nobody can move (a reducer's buckets)."""
         return iter(())
 

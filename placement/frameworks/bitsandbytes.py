@@ -60,7 +60,7 @@ class Bitsandbytes(Framework):
             if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
                 yield from _present(f"{path}state", vars(state))
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         counted: set[int] = set()
         for path, weight in self._found():
             state = getattr(weight, "quant_state", None)

@@ -65,9 +65,9 @@ class DDP(Framework):
         for reducer in self._reducers:
             reducer.buckets()
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         for reducer in self._reducers:
-            yield from reducer.foreign()
+            yield from reducer.kept_by_framework()
 
     def _parts(self) -> Iterator[Any]:
         return (part for part in (reducer.part() for reducer in self._reducers) if part is not None)
@@ -96,7 +96,7 @@ class _Reducer:
         self._seen = [weakref.ref(bucket) for bucket in distinct.values()]
         return list(distinct.values())
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         part = self.part()
         if part is None:
             return

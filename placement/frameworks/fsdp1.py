@@ -98,7 +98,7 @@ class FSDP1(Framework):
     def gathers(self) -> str | None:
         return "FSDP1 gathers every parameter on the device for it"
 
-    def stand_ins(self) -> dict[int, torch.Tensor]:
+    def own_tensors(self) -> dict[int, torch.Tensor]:
         """For a view of what was gathered the original parameter; for every view the flat one where that is all there is."""
         found: dict[int, torch.Tensor] = {}
         for _, handle in self._handles():
@@ -116,9 +116,9 @@ class FSDP1(Framework):
         for path, handle in self._handles():
             flat = handle.flat_param
             yield Owned(f"{path}_flat_param", flat)
-            for field, loose in (("_local_shard", False), ("_saved_grad_shard", True), ("_cpu_grad", True)):
+            for field, transient in (("_local_shard", False), ("_saved_grad_shard", True), ("_cpu_grad", True)):
                 if isinstance(tensor := getattr(flat, field, None), torch.Tensor):
-                    yield Owned(f"{path}_flat_param.{field}", tensor, loose)
+                    yield Owned(f"{path}_flat_param.{field}", tensor, transient)
             for index, parameter in enumerate(flat._params or ()):
                 # Without synchronisation FSDP1 points a view of the last gradient to another one by `.data`, and the view keeps its base.
                 if parameter.grad is not None and (base := parameter.grad._base) is not None:

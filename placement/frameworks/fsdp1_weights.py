@@ -55,7 +55,6 @@ class FlatWeight(Weight):
             work.wait()
         return full.view(self.shape) if self._stride is None else full.as_strided(self.shape, self._stride)
 
-
     def write(self, value: torch.Tensor) -> None:
         if self.problem is not None:
             raise ValueError(self.problem)

@@ -62,7 +62,7 @@ class FSDP2(Framework):
             for group in _groups_of(state):
                 _give_up(group)
                 for each in group.fsdp_params:
-                    if _is_torn(each):
+                    if _is_replaced(each):
                         with torch.no_grad():
                             each.reset_sharded_param()
 
@@ -72,7 +72,7 @@ class FSDP2(Framework):
                 with torch.no_grad():
                     _follow(each)
 
-    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+    def own_tensors(self) -> Mapping[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for _, group in self._groups():
             for each in group.fsdp_params:
@@ -86,13 +86,13 @@ class FSDP2(Framework):
         for label, each in self._parameters():
             yield Owned(f"{label}.padded", each._sharded_param_data)
             for gradient in _unreduced(each):
-                yield Owned(f"{label}.unsharded.grad", gradient, loose=True)
+                yield Owned(f"{label}.unsharded.grad", gradient, transient=True)
         for path, group in self._groups():
             if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
-                yield Owned(f"{path}.partly_reduced.grad".lstrip("."), partial, loose=True)
+                yield Owned(f"{path}.partly_reduced.grad".lstrip("."), partial, transient=True)
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        return (owned.tensor for owned in self.tensors() if owned.loose)
+        return (owned.tensor for owned in self.tensors() if owned.transient)
 
     def drop_unreduced(self) -> None:
         for _, group in self._groups():
@@ -102,8 +102,8 @@ class FSDP2(Framework):
                 if (unsharded := getattr(each, "_unsharded_param", None)) is not None:
                     unsharded.grad = None
 
-    def torn(self) -> Iterator[tuple[str, int]]:
-        return ((label, each._sharded_param_data.nbytes) for label, each in self._parameters() if _is_torn(each))
+    def replaced(self) -> Iterator[tuple[str, int]]:
+        return ((label, each._sharded_param_data.nbytes) for label, each in self._parameters() if _is_replaced(each))
 
     # --- what torch keeps
 
@@ -171,7 +171,7 @@ def _follow(parameter: Any) -> None:
     parameter.sharded_param, parameter._sharding_spec = shown, shown._spec
 
 
-def _is_torn(parameter: Any) -> bool:
+def _is_replaced(parameter: Any) -> bool:
     """Whether the module's parameter is not the one any more that the group gathers from."""
     shown = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
     if shown is getattr(parameter, "_unsharded_param", None) or shown is getattr(parameter, "_sharded_post_forward_param", None):
@@ -186,7 +186,7 @@ def _is_torn(parameter: Any) -> bool:
 
 
 def _end_iteration(state: Any) -> None:
-    """A forward or backward that an exception broke off is over: nothing computes across a border.
+    """A forward or backward that an exception broke off is over: nothing computes across a phase transition.
 
     Torch goes on from where it was otherwise: in state FORWARD `reshard()` leaves a part unsharded, and after PRE_BACKWARD the next
     step trains nothing. Its own `reset_iter_state()` drops gradients that the user accumulates; they stay here.

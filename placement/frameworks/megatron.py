@@ -75,17 +75,17 @@ class MegatronDDP(Framework):
         for path, _, buffer in self._buffers():
             # One buffer for both (parameters in MXFP8): parameters are in it, so it is none that gradients come and go in.
             is_loose = getattr(buffer, "shared_buffer", None) is None
-            yield from _fields(buffer, path, ("param_data", "shared_buffer"), loose=False)
-            yield from _fields(buffer, path, ("grad_data",), loose=is_loose)
+            yield from _fields(buffer, path, ("param_data", "shared_buffer"), transient=False)
+            yield from _fields(buffer, path, ("grad_data",), transient=is_loose)
             for index, bucket in enumerate(buffer.buckets):
-                yield from _fields(bucket, f"{path}.buckets.{index}", ("param_data",), loose=False)
-                yield from _fields(bucket, f"{path}.buckets.{index}", ("grad_data",), loose=is_loose)
+                yield from _fields(bucket, f"{path}.buckets.{index}", ("param_data",), transient=False)
+                yield from _fields(bucket, f"{path}.buckets.{index}", ("grad_data",), transient=is_loose)
         for name, parameter in root.named_parameters():
-            yield from _fields(parameter, name, ("main_grad",), loose=True)
+            yield from _fields(parameter, name, ("main_grad",), transient=True)
         for index, group in enumerate(self._bucket_groups()):
-            for field, loose in (("cached_param_buffer_shard_list", False), ("cached_grad_buffer_shard_list", True)):
+            for field, transient in (("cached_param_buffer_shard_list", False), ("cached_grad_buffer_shard_list", True)):
                 for shards in getattr(group, field, ()):
-                    yield from (Owned(f"bucket_groups.{index}.{field}", shard, loose) for shard in shards or ())
+                    yield from (Owned(f"bucket_groups.{index}.{field}", shard, transient) for shard in shards or ())
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         root = self._root()
@@ -124,10 +124,10 @@ def _ddps(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}." if path else "", part) for path, part in root.named_modules() if isinstance(part, cls))
 
 
-def _fields(obj: Any, path: str, names: Iterable[str], *, loose: bool) -> Iterator[Owned]:
+def _fields(obj: Any, path: str, names: Iterable[str], *, transient: bool) -> Iterator[Owned]:
     for name in names:
         if isinstance(tensor := getattr(obj, name, None), torch.Tensor):
-            yield Owned(f"{path}.{name}", tensor, loose)
+            yield Owned(f"{path}.{name}", tensor, transient)
 
 
 def drop_global_buffer() -> None:

@@ -54,7 +54,7 @@ class MegatronFSDPShards(Framework):
                     if pipeline.bucket_status[pipeline.get_bucket_key(number, backward)].name != "EMPTY":
                         pipeline.release_bucket(number, backward)
 
-    def stand_ins(self) -> Mapping[int, torch.Tensor]:
+    def own_tensors(self) -> Mapping[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for _, model in self._models():
             sharded = dict(model.param_and_grad_buffer.optimizer_named_parameters)
@@ -86,7 +86,7 @@ class MegatronFSDPShards(Framework):
             for group in model.param_and_grad_buffer.parameter_groups:
                 yield from (buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer))
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Buckets that stay between two uses (double buffers), in memory of the framework's."""
         for path, model in self._models():
             for name in _ALLOCATORS:

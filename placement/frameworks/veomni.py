@@ -59,7 +59,7 @@ class VeOmni(Framework):
         root = self._root()
         found: dict[int, dict[str, Weight | None]] = {}
         sharded = FSDP2.find(root) if root is not None else None
-        instead = {} if sharded is None else sharded.stand_ins()
+        instead = {} if sharded is None else sharded.own_tensors()
         for model in () if root is None else root.modules():
             for name, note in _notes(model).items():
                 path, _, own = name.rpartition(".")

@@ -113,7 +113,7 @@ class ShardedWeight(Weight):
     @property
     def problem(self) -> str | None:
         if hasattr(self._tensor._local_tensor, "__create_chunk_list__"):
-            return "is sharded at borders of its framework's own, which torch cannot gather: publish it with the framework's export"
+            return "is sharded in its framework's own way, which torch cannot gather: publish it with the framework's export"
         return None
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:

@@ -10,10 +10,10 @@ One change is an epoch. Each rank makes its move reversibly, votes, and obeys ON
 
 A rank that fails leaves its reason before it claims ABORT, and who obeys an ABORT gathers the reasons of all; see reasons.py.
 
-Every border of a rank ends one epoch, whatever becomes of it; only a rank that skipped a border falls behind. The others give that
-epoch up at their deadline, in an ABORT that says so, and the rank passes over it when it comes to enter its next phase: it proposes
-in the epoch that is open now. Nothing that committed is passed over, because COMMIT takes all votes. Within a phase that all ranks
-are in there is nothing to skip: there a rank that is late obeys, as everybody else did.
+Every phase transition of a rank ends one epoch, whatever becomes of it; only a rank that skipped a phase transition falls behind. The
+others give that epoch up at their deadline, in an ABORT that says so, and the rank passes over it when it comes to enter its next phase:
+it proposes in the epoch that is open now. Nothing that committed is passed over, because COMMIT takes all votes. Within a phase that all
+ranks are in there is nothing to skip: there a rank that is late obeys, as everybody else did.
 
 Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so that a rank waits for one key
 at a time, however long, and is woken by whatever comes. A basis that holds a budget proves that all ranks are past every earlier
@@ -58,7 +58,7 @@ class Group(Membership):
     Args:
         board: what all of them see.
         rank: of this process, 0 to world_size - 1.
-        deadline_seconds: for each wait, on the monotonic clock. It has to cover how far ranks drift apart between two borders: a
+        deadline_seconds: for each wait, on the monotonic clock. It has to cover how far ranks drift apart between two phase transitions: a
             rollout that takes one of them minutes longer.
         generation: of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
 
@@ -277,7 +277,7 @@ class Group(Membership):
         """The epoch has ended with ABORT. Returns what this rank raises."""
         failures, unnamed = decision.failures, decision.unnamed
         if waits:
-            # Before the next epoch begins: an interrupt meanwhile is still about this one.
+            # Before the next epoch begins: an interrupt in the meantime is still about this one.
             with suppress(BoardLost):  # a decision that was read is obeyed
                 self._leave_outcome(None)
                 found = gather(self._board, self._key_of_epoch(), self.rank, self.world_size, decision, self._grace_seconds)

@@ -37,7 +37,7 @@ class BoundedCalls:
     """Makes calls one after the other, on a thread of its own.
 
     Args:
-        seconds: to wait for each. A process that was stopped meanwhile waits a part of it anew: it was not the other side's fault.
+        seconds: to wait for each. A process that was stopped in the meantime waits a part of it anew: it was not the other side's fault.
     """
 
     def __init__(self, name: str, seconds: float) -> None:

@@ -204,7 +204,7 @@ class Lease:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The ledger's, which leaves nothing of a lease that is closed meanwhile."""
+        """The ledger's, which leaves nothing of a lease that is closed in the meantime."""
         self._check_open()
         with self._ledger.turn():
             try:

@@ -109,7 +109,7 @@ class Ledger:
     def claims(self) -> list[Claim]:
         """Every living claim, this process's own among them, by slot. Takes no lock and waits for nobody.
 
-        What changes meanwhile may be seen as it was, as it is, or in part; while it is this process's `turn`, nothing grows.
+        What changes in the meantime may be seen as it was, as it is, or in part; while it is this process's `turn`, nothing grows.
 
         Raises:
             PlacementError: the file cannot be opened.

@@ -47,7 +47,7 @@ class Membership:
         return stands
 
     def _enter_next_epoch(self) -> None:
-        # Said first: an interrupt meanwhile is about the epoch that this rank has not left yet.
+        # Said first: an interrupt in the meantime is about the epoch that this rank has not left yet.
         with suppress(BoardLost):  # a decision that was read is obeyed; only a successor of this process looks for this
             self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
         self.epoch += 1
@@ -74,9 +74,7 @@ class Membership:
         own = abort({self.rank: RESTARTED}, is_silent=True)
         while self._claim(own) != own:
             self.epoch += 1  # that epoch was decided without it; the next one ends
-        raise GroupError(
-            f"rank {self.rank} was restarted: its place is taken. What helps: {REJOIN}", {self.rank: RESTARTED}
-        )
+        raise GroupError(f"rank {self.rank} was restarted: its place is taken. What helps: {REJOIN}", {self.rank: RESTARTED})
 
     def _require_certain(self) -> None:
         if self.is_in_doubt:

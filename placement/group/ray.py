@@ -171,7 +171,7 @@ def asking(actor: Any) -> Callable[[bytes, float], bytes | None]:
     def ask(message: bytes, seconds: float) -> bytes | None:
         answer = actor.ask.remote(message)
         try:
-            for _ in range(_SLICES):  # a process that was stopped meanwhile waits a part of it anew: it was not the board's fault
+            for _ in range(_SLICES):  # a process that was stopped in the meantime waits a part of it anew: it was not the board's fault
                 with contextlib.suppress(ray.exceptions.GetTimeoutError):
                     found: bytes = ray.get(answer, timeout=seconds / _SLICES)
                     return found

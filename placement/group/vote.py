@@ -1,4 +1,4 @@
-"""What a border has to do with the other ranks of a group; nothing where there is none."""
+"""What a phase transition has to do with the other ranks of a group; nothing where there is none."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class _Told(dict[str, int]):
 
 
 class _Attempt:
-    """What is known of one border while it is tried.
+    """What is known of one phase transition while it is tried.
 
     Attributes:
-        catches_up: this rank is about to enter its first phase, and has not proposed yet: it may have skipped borders of the others.
+        catches_up: this rank is about to enter its first phase, and has not proposed yet: it may have skipped phase transitions of the
+        others.
         has_failed: the epoch has ended for all. Whatever this rank raises from here on, they do not need to know.
         has_left: as well, because all have left the phase.
     """
@@ -37,8 +38,8 @@ class _Attempt:
         self.catches_up, self.has_failed, self.has_left = catches_up, has_failed, False
 
 
-class Together:
-    """The borders of one manager as its group sees them: each consumes one epoch on every rank, whatever becomes of it.
+class GroupVote:
+    """The phase transitions of one manager as its group sees them: each consumes one epoch on every rank, whatever becomes of it.
 
     Raises:
         ValueError: `group` is no group.
@@ -71,7 +72,7 @@ class Together:
 
     @contextlib.contextmanager
     def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
-        """While one border is tried: `failed` ends its epoch once, however often it is called.
+        """While one phase transition is tried: `failed` ends its epoch once, however often it is called.
 
         Args:
             catches_up: it enters the first phase: epochs that the others gave up without this rank are passed over.
@@ -101,7 +102,7 @@ class Together:
             return LeastBudget(self._group.propose(action, ask_budget(), catches_up=catches_up), self._group.budget_rank)
 
     def go_on(self, what: str) -> None:
-        """Before a further step of the same border, once the one before is agreed.
+        """Before a further step of the same phase transition, once the one before is agreed.
 
         Raises:
             GroupError, CoordinatorLost: see `Group.propose`.
@@ -124,7 +125,7 @@ class Together:
                 self._group.agree(plan)
 
     def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
-        """A border did not succeed here: end its epoch for all, unless it has ended.
+        """A phase transition did not succeed here: end its epoch for all, unless it has ended.
 
         Args:
             waits: for the reasons of the other ranks, because what is returned is raised.
@@ -142,9 +143,7 @@ class Together:
         self._mark(error)
         blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
         try:
-            told = self._group.abort(
-                error, blames=blames, catches_up=self._may_catch_up(), waits=waits and isinstance(error, Exception)
-            )
+            told = self._group.abort(error, blames=blames, catches_up=self._may_catch_up(), waits=waits and isinstance(error, Exception))
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen one takes no note
                 error.add_note(f"placement: {lost}")
@@ -183,14 +182,15 @@ class Together:
 
     def abandoned(self, name: str) -> None:
         """A phase was dropped while open: the others must not wait for this rank."""
-        attempt, self._attempt = self._attempt, None  # an epoch of its own, whatever border is tried now
+        attempt, self._attempt = self._attempt, None  # an epoch of its own, whatever phase transition is tried now
         try:
             self.failed(PhaseError(f"phase {name!r} was abandoned"), waits=False)
         finally:
             self._attempt = attempt
 
     def _may_catch_up(self) -> bool:
-        """Whether the next word to the group is the first of a rank that may have skipped borders. Once true, it is so no more."""
+        """Whether the next word to the group is the first of a rank that may have skipped phase transitions. Once true, it is so no
+        more."""
         if self._attempt is None or not self._attempt.catches_up:
             return False
         self._attempt.catches_up = False

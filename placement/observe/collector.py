@@ -58,7 +58,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_offloaded_bytes_total": ("Bytes copied from device to host.", _HANDLE),
     "placement_skipped_bytes_total": ("Bytes proved clean at an offload and not copied.", _HANDLE),
     "placement_phase_seconds_total": ("Seconds inside each phase; the innermost open phase counts.", ("phase",)),
-    "placement_phase_stall_seconds_total": ("Seconds that the worker waited for moves at the borders of each phase.", ("phase",)),
+    "placement_phase_stall_seconds_total": ("Seconds that the worker waited for moves at the phase transitions of each phase.", ("phase",)),
     "placement_pairing_violations_total": ("Phases that closed and left a handle where it does not belong.", ()),
     "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
     "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to leave memory, the open wait included.", ()),

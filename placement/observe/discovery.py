@@ -164,7 +164,7 @@ def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
-    """The targets of a discovery folder. A file that vanishes meanwhile is left out.
+    """The targets of a discovery folder. A file that vanishes in the meantime is left out.
 
     Raises:
         PlacementError: a file holds something else.

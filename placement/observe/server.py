@@ -31,7 +31,7 @@ _REST_SECONDS = 0.0003
 
 
 class _Paced(CollectorRegistry):
-    """A registry that lets other threads run now and then: a phase that begins meanwhile does not wait for the whole page."""
+    """A registry that lets other threads run now and then: a phase that begins in the meantime does not wait for the whole page."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class MetricsServer(HttpServer):
     def _unless_over(self, page: Page, request: Request) -> Response:
         if not self._is_over():
             response = page(request)
-            if not self._is_over():  # nor has it become so meanwhile
+            if not self._is_over():  # nor has it become so in the meantime
                 return response
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
 

@@ -108,14 +108,14 @@ class CompositeAdapter(Adapter):
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         return _distinct(tensor for adapter in self._adapters for tensor in adapter.gradient_buffers())
 
-    def guests(self) -> Iterator[torch.Tensor]:
-        return _distinct(tensor for adapter in self._adapters for tensor in adapter.guests())
+    def borrowed(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.borrowed())
 
-    def torn(self) -> Iterator[tuple[str, int]]:
-        return (each for adapter in self._adapters for each in adapter.torn())
+    def replaced(self) -> Iterator[tuple[str, int]]:
+        return (each for adapter in self._adapters for each in adapter.replaced())
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
-        return (each for adapter in self._adapters for each in adapter.foreign())
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
+        return (each for adapter in self._adapters for each in adapter.kept_by_framework())
 
     def sparse(self) -> Iterator[torch.Tensor]:
         return _distinct(tensor for adapter in self._adapters for tensor in adapter.sparse())

@@ -93,8 +93,8 @@ class ModuleAdapter(Adapter):
         for each in self._frameworks:
             each.ready()
 
-    def torn(self) -> Iterator[tuple[str, int]]:
-        return itertools.chain.from_iterable(each.torn() for each in self._frameworks)
+    def replaced(self) -> Iterator[tuple[str, int]]:
+        return itertools.chain.from_iterable(each.replaced() for each in self._frameworks)
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
         return itertools.chain.from_iterable(each.unreduced_gradients() for each in self._frameworks)
@@ -113,9 +113,9 @@ class ModuleAdapter(Adapter):
     def away(self) -> str | None:
         return next((reason for each in self._frameworks if (reason := each.away()) is not None), None)
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in self._staying())
-        return itertools.chain(itertools.chain.from_iterable(each.foreign() for each in self._frameworks), staying)
+        return itertools.chain(itertools.chain.from_iterable(each.kept_by_framework() for each in self._frameworks), staying)
 
     def sparse(self) -> Iterator[torch.Tensor]:
         return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
@@ -157,7 +157,7 @@ class ModuleAdapter(Adapter):
             return iter(())
         found = self._collect(module)
         # What frameworks keep elsewhere is in no attribute of a module, and wrappers hide what they wrap.
-        if not self._frameworks and not any(owned.loose or owned.wrapper is not None for owned in found) and not self._nests:
+        if not self._frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests:
             self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
@@ -181,8 +181,8 @@ class ModuleAdapter(Adapter):
         module = self._module()
         if module is None:
             return []
-        stand_ins = self._stand_ins()
-        return list({id(own): own for own in (stand_ins.get(id(each), each) for each in module.parameters())}.values())
+        own_tensors = self._own_tensors()
+        return list({id(own): own for own in (own_tensors.get(id(each), each) for each in module.parameters())}.values())
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the module that have a gradient now, those that stay on the CPU included."""
@@ -210,27 +210,27 @@ class ModuleAdapter(Adapter):
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer knows them, each once, by the module's own names."""
         module = self._module()
-        stand_ins = {} if module is None else self._stand_ins()
+        own_tensors = {} if module is None else self._own_tensors()
         seen: set[int] = set()
         for name, shown in () if module is None else module.named_parameters():
-            own = stand_ins.get(id(shown), shown)
+            own = own_tensors.get(id(shown), shown)
             if id(own) not in seen:
                 seen.add(id(own))
                 yield name, own
 
     def shows_for_now(self, tensor: torch.Tensor) -> bool:
         """Whether the module shows a tensor only until the framework has given up what it gathered."""
-        return id(tensor) in self._stand_ins()
+        return id(tensor) in self._own_tensors()
 
-    def _stand_ins(self) -> dict[int, torch.Tensor]:
-        return {shown: own for each in self._frameworks for shown, own in each.stand_ins().items()}
+    def _own_tensors(self) -> dict[int, torch.Tensor]:
+        return {shown: own for each in self._frameworks for shown, own in each.own_tensors().items()}
 
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
         self._containers, self._nests, self._sparse, self._immovable = set(), False, [], []
         found: list[Owned] = []
         self._other_names = {}
         seen: dict[int, str] = {id(cache): "" for each in self._frameworks for cache in each.caches()}
-        self._shown = self._stand_ins()
+        self._shown = self._own_tensors()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
         while stack:
@@ -250,7 +250,7 @@ class ModuleAdapter(Adapter):
                 stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
         for each in self._frameworks:
             for owned in each.tensors():
-                self._add(owned.name, owned.tensor, found, seen, owned.loose)
+                self._add(owned.name, owned.tensor, found, seen, owned.transient)
         return found
 
     def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str]) -> None:
@@ -273,23 +273,23 @@ class ModuleAdapter(Adapter):
                 self._nests = True
                 self._add(path, tensor, found, seen)
 
-    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: dict[int, str], loose: bool = False) -> None:
+    def _add(self, name: str, tensor: torch.Tensor, found: list[Owned], seen: dict[int, str], transient: bool = False) -> None:
         tensor = self._shown.get(id(tensor), tensor)
         if (first := seen.setdefault(id(tensor), name)) is not name:
             self._other_names[name] = first
             return
         # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
-        loose = loose or not tensor.is_leaf
+        transient = transient or not tensor.is_leaf
         for path, part in parts_of(tensor, name):
             wrapper = None if part is tensor else tensor
             if self._external is not None:
                 if has_bytes(part):
-                    found.append(Owned(path, part, loose, wrapper))
+                    found.append(Owned(path, part, transient, wrapper))
             elif not self._stays(path, part):
                 if not is_plain(part, self._device):
                     raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard is cut from padding that has to move
-                    found.append(Owned(path, part, loose, wrapper))
+                    found.append(Owned(path, part, transient, wrapper))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
             self._add_gradient(f"{name}.grad", gradient, found, seen)
 
@@ -320,7 +320,7 @@ class ModuleAdapter(Adapter):
         elif self._external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
             self._immovable.append((name, weakref.ref(gradient)))
         else:
-            self._add(name, gradient, found, seen, loose=True)
+            self._add(name, gradient, found, seen, transient=True)
 
     def _can_go(self, part: torch.Tensor) -> bool:
         return is_plain(part, self._device) or (self._cpu_stays and part.is_cpu)

@@ -164,7 +164,7 @@ class OptimizerAdapter(Adapter):
         if owned.tensor.numel() and owned.tensor.untyped_storage()._cdata not in storages:
             yield owned
 
-    def guests(self) -> Iterator[torch.Tensor]:
+    def borrowed(self) -> Iterator[torch.Tensor]:
         objects, leaves = self._look()
         models = model_parameters(objects)
         storages = storages_of(models.values())
@@ -172,7 +172,7 @@ class OptimizerAdapter(Adapter):
             if main.tensor.untyped_storage()._cdata in storages:
                 yield main.tensor
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         return ((name, scalar.nbytes) for name, scalar in scalars_of(self._look()[0]) if scalar.device == self._device)
 
     def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from placement.registration.unregistered import living
 if TYPE_CHECKING:
     from placement.core.journal import Journal
     from placement.devices.base import Device
-    from placement.phases.stack import Borders
+    from placement.phases.stack import PhaseStack
 
 
 class OtherProcesses(Protocol):
@@ -28,8 +28,8 @@ class OtherProcesses(Protocol):
 class Snapshots:
     """Takes the snapshots of one manager without holding it: who shows them to others must not keep the manager alive."""
 
-    def __init__(self, borders: Borders, policy: str, worker_role: str, device: Device, journal: Journal) -> None:
-        self._borders = borders
+    def __init__(self, stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal) -> None:
+        self._stack = stack
         self._policy = policy
         self._worker_role = worker_role
         self._device = device
@@ -38,33 +38,33 @@ class Snapshots:
 
     def take(self) -> Snapshot:
         """Everything at this moment. Takes no lock."""
-        borders, journal = self._borders, self._journal
-        memory = borders.crossing.memory
+        stack, journal = self._stack, self._journal
+        memory = stack.executor.memory
         others = None if self.others is None else self.others.nbytes
-        handles = tuple(snapshot_of(handle, borders.kept) for handle in borders.registry.handles.copy().values())
+        handles = tuple(snapshot_of(handle, stack.kept) for handle in stack.registry.handles.copy().values())
         return Snapshot(
             taken_timestamp_seconds=time.time(),
             policy=self._policy,
             worker_role=self._worker_role,
             device=self._device.name,
-            phases=tuple(each.name for each in borders.stack),
+            phases=tuple(each.name for each in stack.open_phases),
             handles=handles,
             phase_seconds=journal.phase_seconds(),
             phase_stall_seconds=dict(journal.stall_seconds),
             durations=journal.histograms(),
             policy_decisions=dict(journal.decisions),
             pairing_violations=journal.pairing_violations,
-            unpaired_bytes=sum(handle.resident_bytes for handle in borders.crossing.left_behind),
+            unpaired_bytes=sum(handle.resident_bytes for handle in stack.executor.left_behind),
             unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
             other_processes_bytes=others,
             wrong_writes=journal.wrong_writes,
             kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
             expired_keeps=journal.expired_keeps,
-            budget_bytes=borders.crossing.budget_bytes(borders.phase_name),
+            budget_bytes=stack.executor.budget_bytes(stack.phase_name),
             device_used_bytes=memory.used_bytes,
             device_total_bytes=memory.total_bytes,
-            peak_bytes=borders.crossing.peak_bytes,
-            lease=borders.crossing.leased.snapshot(),
+            peak_bytes=stack.executor.peak_bytes,
+            lease=stack.executor.lease_client.snapshot(),
         )
 
 
@@ -87,7 +87,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         resident_bytes=handle.resident_bytes,
         foreign_bytes=handle.foreign_bytes,
         host_bytes=handle.host_bytes,
-        host_pageable_bytes=holding.adopted.host_pageable_bytes if holding is not None else 0,
+        host_pageable_bytes=holding.storages.host_pageable_bytes if holding is not None else 0,
         state_seconds=counters.seconds_by_state(time.monotonic()),
         transitions=dict(counters.transitions),
         failures=dict(counters.failures),
@@ -118,19 +118,21 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
     for name, what in written:
-        findings.append(Finding(handle=name, what="wrong_write", detail=f"{what}; it is lost, and the next border of a phase raises it"))
+        findings.append(Finding(handle=name, what="wrong_write", detail=f"{what}; it is lost, and the next phase transition raises it"))
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
-    foreign = [(h.name, name, nbytes) for h in handles.values() if h.holding is not None for name, nbytes in h.holding.adapter.foreign()]
-    lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in foreign]
+    kept_by_framework = [
+        (h.name, name, nbytes) for h in handles.values() if h.holding is not None for name, nbytes in h.holding.adapter.kept_by_framework()
+    ]
+    lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
     return Audit(
         ok=not findings,
         findings=tuple(findings),
         resident_bytes=resident,
-        foreign_bytes=sum(nbytes for *_, nbytes in foreign),
+        foreign_bytes=sum(nbytes for *_, nbytes in kept_by_framework),
         report="\n".join(lines),
     )
 
@@ -173,7 +175,7 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
         yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
     handle.look_for_strays()
     if handle.stray_references:
-        detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.strays})"
+        detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.stray_names})"
         yield Finding(handle=handle.name, what="stray_reference", detail=detail)
 
 

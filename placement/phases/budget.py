@@ -93,9 +93,7 @@ def mib(nbytes: int) -> str:
 
 def table(handles: Mapping[str, HandleView], plan: Plan) -> str:
     """Who holds and who wants how much, largest first."""
-    rows: Iterable[tuple[str, int, int]] = (
-        (h.name, h.resident_bytes, bytes_under(plan, h)) for h in handles.values() if not h.external
-    )
+    rows: Iterable[tuple[str, int, int]] = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in handles.values() if not h.external)
     lines = [f"  {'handle':<24} {'holds':>16} {'wants':>16}"]
     lines += [f"  {name:<24} {holds:>16,} {wants:>16,}" for name, holds, wants in sorted(rows, key=lambda row: -max(row[1], row[2]))]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The engines' part of a border: they leave before any other byte moves, and come once the memory is free that others gave up."""
+"""The engines' part of a phase transition: they leave before any other byte moves, and come once the memory is free that others gave up."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from placement.core.errors import BrokenHandleError
 from placement.core.journal import Journal
 from placement.core.machine import Node, path
 from placement.core.states import Plan, State, Trigger
-from placement.storage.transfer.result import Moved
+from placement.storage.transfer.result import MoveResult
 
 if TYPE_CHECKING:
     from placement.engines.residency import Residency
     from placement.registration.handle import Handle
 
-Record = Callable[["Handle", Trigger, State, State, float, Moved], None]
+Record = Callable[["Handle", Trigger, State, State, float, MoveResult], None]
 Target = Callable[["Handle", Plan], Node]
 
 
@@ -32,7 +32,7 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
     return plan.parts.get(handle.name, frozenset(residency_of(handle).tags))
 
 
-class EngineMoves:
+class EngineMover:
     """Moves engines that place their own memory, for one reconciler."""
 
     def __init__(self, journal: Journal, fire: Callable[[Handle, Trigger], None], record: Record, target: Target) -> None:
@@ -43,14 +43,14 @@ class EngineMoves:
         self._wanted: dict[str, frozenset[str]] = {}
         """What the load of an engine that is under way has to bring."""
 
-    def move(self, handle: Handle, trigger: Trigger) -> Moved:
+    def move(self, handle: Handle, trigger: Trigger) -> MoveResult:
         """The work of `load` and `offload`, called by the handle's machine."""
         residency, began = residency_of(handle), time.monotonic()
         if trigger is Trigger.OFFLOAD:
             copied = residency.offload(residency.resident)
         else:
             copied = residency.load(self._wanted.get(handle.name, residency.resident))
-        return Moved(seconds=time.monotonic() - began, copied_bytes=copied)
+        return MoveResult(seconds=time.monotonic() - began, copied_bytes=copied)
 
     def leave(self, handle: Handle, plan: Plan) -> bool:
         """Take off the device what the plan does not have there. Returns whether anything was."""
@@ -79,7 +79,7 @@ class EngineMoves:
         finally:
             del self._wanted[handle.name]
 
-    def settle(self, handle: Handle) -> None:
+    def make_consistent(self, handle: Handle) -> None:
         """After what was stopped half-way: the state as the tags are."""
         residency = residency_of(handle)
         handle.broken = residency.doubt
@@ -91,7 +91,7 @@ class EngineMoves:
         errors: list[Exception] = []
         for handle in engines:
             try:
-                self.settle(handle)
+                self.make_consistent(handle)
                 step(handle, plan)
             except Exception as error:
                 errors.append(error)
@@ -112,4 +112,4 @@ class EngineMoves:
         except BaseException as error:
             self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
-        self._record(handle, trigger, handle.state, handle.state, began, Moved(time.monotonic() - began, copied))
+        self._record(handle, trigger, handle.state, handle.state, began, MoveResult(time.monotonic() - began, copied))

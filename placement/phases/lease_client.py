@@ -1,4 +1,4 @@
-"""What a border has to do with other processes on the same GPU; nothing where it is not shared under leases."""
+"""What a phase transition has to do with other processes on the same GPU; nothing where it is not shared under leases."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Needs(NamedTuple):
     """That the driver has to give: what a process held that was killed may come back a moment later than its lease."""
 
 
-class Leased:
-    """The lease of one manager: taken before a byte is loaded, given back when a border is over.
+class LeaseClient:
+    """The lease of one manager: taken before a byte is loaded, given back when a phase transition is over.
 
     Args:
         lease: None where there is none.
@@ -96,7 +96,7 @@ class Leased:
         return plan, []
 
     def settle(self, name: str) -> None:
-        """A border is over: what this process does not use in the phase, others may have. After `Planner.memory` was measured."""
+        """A phase transition is over: what this process does not use in the phase, others may have. After `Planner.memory` was measured."""
         if self._lease is not None:
             self._lease.settle(self._held_bytes() + self._planner.working_bytes(name))
 
@@ -131,12 +131,12 @@ class Leased:
     def _needs(self, name: str, plan: Plan) -> _Needs:
         built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
         staying = [handle for handle in built if plan.on_device(handle.name)]
-        wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - _loose_bytes(h) - _born_bytes(h) for h in staying)
+        wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - _unadopted_bytes(h) - _born_bytes(h) for h in staying)
         return _Needs(wanted + self._planner.working_bytes(name), wanted - self._held_bytes())
 
     def _held_bytes(self) -> int:
         """Device bytes that are the handles' alone, with what is to be born beside them: what they own in torch's memory counts there."""
-        return sum(h.resident_bytes - _loose_bytes(h) + _unborn_bytes(h) for h in self._handles.values() if not h.external)
+        return sum(h.resident_bytes - _unadopted_bytes(h) + _unborn_bytes(h) for h in self._handles.values() if not h.external)
 
     def _coming(self, plan: Plan) -> list[str]:
         return [handle.name for handle in self._handles.values() if _lacks(handle, plan)]
@@ -169,7 +169,7 @@ def _lacks(handle: Handle, plan: Plan) -> bool:
     return not handle.node[1] if handle.residency is None else not wanted_tags(handle, plan) <= handle.residency.resident
 
 
-def _loose_bytes(handle: Handle) -> int:
+def _unadopted_bytes(handle: Handle) -> int:
     return 0 if handle.holding is None else handle.holding.resident_bytes - handle.holding.chunk_bytes
 
 

@@ -31,7 +31,7 @@ def describe(holder: Any) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class Open:
+class OpenPhase:
     """One open phase. Replaced as a whole by a switch, so that the stack changes by single stores."""
 
     name: str
@@ -48,18 +48,18 @@ class Open:
 class Opener(Protocol):
     """What opens a phase and closes it: a `PhaseContext`."""
 
-    _open: Open | None
+    _open: OpenPhase | None
 
     @property
     def name(self) -> str: ...
 
 
-def innermost(stack: tuple[Open, ...]) -> str | None:
+def innermost(stack: tuple[OpenPhase, ...]) -> str | None:
     """The name of the phase that encloses what lies above these; None outside every phase."""
     return stack[-1].name if stack else None
 
 
-def check_holder(stack: tuple[Open, ...], name: str) -> None:
+def check_holder(stack: tuple[OpenPhase, ...], name: str) -> None:
     """Phases nest in one thread or task; a task also in what the thread that runs its loop had opened before.
 
     Raises:

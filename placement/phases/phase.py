@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import PhaseError
-from placement.phases.open_phase import Open
-from placement.phases.stack import Borders
+from placement.phases.open_phase import OpenPhase
+from placement.phases.stack import PhaseStack
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -72,26 +72,26 @@ class Phase:
         context = self._context()
         if context is None:
             raise self._entered_before()
-        with context._borders.attempt(begins=True):
+        with context._stack.attempt(begins=True):
             if context._was_entered:
                 raise self._entered_before()
             context._was_entered = True
-            context._borders.enter(context, *context._wanted)
+            context._stack.enter(context, *context._wanted)
         return Phase(context, self._first_name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._in_open("leave", own=True, error=error) as context:
-            context._borders.leave(context, error)
+            context._stack.leave(context, error)
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """End this phase and begin `name` in one border: what both need stays, and both directions of the link are used.
+        """End this phase and begin `name` in one phase transition: what both need stays, and both directions of the link are used.
 
         Raises:
             PhaseError: the phase is not open, or another is open inside it.
-            Exception: what stopped the border; this phase goes on as it was.
+            Exception: what stopped the phase transition; this phase goes on as it was.
         """
         with self._in_open(f"switch to {name!r}") as context:
-            context._borders.switch(context, checked(name), names_of(only))
+            context._stack.switch(context, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
         """Leave a handle on the device at the end of this phase, for the next one.
@@ -99,15 +99,16 @@ class Phase:
         The next phase's plan takes it over, or it is offloaded there and counted as an expired keep.
         """
         context = self._require_open("keep a handle")
-        context._borders.keep(context, handle if isinstance(handle, str) else handle.name)
+        context._stack.keep(context, handle if isinstance(handle, str) else handle.name)
 
     @contextmanager
     def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
-        """While one border of the open phase is tried. The ranks of a group hear of whatever stops it, see `Borders.attempt`."""
+        """While one phase transition of the open phase is tried. The ranks of a group hear of whatever stops it, see
+        `PhaseStack.attempt`."""
         context = self._context()
         if context is None:
             raise self._was_over(what)
-        with context._borders.attempt(own=own, error=error):
+        with context._stack.attempt(own=own, error=error):
             yield self._require_open(what)
 
     def _require_open(self, what: str) -> PhaseContext:
@@ -131,15 +132,15 @@ class Phase:
 class PhaseContext(Phase):
     """A phase before it is entered and while it is open. Made by `Manager.phase`; entered once; left when nobody holds it any more."""
 
-    def __init__(self, borders: Borders, name: str, only: Iterable[str | Handle] | None, holder: Any, keeps_alive: object = None) -> None:
-        self._open: Open | None = None
+    def __init__(self, stack: PhaseStack, name: str, only: Iterable[str | Handle] | None, holder: Any, keeps_alive: object = None) -> None:
+        self._open: OpenPhase | None = None
         super().__init__(self, name)
         self._manager = keeps_alive
-        self._borders = borders
+        self._stack = stack
         try:
             self._wanted = (checked(name), names_of(only), holder)
         except Exception:
-            with borders.attempt(begins=True):
+            with stack.attempt(begins=True):
                 raise
         self._was_entered = False
 
@@ -148,4 +149,4 @@ class PhaseContext(Phase):
 
     def __del__(self) -> None:
         if self._open is not None:
-            self._borders.abandon(self)
+            self._stack.abandon(self)

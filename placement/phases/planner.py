@@ -49,7 +49,7 @@ class Planner:
         self._state_bytes = 0
         """All their state in torch's memory. It is not others', and goes into a range at the next offload."""
         self.least: LeastBudget | None = None
-        """The least budget of all ranks of a group, as of the last border: ranks with one budget make one plan."""
+        """The least budget of all ranks of a group, as of the last phase transition: ranks with one budget make one plan."""
 
     def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
         """The policy's plan for a phase.
@@ -111,7 +111,7 @@ class Planner:
         """What optimizers have in torch's memory, after `Handle.measure`."""
         holdings = [h.holding for h in self._handles.values() if h.kind == "optimizer" and h.holding is not None]
         self._born_bytes = sum(holding.born_bytes for holding in holdings)
-        self._state_bytes = self._born_bytes + sum(holding.loose_bytes for holding in holdings)
+        self._state_bytes = self._born_bytes + sum(holding.unadopted_bytes for holding in holdings)
 
     def working_bytes(self, phase: str) -> int:
         """Device bytes to lease for a phase beside the handles': for activations, and what torch's allocator has cached."""

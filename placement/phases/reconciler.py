@@ -16,9 +16,9 @@ from placement.core.profiler_marks import Annotate
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.phases.engine_mover import residency_of, wanted_tags
-from placement.phases.handle_mover import Moves, target_of
+from placement.phases.handle_mover import HandleMover, target_of
 from placement.registration.handle import Handle
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.exchange import nothing
 from placement.storage.transfer.verification import Verify
 
@@ -28,7 +28,7 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.LOAD,),
     tuple(Trigger),
 )
-"""The order of a border: what ends, what leaves, what comes, what begins. The bytes of the two in the middle move together."""
+"""The order of a phase transition: what ends, what leaves, what comes, what begins. The bytes of the two in the middle move together."""
 
 
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
@@ -42,7 +42,7 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handl
 
 def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
     """Whether there is nothing to do at all. With an engine among them never: it is asked."""
-    return all(handle.is_settled and handle.node == target_of(handle, plan) for handle in handles.values())
+    return all(handle.is_consistent and handle.node == target_of(handle, plan) for handle in handles.values())
 
 
 def _nobody(_: Plan) -> None:
@@ -53,9 +53,9 @@ class Reconciler:
     """Moves handles of one device. Called with the manager's lock held."""
 
     def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify = "off", annotate: Annotate = "off") -> None:
-        self._moves = Moves(device, journal, strict=strict, verify=verify, annotate=annotate)
-        self._engines = self._moves.engines
-        self.moves_of = self._moves.of
+        self._mover = HandleMover(device, journal, strict=strict, verify=verify, annotate=annotate)
+        self._engines = self._mover.engines
+        self.callbacks_of = self._mover.of
 
     def advance(
         self,
@@ -88,31 +88,31 @@ class Reconciler:
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
                 raise error
         handles, engines = _apart(handles)
-        together, agree = agree is not None, agree or _nobody
+        collective, agree = agree is not None, agree or _nobody
         sources = {handle.name: handle.node for handle in handles.values()}
-        self._moves.begin(room_bytes, _leaving_training(handles.values(), plan))
+        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan))
         try:
             if True in [self._engines.leave(engine, plan) for engine in engines]:
                 agree(plan)
                 begin("move what is left")
-            self._march(handles.values(), lambda handle: target_of(handle, plan), together=together)
-            for complaint in self._moves.take_complaints():
+            self._march(handles.values(), lambda handle: target_of(handle, plan), collective=collective)
+            for complaint in self._mover.take_complaints():
                 raise complaint
             agree(plan)
-            self._complete(handles.values(), together=True)
+            self._complete(handles.values(), collective=True)
             self._finish(handles.values())
         except CoordinatorLost as lost:  # what was given up stays ours, for whoever goes back later
             try:
-                self._complete(handles.values(), together=False)
+                self._complete(handles.values(), collective=False)
             except Exception as error:
                 lost.add_note(f"placement: {error}")
-            self._moves.forget()
+            self._mover.forget()
             raise
         except BaseException as error:
             self._go_back(handles, sources, error)
-            self._moves.end()
+            self._mover.end()
             raise
-        self._moves.end()
+        self._mover.end()
         if any(self._engines.lacks(engine, plan) for engine in engines):
             begin("load engines")
             for engine in engines:
@@ -121,40 +121,40 @@ class Reconciler:
         for engine in engines:  # and what changes state alone
             self._engines.come(engine, plan)
 
-    def _complete(self, handles: Iterable[Handle], *, together: bool) -> None:
+    def _complete(self, handles: Iterable[Handle], *, collective: bool) -> None:
         """Decide the loads that waited for the decision of the group.
 
         Args:
-            together: every rank does this now; else this one gets what is missing by itself.
+            collective: every rank does this now; else this one gets what is missing by itself.
         """
         for handle in handles:
             if handle.holding is not None and not handle.holding.is_complete:
-                handle.holding.complete(together=together)
-                self._moves.verifier.check_device(handle.holding)
+                handle.holding.complete(collective=collective)
+                self._mover.verifier.check_device(handle.holding)
                 handle.holding.commit_load()
-                handle.holding.settle(self._moves.stock)
+                handle.holding.make_consistent(self._mover.chunk_pool)
 
     def _rest(self, handles: Mapping[str, Handle]) -> None:
-        """Nothing moves. What a border without a decision has left in the stock goes, as at any other."""
+        """Nothing moves. What a phase transition without a decision has left in the chunk pool goes back to the driver, as at any other."""
         self._finish(handles.values())
-        self._moves.end()
+        self._mover.end()
 
     def _finish(self, handles: Iterable[Handle]) -> None:
-        """The border is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
+        """The phase transition is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
         for handle in handles:
-            if handle.holding in self._moves.dropping and handle.state is not State.TRAINING and handle.holding.on_device:
+            if handle.holding in self._mover.dropping and handle.state is not State.TRAINING and handle.holding.on_device:
                 handle.holding.gradients.drop(zero_buffers=True)
-                handle.holding.adopted.look()
-        self._moves.verifier.note(handle.holding for handle in handles if handle.holding is not None)
+                handle.holding.storages.look()
+        self._mover.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(
-        self, handles: Mapping[str, Handle], plan: Plan, *, together: bool = False, meanwhile: Callable[[], None] = nothing
+        self, handles: Mapping[str, Handle], plan: Plan, *, collective: bool = False, while_copying: Callable[[], None] = nothing
     ) -> list[Exception]:
         """Bring every handle as far towards its target as it goes.
 
         Args:
-            meanwhile: called while bytes are on their way to the host, if any are.
-            together: the ranks of the group will be asked whether all of them came so far, and `complete` called with the answer.
+            while_copying: called while bytes are on their way to the host, if any are.
+            collective: the ranks of the group will be asked whether all of them came so far, and `complete` called with the answer.
 
         Returns:
             What went wrong; empty when every handle is at its target.
@@ -164,31 +164,33 @@ class Reconciler:
             return []
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
-        errors += self._retreat_others(others, plan, together, meanwhile)
-        # One that could not leave is not asked again, and waited for again, at the same border.
+        errors += self._retreat_others(others, plan, collective, while_copying)
+        # One that could not leave is not asked again, and waited for again, at the same phase transition.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
 
-    def complete(self, handles: Mapping[str, Handle], *, together: bool) -> list[Exception]:
+    def complete(self, handles: Mapping[str, Handle], *, collective: bool) -> list[Exception]:
         """After a retreat of ranks together: decide the loads that waited for the others. Returns what went wrong.
 
         Args:
-            together: all of them came so far; else this rank gets what is missing by itself.
+            collective: all of them came so far; else this rank gets what is missing by itself.
         """
         try:
-            self._complete(handles.values(), together=together)
+            self._complete(handles.values(), collective=collective)
         except Exception as error:
             return [error, *self._settle_all(handles)]
         return []
 
-    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan, together: bool, meanwhile: Callable[[], None]) -> list[Exception]:
+    def _retreat_others(
+        self, handles: Mapping[str, Handle], plan: Plan, collective: bool, while_copying: Callable[[], None]
+    ) -> list[Exception]:
         errors: list[Exception] = []
-        self._moves.begin(0, _leaving_training(handles.values(), plan), meanwhile)
+        self._mover.begin(0, _leaving_training(handles.values(), plan), while_copying)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
             for handle in handles.values():
                 try:
-                    self._moves.settle(handle)
+                    self._mover.make_consistent(handle)
                     wanted = list(path(handle.node, target_of(handle, plan)))
                     if wanted:
                         handle.require_sound(wanted[0])
@@ -198,7 +200,7 @@ class Reconciler:
             for step in _STEPS:
                 if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
-                        self._moves.move_at_once(paths, early_release=True, together=together)
+                        self._mover.move_at_once(paths, early_release=True, collective=collective)
                 for handle, triggers in paths:
                     try:
                         self._run(handle, triggers, step)
@@ -209,10 +211,10 @@ class Reconciler:
                 errors += self._settle_all({name: h for name, h in handles.items() if h.holding is None or h.holding.is_complete})
             self._finish(handles.values())
         finally:
-            self._moves.end()
-        return errors + self._moves.take_complaints()
+            self._mover.end()
+        return errors + self._mover.take_complaints()
 
-    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node], *, together: bool = False) -> None:
+    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node], *, collective: bool = False) -> None:
         """Fire every handle's path in an order that frees before it loads."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         for handle in handles:
@@ -222,7 +224,7 @@ class Reconciler:
                 paths.append((handle, wanted))
         for step in _STEPS:
             if step is _STEPS[1]:
-                self._moves.move_at_once(paths, together=together)
+                self._mover.move_at_once(paths, collective=collective)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
 
@@ -232,25 +234,25 @@ class Reconciler:
             trigger = triggers.pop(0)
             # State that a first step has born lies in torch's memory until the first offload: it has to count where that is to come.
             if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD] and handle.holding is not None and not handle.external:
-                handle.holding.adopted.look()
-            self._moves.fire(handle, trigger)
+                handle.holding.storages.look()
+            self._mover.fire(handle, trigger)
 
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
         """Settle every handle, as far as it goes. Returns what went wrong."""
         errors: list[Exception] = []
         for handle in sorted(handles.values(), key=lambda each: each.node[1]):  # who gives memory up before who needs it back
             try:
-                self._moves.settle(handle)
+                self._mover.make_consistent(handle)
             except Exception as error:
                 errors.append(error)
         return errors
 
     def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
-        """After a failed border: every handle consistent first, then back to its source, with the chunks that were given up."""
-        for holding in self._moves.dropping:
+        """After a failed phase transition: every handle consistent first, then back to its source, with the chunks that were given up."""
+        for holding in self._mover.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} had been dropped by then, as the plan says")
-        self._moves.begin(0, ())  # what was given up is enough
+        self._mover.begin(0, ())  # what was given up is enough
         for error in self._settle_all(handles):
             cause.add_note(f"placement: {error}")
         try:
@@ -258,10 +260,10 @@ class Reconciler:
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(handles)
-        self._moves.drop_complaints()
+        self._mover.drop_complaints()
 
 
-def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[Holding, ...]:
+def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
     """Whose gradients the plan drops as it takes them out of TRAINING."""
     leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING and not h.external]
     return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)

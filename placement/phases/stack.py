@@ -1,4 +1,4 @@
-"""Phase borders: the stack of open phases, the plans, and what happens when one begins, gives way to another, or ends."""
+"""Phase transitions: the stack of open phases, the plans, and what happens when one begins, gives way to another, or ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
-from placement.group.vote import Together, describe
+from placement.group.vote import GroupVote, describe
 from placement.phases import plan_checks
-from placement.phases.open_phase import Open, Opener, check_holder, innermost
+from placement.phases.executor import PhaseRequest, PlanExecutor
+from placement.phases.open_phase import Opener, OpenPhase, check_holder, innermost
 from placement.phases.reconciler import Reconciler
-from placement.phases.transition import Crossing, Wanted
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 
@@ -38,8 +38,8 @@ _GONE = (
 )
 
 
-class Borders:
-    """Everything about one manager that changes at a border. Public names are used by the manager and by `Phase`."""
+class PhaseStack:
+    """Everything about one manager that changes at a phase transition. Public names are used by the manager and by `Phase`."""
 
     def __init__(
         self,
@@ -51,82 +51,82 @@ class Borders:
         lease: Lease | None = None,
     ) -> None:
         self._device = device
-        self._together = Together(group)
+        self._vote = GroupVote(group)
         self._journal = journal
         reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
         self._gone: deque[Handle] = deque()
-        self.registry = Registry(device, reconciler.moves_of, lambda: self.phase_name, self._gone.append)
+        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, self._gone.append)
         self._handles = self.registry.handles
-        self.crossing = Crossing(device, policy, settings, journal, self.registry, reconciler, self._together, lease)
-        self._planner = self.crossing.planner
+        self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
+        self._planner = self.executor.planner
         self._lock = threading.RLock()
         self._busy = False
         self.pid = os.getpid()
         self.is_closed = False
         self.is_closing = False
         """Whether the manager is going: objects that are gone by now went with it, and nobody has to be told."""
-        self.stack: tuple[Open, ...] = ()
+        self.open_phases: tuple[OpenPhase, ...] = ()
         self.kept: frozenset[str] = frozenset()
 
     @property
     def phase_name(self) -> str:
         """The innermost open phase; "idle" outside every phase."""
-        return _named(self.stack)
+        return _named(self.open_phases)
 
     def enter(self, phase: Opener, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
-        with self.border():
-            check_holder(self.stack, name)
-            stack, outer = self.stack, self.phase_name
-            enclosing, kept = self._plan_around(stack), self.kept
+        with self.transition():
+            check_holder(self.open_phases, name)
+            open_phases, outer = self.open_phases, self.phase_name
+            enclosing, kept = self._plan_around(open_phases), self.kept
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
-                self.crossing.measure()  # what others freed or took since the last border
-                plan = self.crossing.advance(describe("enter", name, only), Wanted(name, only, enclosing, stack, kept))
+                self.executor.measure()  # what others freed or took since the last phase transition
+                plan = self.executor.advance(describe("enter", name, only), PhaseRequest(name, only, enclosing, open_phases, kept))
                 self._expire_keeps(plan)
-                opened = Open(name, only, plan, holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
-                self.stack = (*stack, opened)
+                opened = OpenPhase(name, only, plan, holder, torch_reserved_bytes=self.executor.memory.torch_reserved_bytes)
+                self.open_phases = (*open_phases, opened)
                 phase._open = opened
                 self._planner.began(name)
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
-                self.stack, phase._open, self.kept = stack, None, kept
+                self.open_phases, phase._open, self.kept = open_phases, None, kept
                 self._journal.enter_phase(outer)
                 self._went_back(error, self._with_kept(enclosing))
                 raise
 
     def switch(self, phase: Opener, name: str, only: tuple[str, ...] | None) -> None:
-        with self.border():
+        with self.transition():
             opened = self._require_innermost(phase, f"switch to {name!r}")
-            below = self.stack[:-1]
+            below = self.open_phases[:-1]
             enclosing, kept = self._plan_around(below), self.kept
             began = time.monotonic()
             self._finish(opened)
             try:
                 self.kept |= self._worth_keeping(opened)
                 self._journal.enter_phase(name)
-                wanted = Wanted(name, only, enclosing, below, self.kept)
-                plan = self.crossing.advance(describe("switch to", name, only), wanted)
+                wanted = PhaseRequest(name, only, enclosing, below, self.kept)
+                plan = self.executor.advance(describe("switch to", name, only), wanted)
                 self._expire_keeps(plan)
-                following = Open(name, only, plan, opened.holder, torch_reserved_bytes=self.crossing.memory.torch_reserved_bytes)
-                self.stack = (*below, following)
+                following = OpenPhase(name, only, plan, opened.holder, torch_reserved_bytes=self.executor.memory.torch_reserved_bytes)
+                self.open_phases = (*below, following)
                 phase._open = following
                 self._planner.began(name)
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
-                self.stack, phase._open, self.kept = (*below, opened), opened, kept
+                self.open_phases, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name)
                 self._went_back(error, opened.plan)
                 raise
 
     def leave(self, phase: Opener, error: BaseException | None) -> None:
-        with self.border():
+        with self.transition():
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 return
             if error is not None:
                 self._leave_inner(phase)
             opened = self._require_innermost(phase, "leave")
-            below = self.stack[:-1]
+            below = self.open_phases[:-1]
             began = time.monotonic()
             failures: list[Exception] = []
             try:
@@ -136,17 +136,17 @@ class Borders:
                 self.kept = self._worth_keeping(opened)
                 plan = self._with_kept(plan)
                 is_patient = error is None or isinstance(error, Exception)
-                failures += self.crossing.retreat(plan, _named(below), patiently=is_patient, together=error is None)
-                failures = self._together.left(describe("leave", opened.name, None), plan, failures, error)
-                failures += self.crossing.complete(together=not failures)
+                failures += self.executor.retreat(plan, _named(below), patiently=is_patient, collective=error is None)
+                failures = self._vote.left(describe("leave", opened.name, None), plan, failures, error)
+                failures += self.executor.complete(collective=not failures)
             except BaseException as stopped:  # an interrupt in the middle of leaving: leave first, then let it out
                 try:
-                    self.crossing.retreat(self._plan_after(below)[0], _named(below))
+                    self.executor.retreat(self._plan_after(below)[0], _named(below))
                 finally:
-                    self._together.failed(stopped)
+                    self._vote.failed(stopped)
                 raise
             finally:
-                self.stack, phase._open = below, None
+                self.open_phases, phase._open = below, None
                 self._journal.enter_phase(self.phase_name)
                 self._journal.stall_seconds[opened.name] += time.monotonic() - began
             self._sweep_abandoned()
@@ -177,8 +177,8 @@ class Borders:
         """
         if isinstance(error, CoordinatorLost):
             return  # neither forward nor back: the others may have entered
-        self._note(error, self.crossing.retreat(plan, self.phase_name))
-        if (told := self._together.failed(error)) is not None:
+        self._note(error, self.executor.retreat(plan, self.phase_name))
+        if (told := self._vote.failed(error)) is not None:
             raise told from error
 
     def _note(self, error: BaseException, failures: list[Exception]) -> None:
@@ -186,52 +186,52 @@ class Borders:
             with suppress(Exception):  # a frozen dataclass takes no note
                 error.add_note(f"placement: {type(failure).__name__}: {failure}")
 
-    # --- one border
+    # --- one phase transition
 
     @contextmanager
     def attempt(
-        self, together: Together | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
+        self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
     ) -> Iterator[None]:
-        """While a border is tried: whatever stops it, also before it begins, every rank of the group hears of it, once.
+        """While a phase transition is tried: whatever stops it, also before it begins, every rank of the group hears of it, once.
 
         Args:
-            together: as whom to tell the group; None: as whoever enters and leaves phases.
-            begins: this rank may come to it after it has skipped borders of the others, unless it is in a phase.
+            vote: as whom to tell the group; None: as whoever enters and leaves phases.
+            begins: this rank may come to it after it has skipped phase transitions of the others, unless it is in a phase.
             own: the rank that fails raises its own error; else all of them raise the same.
             error: that a phase is left with.
         """
-        together = self._together if together is None else together
-        if together.is_alone or os.getpid() != self.pid:  # a forked child is no rank
+        vote = self._vote if vote is None else vote
+        if vote.is_alone or os.getpid() != self.pid:  # a forked child is no rank
             yield
             return
         with self._lock:
-            if self._busy:  # inside a border, which tells of itself
+            if self._busy:  # inside a phase transition, which tells of itself
                 yield
                 return
-            is_outermost = all(each.is_abandoned for each in self.stack)
-            with together.attempt(catches_up=begins and is_outermost, error=error):
+            is_outermost = all(each.is_abandoned for each in self.open_phases)
+            with vote.attempt(catches_up=begins and is_outermost, error=error):
                 try:
                     yield
                 except BaseException as raised:
-                    if (told := self._tell(together, raised, own)) is not None:
+                    if (told := self._tell(vote, raised, own)) is not None:
                         raise told from raised
                     raise
 
-    def _tell(self, together: Together, error: BaseException, own: bool) -> BaseException | None:
-        self._busy = True  # what is collected meanwhile must not begin a border
+    def _tell(self, vote: GroupVote, error: BaseException, own: bool) -> BaseException | None:
+        self._busy = True  # what is collected in between must not begin a phase transition
         try:
-            told = together.failed(error, waits=not own)
+            told = vote.failed(error, waits=not own)
         finally:
             self._busy = False
         return None if own else told
 
     @contextmanager
-    def border(self) -> Iterator[None]:
-        """One border at a time, in the right process, with the dead swept out and nothing captured."""
+    def transition(self) -> Iterator[None]:
+        """One phase transition at a time, in the right process, with the dead swept out and nothing captured."""
         with self._lock:
             self.check_process()
             if self._busy:
-                raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a border")
+                raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition")
             grad_was_on = torch.is_grad_enabled()
             try:
                 try:
@@ -250,7 +250,7 @@ class Borders:
                 if torch.is_grad_enabled() is not grad_was_on:
                     torch.set_grad_enabled(grad_was_on)
 
-    def _plan_after(self, below: tuple[Open, ...]) -> tuple[Plan, list[Exception]]:
+    def _plan_after(self, below: tuple[OpenPhase, ...]) -> tuple[Plan, list[Exception]]:
         """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
         try:
             return self._plan_around(below), []
@@ -259,9 +259,9 @@ class Borders:
 
     def base_plan(self) -> Plan:
         """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
-        return self._with_kept(self._plan_around(self.stack))
+        return self._with_kept(self._plan_around(self.open_phases))
 
-    def _plan_around(self, below: tuple[Open, ...]) -> Plan:
+    def _plan_around(self, below: tuple[OpenPhase, ...]) -> Plan:
         """Where everything belongs while these are open, but for what is kept."""
         return below[-1].plan if below else self._planner.idle(self.kept)
 
@@ -274,13 +274,13 @@ class Borders:
         Raises:
             Exception: what stopped it; the open phases do not know the handle then.
         """
-        stack = self.stack
-        plans = [each.plan for each in stack]
+        open_phases = self.open_phases
+        plans = [each.plan for each in open_phases]
         try:
             self._extend_plans(handle)
-            self.crossing.join(handle, self.base_plan(), self.phase_name, self.kept, agree)
+            self.executor.join(handle, self.base_plan(), self.phase_name, self.kept, agree)
         except BaseException:
-            for each, plan in zip(stack, plans, strict=True):
+            for each, plan in zip(open_phases, plans, strict=True):
                 each.plan = plan
             raise
 
@@ -291,13 +291,13 @@ class Borders:
             PhaseError: a phase is open.
             Exception: a handle could not be brought in line. The old group stays.
         """
-        if self.stack:
+        if self.open_phases:
             raise PhaseError(f"phase {self.phase_name!r} is open; leave it before rejoin()")
-        if failures := self.crossing.retreat(self.base_plan(), IDLE):
+        if failures := self.executor.retreat(self.base_plan(), IDLE):
             first, *others = failures
             self._note(first, others)
             raise first
-        self._together.rejoin(group)
+        self._vote.rejoin(group)
         self._planner.least = None
 
     def forget(self, handle: Handle) -> None:
@@ -307,16 +307,17 @@ class Borders:
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
         self.kept -= {handle.name}
-        for each in self.stack:
+        for each in self.open_phases:
             each.kept.discard(handle.name)
             each.plan = each.plan.without(handle.name)
-        self.crossing.measure()
-        self.crossing.leased.settle(self.phase_name)
+        self.executor.measure()
+        self.executor.lease_client.settle(self.phase_name)
 
     def _look_for_writes(self, *, wait: bool) -> None:
-        """Before somebody leaves, whose gradients may have been zeroed and whose memory written. The next border of a phase raises it."""
+        """Before somebody leaves, whose gradients may have been zeroed and whose memory written. The next phase transition of a phase
+        raises it."""
         with suppress(Exception):  # a device beyond use has nothing to say, and what lies on the host can leave
-            self.crossing.writes.look(wait=wait)
+            self.executor.writes.look(wait=wait)
 
     def close(self) -> None:
         """Forget every handle, optimizers first, and give the device back. Idempotent, also after an interrupt.
@@ -328,16 +329,16 @@ class Borders:
             return
         self.is_closing = True
         try:
-            with self.border():
-                if self.stack:
+            with self.transition():
+                if self.open_phases:
                     raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
                 self._look_for_writes(wait=True)
                 for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
                     self.forget(handle)
                 self._device.close()
-                self.crossing.leased.close()
+                self.executor.lease_client.close()
                 self.is_closed = True
-                if (written := self.crossing.writes.take()) is not None:
+                if (written := self.executor.writes.take()) is not None:
                     logger.error("closed: %s", written)
         finally:
             self.is_closing = False
@@ -346,8 +347,8 @@ class Borders:
         """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         below = self._planner.idle(self.kept)
-        for index, each in enumerate(self.stack):
-            asked = self._planner.plan(each.name, innermost(self.stack[:index]), self.kept)
+        for index, each in enumerate(self.open_phases):
+            asked = self._planner.plan(each.name, innermost(self.open_phases[:index]), self.kept)
             meant = plan_checks.still_meant(each.only, self._handles)
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             dropped = each.plan.dropped | (below.dropped & {handle.name})
@@ -355,28 +356,28 @@ class Borders:
             base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
 
-    def _require_open(self, phase: Opener, what: str) -> Open:
+    def _require_open(self, phase: Opener, what: str) -> OpenPhase:
         opened = phase._open
-        if opened is None or opened not in self.stack:
+        if opened is None or opened not in self.open_phases:
             raise PhaseError(f"cannot {what}: phase {phase.name!r} is not open")
         return opened
 
-    def _require_innermost(self, phase: Opener, what: str) -> Open:
+    def _require_innermost(self, phase: Opener, what: str) -> OpenPhase:
         opened = self._require_open(phase, what)
-        if self.stack[-1] is not opened:
-            raise PhaseError(f"cannot {what}: phase {self.stack[-1].name!r} is open inside phase {opened.name!r}; leave it first")
+        if self.open_phases[-1] is not opened:
+            raise PhaseError(f"cannot {what}: phase {self.open_phases[-1].name!r} is open inside phase {opened.name!r}; leave it first")
         return opened
 
-    def _finish(self, opened: Open) -> None:
-        self.crossing.measure()
+    def _finish(self, opened: OpenPhase) -> None:
+        self.executor.measure()
         self._planner.over(opened.name)
 
-    def _worth_keeping(self, opened: Open) -> frozenset[str]:
+    def _worth_keeping(self, opened: OpenPhase) -> frozenset[str]:
         """What the phase wanted kept and is on the device: a keep carries residency, it loads nothing."""
         return frozenset(name for name in opened.kept if name in self._handles and self._handles[name].node[1])
 
     def _expire_keeps(self, plan: Plan | None = None) -> None:
-        """Keeps live for one border: what its plan did not take over has expired."""
+        """Keeps live for one phase transition: what its plan did not take over has expired."""
         for name in self.kept:
             if plan is None or name not in plan.targets or not plan.on_device(name):
                 self._journal.expired_keeps += 1
@@ -385,7 +386,7 @@ class Borders:
     # --- what went away by itself
 
     def abandon(self, phase: Opener) -> None:
-        """A phase's context was dropped while open (a generator never finished): leave it, now or at the next border."""
+        """A phase's context was dropped while open (a generator never finished): leave it, now or at the next phase transition."""
         opened = phase._open
         if opened is None or os.getpid() != self.pid or sys.is_finalizing():
             return
@@ -393,31 +394,31 @@ class Borders:
         if self._lock.acquire(blocking=False):
             try:
                 if not self._busy:
-                    with self.border():
+                    with self.transition():
                         pass
             finally:
                 self._lock.release()
 
     def _leave_inner(self, phase: Opener) -> None:
         """An exception passes through a phase: what is open inside cannot be left by its own `with` any more."""
-        if phase._open in self.stack:
-            for inner in self.stack[self.stack.index(phase._open) + 1 :]:
+        if phase._open in self.open_phases:
+            for inner in self.open_phases[self.open_phases.index(phase._open) + 1 :]:
                 inner.is_abandoned = True
             self._sweep_abandoned()
 
     def _is_around_others(self, phase: Opener) -> bool:
         """A generator was closed while its caller has phases open: then its own ends with the last of them."""
-        if phase._open not in self.stack[:-1] or self.stack[-1].holder is None:
+        if phase._open not in self.open_phases[:-1] or self.open_phases[-1].holder is None:
             return False
-        self.stack[self.stack.index(phase._open)].is_abandoned = True
+        self.open_phases[self.open_phases.index(phase._open)].is_abandoned = True
         return True
 
     def _sweep_abandoned(self) -> None:
-        while self.stack and self.stack[-1].is_abandoned:
-            gone, below = self.stack[-1], self.stack[:-1]
-            failures = self.crossing.retreat(self._plan_after(below)[0], _named(below))
-            self._together.abandoned(gone.name)
-            self.stack = below  # only now: what an interrupt stops is done again at the next border
+        while self.open_phases and self.open_phases[-1].is_abandoned:
+            gone, below = self.open_phases[-1], self.open_phases[:-1]
+            failures = self.executor.retreat(self._plan_after(below)[0], _named(below))
+            self._vote.abandoned(gone.name)
+            self.open_phases = below  # only now: what an interrupt stops is done again at the next phase transition
             self._journal.enter_phase(self.phase_name)
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
@@ -429,7 +430,7 @@ class Borders:
                 if not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
-            self._gone.popleft()  # only now: what failed is done again at the next border
+            self._gone.popleft()  # only now: what failed is done again at the next phase transition
         for handle in [h for h in self._handles.values() if h.holding is not None and h.holding.is_leaving]:
             self.forget(handle)  # an interrupt had stopped it
 
@@ -449,6 +450,6 @@ class Borders:
         return handle
 
 
-def _named(stack: tuple[Open, ...]) -> str:
+def _named(open_phases: tuple[OpenPhase, ...]) -> str:
     """The phase that one is in while these are open."""
-    return stack[-1].name if stack else IDLE
+    return open_phases[-1].name if open_phases else IDLE

@@ -21,7 +21,7 @@ from placement.frameworks.weights import Reader, Weight
 from placement.ownership.module import ModuleAdapter
 from placement.publish.lora import Adapters
 from placement.publish.published import check_publishable, published
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Publisher(Protocol):
     kind: str
     role: str | None
     counters: HandleCounters
-    holding: Holding | None
+    holding: ManagedStorage | None
     phase_now: Callable[[], str]
 
     @property

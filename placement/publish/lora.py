@@ -20,6 +20,7 @@ from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_pl
 Adapters = Literal["merged", "separate", "base"]
 """What is published of a PEFT model: base and adapters as one, the adapters alone, or the base without them."""
 
+
 def _is_layer(module: object) -> bool:
     return is_a(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
 

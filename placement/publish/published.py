@@ -19,7 +19,7 @@ _OWN_EXPORT = (
     ("megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
     ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
 )
-"""Classes that cut their DTensors at borders of their own, where torch would gather something else."""
+"""Classes that cut their DTensors at places of their own, where torch would gather something else."""
 
 
 def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weight]]:
@@ -69,7 +69,7 @@ def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str,
     """
     for part, (where, cls) in itertools.product(root.modules(), _OWN_EXPORT):
         if is_a(part, where, cls):
-            raise RegistrationError(f"{name!r}: {cls} cuts its parameters at borders of its own; publish them with its own export")
+            raise RegistrationError(f"{name!r}: {cls} cuts its parameters at places of its own; publish them with its own export")
     for weight_name, weight in weights:
         if (problem := weight.problem) is not None:
             raise RegistrationError(f"{name!r}: {weight_name!r} {problem}.")

@@ -95,7 +95,7 @@ class Shown:
 
     def __init__(self, root: torch.nn.Module) -> None:
         frameworks = frameworks_of(root)
-        self._instead = {shown: own for each in frameworks for shown, own in each.stand_ins().items()}
+        self._instead = {shown: own for each in frameworks for shown, own in each.own_tensors().items()}
         self._given: dict[int, Mapping[str, Weight | None]] = {}
         for each in frameworks:
             self._given.update(each.weights())

@@ -172,10 +172,11 @@ class LoadGuard(_Guard):
             return
         advice = _advise(handle, "load it inside manager.phase('restore')", "restore")
         if lies_in(given, handle.holding):
-            # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads: told here, it is no riddle for the next border.
+            # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads: told here, it is no riddle for the next phase
+            # transition.
             handle.holding.device.heal_poison()
             handle.holding.forget_writes()
-            advice += ". What torch has written meanwhile is lost, and every value is as it was"
+            advice += ". What torch has written in the meantime is lost, and every value is as it was"
         refuse(handle, "given a state dict", advice)
 
 

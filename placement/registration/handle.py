@@ -10,13 +10,13 @@ import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
-from placement.core.machine import HandleMachine, Moves, Node
+from placement.core.machine import HandleMachine, Node, TransitionCallbacks
 from placement.core.states import State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.initial_step import no_initial_step
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Lazy:
     """A factory in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
 
-    The factory is called once, at the first border whose plan wants the handle on the device, and never on a worker whose
+    The factory is called once, at the first phase transition whose plan wants the handle on the device, and never on a worker whose
     policy does not. It returns what `register` would have taken. It finds the default device and the function modes of whoever
     changes the phase.
     """
@@ -42,7 +42,7 @@ class Lazy:
 class Handle:
     """What `Manager.register` returns. Made by the manager only; safe to read from any thread."""
 
-    def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool, moves: Callable[[Handle], Moves]) -> None:
+    def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool, moves: Callable[[Handle], TransitionCallbacks]) -> None:
         self.name = name
         self.kind = kind
         self.role = role
@@ -52,7 +52,7 @@ class Handle:
         self.machine = HandleMachine(name, moves(self))
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
-        self.holding: Holding | None = None
+        self.holding: ManagedStorage | None = None
         self.residency: Residency | None = None
         """Of an engine that places its own memory: the book of its tags, in place of a holding."""
         self.guards: list[Any] = []
@@ -64,7 +64,7 @@ class Handle:
         self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Of a module: those that stepped its parameters."""
         self.stray_references = 0
-        self.strays = ""
+        self.stray_names = ""
         """The storages that others held at the last offload, by name."""
         self.drift_bytes = 0
         self._external_bytes = 0
@@ -87,7 +87,7 @@ class Handle:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes it holds now. Of an external handle what its tensors held there at the last border."""
+        """Device bytes it holds now. Of an external handle what its tensors held there at the last phase transition."""
         if self.residency is not None:
             return self.residency.resident_bytes
         return self._external_bytes if self.holding is None else self.holding.resident_bytes
@@ -103,17 +103,17 @@ class Handle:
     @property
     def host_bytes(self) -> int:
         """Host memory reserved for its copy."""
-        return 0 if self.holding is None else self.holding.adopted.host_bytes
+        return 0 if self.holding is None else self.holding.storages.host_bytes
 
     @property
     def foreign_bytes(self) -> int:
         """Device bytes that a framework keeps for it, offloaded or not (a reducer's buckets); `audit()` names them."""
-        return sum(nbytes for _, nbytes in self.foreign)
+        return sum(nbytes for _, nbytes in self.kept_by_framework)
 
     @property
-    def foreign(self) -> tuple[tuple[str, int], ...]:
+    def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
         """Name and bytes of each of these, as of the last offload."""
-        return () if self.holding is None else self.holding.adopted.foreign
+        return () if self.holding is None else self.holding.storages.kept_by_framework
 
     @property
     def external(self) -> bool:
@@ -127,7 +127,7 @@ class Handle:
     @property
     def gathers(self) -> str | None:
         """Why its state dict needs the values on the device; of an optimizer, because that of a module it steps does. None: in no state."""
-        reason = self._gathers  # asked for every view of every border, so it is looked up once
+        reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
         return None if reason is None or self.external else reason
@@ -252,7 +252,7 @@ class Handle:
             storages = (owned.tensor.untyped_storage() for owned in self.adapter.owned())
             self._external_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
         elif self.holding is not None and self.holding.on_device:
-            self.holding.adopted.measure_births()
+            self.holding.storages.measure_births()
 
     @property
     def is_gone(self) -> bool:
@@ -270,7 +270,7 @@ class Handle:
         return sum(id(parameter) not in known for parameter in self.adapter.parameters())
 
     @property
-    def is_settled(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether its state, its bytes and the journal agree, so that there is nothing to make good; of an engine never known."""
         state, holding = self.state, self.holding
         if self.residency is not None or self.broken is not None or self.counters.state is not state:
@@ -278,7 +278,7 @@ class Handle:
         if holding is None or self.external:
             return True
         on_device = holding.on_device if state is State.SYNCING else state is not State.CPU_OFFLOADED
-        return holding.is_settled and holding.on_device is on_device
+        return holding.is_consistent and holding.on_device is on_device
 
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:
@@ -287,8 +287,8 @@ class Handle:
     def look_for_strays(self) -> None:
         """See whether what others held at the last offload is still held; while on the device that cannot be told."""
         if self.holding is not None and self.stray_references and not self.holding.on_device:
-            found = self.holding.lasting_strays()
-            self.stray_references, self.strays = sum(found.values()), ", ".join([*found][:8])
+            found = self.holding.lasting_stray_references()
+            self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 
     def check_integrity(self) -> None:
         """Compare declared and measured for this handle.

@@ -22,7 +22,8 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
         self._message = message
 
     def remove_dynamo_frames(self) -> Any:
-        """What dynamo raises instead at the border to the caller: on this one it has hung its tracer, and to the message where it was."""
+        """What dynamo raises instead on the way to the caller: on this one it has hung its tracer, and to the message where
+        it was."""
         return NotResidentError(self._message)
 
     def __reduce__(self) -> tuple[type[NotResidentError], tuple[str]]:

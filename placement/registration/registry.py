@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from placement.core.errors import HostMemoryError, RegistrationError
-from placement.core.machine import Moves
+from placement.core.machine import TransitionCallbacks
 from placement.core.states import KINDS, ROLES
 from placement.core.torch_modes import callers_function_modes
 from placement.devices.base import Device
@@ -25,9 +25,9 @@ from placement.registration.handle import Handle, Lazy
 from placement.registration.replication import check_can_be_replicated
 from placement.registration.unregistered import StepWatch
 from placement.storage.address_map import RANGES
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.replicated.storage import ReplicatedHolding
+from placement.storage.replicated.storage import ReplicatedStorage
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import plain_parts
 
@@ -39,13 +39,17 @@ class Registry:
     """The handles of one manager, in registration order."""
 
     def __init__(
-        self, device: Device, moves_of: Callable[[Handle], Moves], phase_now: Callable[[], str], when_gone: Callable[[Handle], None]
+        self,
+        device: Device,
+        callbacks_of: Callable[[Handle], TransitionCallbacks],
+        phase_now: Callable[[], str],
+        when_gone: Callable[[Handle], None],
     ) -> None:
         self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
         """Handles by the identity of their objects, which are alive as long as their handles are here."""
         self._device = device
-        self._moves_of = moves_of
+        self._moves_of = callbacks_of
         self._phase_now = phase_now
         self._when_gone = when_gone
         self._has_warned = False
@@ -156,9 +160,9 @@ class Registry:
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
             if ranks is None:
-                handle.holding = holding = Holding(self._device, adapter, handle.name, handle.readonly)
+                handle.holding = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
             else:
-                handle.holding = holding = ReplicatedHolding(self._device, adapter, handle.name, ranks)
+                handle.holding = holding = ReplicatedStorage(self._device, adapter, handle.name, ranks)
             with torch.no_grad():
                 holding.adopt()
                 self._reserve_state(holding, adapter)
@@ -188,11 +192,11 @@ class Registry:
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
         return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
-    def _reserve_state(self, holding: Holding, adapter: Adapter) -> None:
+    def _reserve_state(self, holding: ManagedStorage, adapter: Adapter) -> None:
         """State that is not born yet gets its host memory now: an offload in the middle of a run must not lack it."""
         sizes = adapter.expected_sizes()
         try:
-            holding.adopted.reserve(sizes or ())
+            holding.storages.reserve(sizes or ())
         except HostMemoryError:
             holding.rehome()
             raise

@@ -1,6 +1,6 @@
 """Registering one object on every rank of a group, so that they share its host copy: all of them, or none.
 
-It is one change of the group, as a phase border is: proposed, carried out, voted on. A rank that cannot do its part ends it for
+It is one change of the group, as a phase transition is: proposed, carried out, voted on. A rank that cannot do its part ends it for
 all, so nobody waits for who has failed.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from placement.core.errors import GroupError, RegistrationError
 from placement.core.states import Plan
-from placement.group.vote import Together
+from placement.group.vote import GroupVote
 from placement.registration.handle import Lazy
 from placement.storage.replicated.range import Shares
 from placement.storage.replicated.ranks import TorchRanks
@@ -64,7 +64,7 @@ class Replication:
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self.together = Together(group)
+        self.together = GroupVote(group)
         self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()
         """Of each handle that is replicated."""
 
@@ -107,9 +107,7 @@ class Replication:
             self.together.failed(error)
             raise
 
-    def _ranks(
-        self, name: str, target: Any, readonly: bool, replicated: bool | torch.distributed.ProcessGroup
-    ) -> GroupRanks | None:
+    def _ranks(self, name: str, target: Any, readonly: bool, replicated: bool | torch.distributed.ProcessGroup) -> GroupRanks | None:
         group = self._group
         assert group is not None
         if isinstance(target, Lazy):

@@ -14,7 +14,7 @@ import torch
 from placement.core.errors import BrokenHandleError, NotResidentError, PlacementError
 from placement.core.torch_modes import without_modes
 from placement.registration.method_call import MethodCall
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.offloaded.host_reads import from_host_copies, is_reading
 from placement.tensors.plain import has_bytes, nested_tensors, parts_of
 
@@ -41,7 +41,7 @@ class StateDictCall(MethodCall):
         if is_reading() or not is_offloaded:
             is_part = bool(args) or kwargs.get("destination") is not None  # called by a module around it, whose own call looks at it all
             found = method(*args, **kwargs)
-            return found if is_part else _shown(handle, found, Holding.hand_out_once)
+            return found if is_part else _shown(handle, found, ManagedStorage.hand_out_once)
         try:
             with from_host_copies():
                 found = method(*args, **kwargs)
@@ -52,7 +52,7 @@ class StateDictCall(MethodCall):
                     "in host memory. What needs its values on the device can be asked inside a phase that has it there."
                 )
             raise
-        found = _shown(handle, found, Holding.hand_out_once)
+        found = _shown(handle, found, ManagedStorage.hand_out_once)
         _refuse_poison(handle, found)
         return found
 
@@ -65,10 +65,10 @@ def shown(handle: Handle, live: Any) -> Any:
     Raises:
         BrokenHandleError: the values are not what they should be.
     """
-    return _shown(handle, live, Holding.hand_out)
+    return _shown(handle, live, ManagedStorage.hand_out)
 
 
-_HandOut = Callable[[Holding, torch.Tensor], torch.Tensor]
+_HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
 
 
 def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
@@ -86,7 +86,7 @@ def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
     return found
 
 
-def _readable(holding: Holding, value: Any, hand_out: _HandOut) -> Any:
+def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut) -> Any:
     if isinstance(value, torch.Tensor):
         return hand_out(holding, value)
     if isinstance(value, dict):
@@ -112,9 +112,9 @@ def is_stateless(optimizer: Any) -> bool:
     return isinstance(state, Mapping) and not state
 
 
-def lies_in(state_dict: Any, holding: Holding) -> bool:
+def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
     """Whether a state dict has tensors at the device addresses of an object: its own parameters."""
-    bases = [(r.adoption.addresses.base, r.nbytes) for r in holding.ranges]
+    bases = [(r.layout.addresses.base, r.nbytes) for r in holding.ranges]
     tensors = [value for value in (state_dict.values() if isinstance(state_dict, Mapping) else ()) if isinstance(value, torch.Tensor)]
     parts = [part.untyped_storage().data_ptr() for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
     return any(0 <= address - base < nbytes for address in parts for base, nbytes in bases)
@@ -126,7 +126,7 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
     Raises:
         NotResidentError: NaN in what was computed, and none in the host copies it was computed from.
     """
-    places = [each.holding.adopted.by_address for each in (handle, *handle.owners) if each.holding is not None]
+    places = [each.holding.storages.by_address for each in (handle, *handle.owners) if each.holding is not None]
     computed = [
         (name, part)
         for path, value in nested_tensors(found, "")

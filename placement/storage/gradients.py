@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from placement.storage.adoption import Claim
 from placement.storage.range import Range
+from placement.storage.range_layout import Claim
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
@@ -46,8 +46,8 @@ class Gradients:
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """Ranges with nothing but gradients in them: what need not be saved when gradients are dropped."""
         dead = {part.untyped_storage()._cdata for part in self.tensors().values() if part.layout is torch.strided} | self.lasting()
-        dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.loose}
-        return tuple(r for r in among if r.loose and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed))
+        dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.transient}
+        return tuple(r for r in among if r.transient and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed))
 
     def drop(self, *, zero_buffers: bool) -> None:
         """Set every gradient to None. Ranges that this leaves empty go at the next move.

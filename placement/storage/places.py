@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from placement.storage.adoption import Claim
-from placement.storage.range import Placed, Range
+from placement.storage.range import PlacedStorage, Range
+from placement.storage.range_layout import Claim
 from placement.tensors.owned import Owned
 from placement.tensors.plain import Outline, is_wrapper
 
@@ -25,41 +25,41 @@ class Place(NamedTuple):
     """Where a tensor belongs."""
 
     range: Range
-    entry: Placed
+    entry: PlacedStorage
     form: Form
 
     @property
     def address(self) -> int:
         """Of the storage's first byte."""
-        return self.range.adoption.addresses.base + self.entry.offset
+        return self.range.layout.addresses.base + self.entry.offset
 
 
-class Astray(NamedTuple):
+class Relocated(NamedTuple):
     """A storage that has a place and lies elsewhere, because its pointer was changed: `share_memory_()`, `resize_()`."""
 
     range: Range
-    entry: Placed
+    entry: PlacedStorage
     claim: Claim
-    loose: bool
+    transient: bool
 
     @property
     def is_resized(self) -> bool:
         return self.claim.nbytes != self.entry.nbytes
 
 
-class Born(NamedTuple):
+class NewStorages(NamedTuple):
     """What an object owns outside its places, one claim a storage, in the adapter's order."""
 
     stay: list[Claim]
-    loose: list[Claim]
-    astray: list[Astray]
+    transient: list[Claim]
+    relocated: list[Relocated]
     in_place: Sequence[Owned] | None = None
     """And what it has at its places; None where it was quickly seen that all is as it was."""
     other_names: Mapping[str, str] = {}
     """See `Adapter.other_names`."""
 
     def __bool__(self) -> bool:
-        return bool(self.stay or self.loose or self.astray)
+        return bool(self.stay or self.transient or self.relocated)
 
 
 class Places:
@@ -72,7 +72,7 @@ class Places:
         """Of wrappers, by the names of their parts."""
         self._other_names: Mapping[str, str] = {}
 
-    def note(self, born: Born) -> None:
+    def note(self, born: NewStorages) -> None:
         """What lies at its place now is all that belongs there. Of tens of thousands of tensors, so functions of C ask them."""
         if born.in_place is None:
             return
@@ -81,8 +81,8 @@ class Places:
 
     def add(self, fresh: Range) -> None:
         """What is about to move into a range belongs there."""
-        for claim, offset in zip(fresh.claims or (), fresh.adoption.offsets, strict=True):
-            self._add(claim.owned, [fresh.adoption.addresses.base + offset] * len(claim.owned))
+        for claim, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
+            self._add(claim.owned, [fresh.layout.addresses.base + offset] * len(claim.owned))
 
     def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
         tensors = list(map(_TENSOR, found))
@@ -97,7 +97,7 @@ class Places:
 
     def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
         """By name, the places in these ranges."""
-        entries = {r.adoption.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
+        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
         found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
         return {other: found[name] for other, name in self._others(found) if other not in found} | found
 

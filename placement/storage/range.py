@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.devices.base import Chunk, Copy, Device, HostSlab
-from placement.storage.adoption import Adoption, Claim
-from placement.storage.transfer.chunk_pool import Stock
+from placement.storage.range_layout import Claim, RangeLayout
+from placement.storage.transfer.chunk_pool import ChunkPool
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """References to a storage (`_cdata`) from tensors, its Python object and C++ together; 0 for one that only weak ones keep."""
@@ -24,7 +24,7 @@ def used_bytes(nbytes: int) -> int:
 
 
 @dataclass(slots=True)
-class Placed:
+class PlacedStorage:
     """One adopted storage. Weak: a range never keeps a tensor alive."""
 
     name: str
@@ -32,7 +32,8 @@ class Placed:
     offset: int
     nbytes: int
     use_count: int = 0
-    """References right after adoption but for the tensors that adapters know of (0: not counted yet); more at an offload are strays."""
+    """References right after adoption but for the tensors that adapters know of (0: not counted yet); more at an offload are stray
+    references."""
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage while a tensor uses it."""
@@ -50,7 +51,7 @@ class RangesByAddress:
 
     def __init__(self, ranges: tuple[Range, ...]) -> None:
         self.ranges = ranges
-        places = sorted(((base, r) for r in ranges for base in (r.adoption.addresses.base, r.slab.address)), key=operator.itemgetter(0))
+        places = sorted(((base, r) for r in ranges for base in (r.layout.addresses.base, r.slab.address)), key=operator.itemgetter(0))
         self._bases = [base for base, _ in places]
         self._ranges = [r for _, r in places]
 
@@ -74,27 +75,28 @@ class Range:
     is_shared = False
     """Whether other processes read the slab, too: then it is never written again."""
 
-    def __init__(self, device: Device, adoption: Adoption, slab: HostSlab, claims: tuple[Claim, ...], loose: bool) -> None:
-        self.adoption = adoption
-        self.nbytes = used_bytes(adoption.nbytes)
+    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Claim, ...], transient: bool) -> None:
+        self.layout = layout
+        self.nbytes = used_bytes(layout.nbytes)
         """Used length. What lies behind it in the last chunk is nobody's: neither copied nor fingerprinted."""
         self.slab = slab
-        whole, rest = divmod(adoption.nbytes, device.chunk_bytes)
+        whole, rest = divmod(layout.nbytes, device.chunk_bytes)
         tail = -(-rest // device.granularity) * device.granularity
         self.chunk_sizes: tuple[int, ...] = (device.chunk_bytes,) * whole + ((tail,) if tail else ())
         """Full chunks and a tail at the granularity: what is behind the range while it is loaded."""
         self.device_bytes = sum(self.chunk_sizes)
         self.used_sizes = (*self.chunk_sizes[:-1], self.nbytes - sum(self.chunk_sizes[:-1]))
         """Of each chunk, the bytes that are used."""
-        self.loose = loose
+        self.transient = transient
         self.claims: tuple[Claim, ...] | None = claims
         """What still has to move in; None once every storage has its place."""
-        self.placed: tuple[Placed, ...] = ()
-        self._by_storage: dict[int, Placed] | None = None
+        self.placed: tuple[PlacedStorage, ...] = ()
+        self._by_storage: dict[int, PlacedStorage] | None = None
         self.counted: tuple[list[int], list[int]] | None = None
         """Of `placed`, the storages (`_cdata`) and their `use_count`, once all have been counted."""
-        self.without_strays: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
-        """What was looked at when strays were looked for last and there were none: `counted`, the tables of aliases, references."""
+        self.without_stray_references: tuple[tuple[list[int], list[int]], list[dict[int, int]], list[int]] | None = None
+        """What was looked at when stray references were looked for last and there were none: `counted`, the tables of aliases,
+        references."""
         self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
         """Of each chunk, bytes from the first address."""
         self.chunks: dict[int, Chunk] = {}
@@ -110,25 +112,25 @@ class Range:
         if self.claims is None:
             return
         for index in range(len(self.claims)):
-            self.adoption.move_in(index)
+            self.layout.move_in(index)
         placed = []
-        for claim, offset in zip(self.claims, self.adoption.offsets, strict=True):
+        for claim, offset in zip(self.claims, self.layout.offsets, strict=True):
             ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # rebinding gives the aliases another storage object
-            placed.append(Placed(claim.name, ref, offset, claim.nbytes))
+            placed.append(PlacedStorage(claim.name, ref, offset, claim.nbytes))
         self.placed, self.claims, self._by_storage = tuple(placed), None, None
-        self.adoption.forget_claims()
+        self.layout.forget_claims()
 
-    def forget(self, entry: Placed) -> None:
+    def forget(self, entry: PlacedStorage) -> None:
         """A storage has left for good. Its place stays empty."""
         self.counted = self._by_storage = None
         self.placed = tuple(each for each in self.placed if each is not entry)
 
-    def replace(self, entry: Placed, home: torch.UntypedStorage) -> None:
+    def replace(self, entry: PlacedStorage, home: torch.UntypedStorage) -> None:
         """Another storage lies at a place from now on."""
         self.counted = self._by_storage = None  # before the old storage may be freed, whose address is in there
         entry.ref, entry.use_count = StorageWeakRef(home), 0
 
-    def place_of(self, storage: torch.UntypedStorage) -> Placed | None:
+    def place_of(self, storage: torch.UntypedStorage) -> PlacedStorage | None:
         """Where a storage belongs, wherever it lies now; None where it has no place here."""
         if self._by_storage is None:
             self._by_storage = {entry.ref.cdata: entry for entry in self.placed}
@@ -136,7 +138,7 @@ class Range:
 
     def has_any(self, addresses: Sequence[int]) -> bool:
         """Whether one of these addresses, which ascend, lies in it or in its slab."""
-        bases = (self.adoption.addresses.base, self.slab.address)
+        bases = (self.layout.addresses.base, self.slab.address)
         return any(bisect.bisect_left(addresses, base) < bisect.bisect_left(addresses, base + self.nbytes) for base in bases)
 
     @property
@@ -154,10 +156,10 @@ class Range:
         """The chunks that are not there."""
         return [index for index in range(len(self.chunk_sizes)) if index not in self.chunks]
 
-    def give(self, indices: Iterable[int], stock: Stock) -> None:
-        """Hand unmapped chunks to the stock. They are in both for a moment rather than in neither: `settle` counts them once."""
+    def give(self, indices: Iterable[int], chunk_pool: ChunkPool) -> None:
+        """Hand unmapped chunks to the stock. They are in both for a moment rather than in neither: `make_consistent` counts them once."""
         held = [index for index in indices if index in self.chunks]
-        stock.give([self.chunks[index] for index in held])
+        chunk_pool.give([self.chunks[index] for index in held])
         for index in held:
             del self.chunks[index]
 
@@ -166,18 +168,18 @@ class Range:
         runs: list[Copy] = []
         for index in range(len(self.chunk_sizes)) if wanted is None else wanted:
             start, nbytes = self.starts[index], self.used_sizes[index]
-            if runs and runs[-1].device_address + runs[-1].nbytes == self.adoption.addresses.base + start:
+            if runs and runs[-1].device_address + runs[-1].nbytes == self.layout.addresses.base + start:
                 last = runs.pop()
                 runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
             else:
-                runs.append(Copy(self.adoption.addresses.base + start, self.slab.address + start, nbytes))
+                runs.append(Copy(self.layout.addresses.base + start, self.slab.address + start, nbytes))
         return runs
 
-    def outside(self) -> list[Placed]:
+    def outside(self) -> list[PlacedStorage]:
         """Adopted storages that are alive and no longer at their place: somebody moved them behind our back."""
         found = []
         for entry in self.placed:
             storage = entry.storage()
-            if storage is not None and storage.data_ptr() != self.adoption.addresses.base + entry.offset:
+            if storage is not None and storage.data_ptr() != self.layout.addresses.base + entry.offset:
                 found.append(entry)
         return found

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Addresses, Copy, Device, HostSlab
-from placement.storage import adoption as adopt
+from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
-from placement.storage.places import Astray, Born, Places
+from placement.storage.places import NewStorages, Places, Relocated
 from placement.storage.range import Range, storage_use_count, used_bytes
 from placement.tensors.owned import Adapter, Owned
 from placement.tensors.sparse import is_sparse
@@ -28,15 +28,15 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-_INTAKES: WeakIdSet[Intake] = WeakIdSet()
-_GUESTS: WeakIdSet[torch.Tensor] = WeakIdSet()
+_SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
+_BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
 """Tensors that lay in storages of other objects at the last look at theirs, which may have left placement since."""
 
 
 def alias_tables() -> list[dict[int, int]]:
     """Of each registered object, how many of its tensors use each storage (`_cdata`), as of the last look at it. None is ever changed:
     another look that finds others makes another table."""
-    return [intake.aliases for intake in _INTAKES]
+    return [scanner.aliases for scanner in _SCANNERS]
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
@@ -47,13 +47,14 @@ def known_aliases(storages: Sequence[int]) -> list[int]:
     return total
 
 
-def guests() -> Iterator[torch.Tensor]:
+def borrowed() -> Iterator[torch.Tensor]:
     """Tensors of all objects in storages of others: a shard of an optimizer's in the model's buffer."""
-    return iter(_GUESTS)
+    return iter(_BORROWED)
 
 
 class Versions(NamedTuple):
-    """What the version counters of an object's tensors said at one look, by storage (`_cdata`). Gradients are not in it: see `Zeroed`."""
+    """What the version counters of an object's tensors said at one look, by storage (`_cdata`). Gradients are not in it: see
+    `GradientWrites`."""
 
     sums: Mapping[int, int]
     """Of all its tensors together: views share a counter, and what was bound by `.data =` has one of its own."""
@@ -74,7 +75,7 @@ class _Found:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
         self.owned: list[Owned] = []
-        self.handed: list[torch.Tensor] = []
+        self.state_dict_tensors: list[torch.Tensor] = []
 
     def add(self, owned: Owned) -> None:
         """One more tensor. One without elements names nothing, so the first comes after one with them."""
@@ -83,11 +84,13 @@ class _Found:
         else:
             self.owned.append(owned)
 
-    def claim(self) -> adopt.Claim:
-        return adopt.Claim(self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.handed), tuple(self.owned))
+    def claim(self) -> range_layout.Claim:
+        return range_layout.Claim(
+            self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.state_dict_tensors), tuple(self.owned)
+        )
 
 
-class Intake:
+class StorageScanner:
     """Takes in what one object comes to own: at registration, at its offloads, and when it is loaded.
 
     Args:
@@ -112,20 +115,20 @@ class Intake:
         self.reserved: HostSlab | None = None
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
-        _INTAKES.add(self)
+        _SCANNERS.add(self)
 
-    def newborn(self, ranges: tuple[Range, ...], handed: Iterable[torch.Tensor]) -> Born:
+    def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor]) -> NewStorages:
         """What the object owns outside its places now."""
         if self._is_as_before(ranges):
-            return Born([], [], [])
+            return NewStorages([], [], [])
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
-        addresses = [base + entry.offset for r in ranges for base in (r.adoption.addresses.base,) for entry in r.placed]
+        addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
         known = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
         sums: dict[int, int] = {}
         counts: dict[int, int] = {}
         aliases: dict[int, int] = {}
         found: dict[int, _Found] = {}
-        away: dict[int, _Found] = {}
+        elsewhere: dict[int, _Found] = {}
         storages: list[int] = []
         in_place: list[Owned] = []
         alive = [entry.ref for r in ranges for entry in r.placed]
@@ -135,33 +138,33 @@ class Intake:
             storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
             if (address := known.get(key)) is not None:
-                if not owned.loose:
+                if not owned.transient:
                     sums[key] = sums.get(key, 0) + owned.version
                     counts[key] = counts.get(key, 0) + 1
                 if storage.data_ptr() == address:
                     in_place.append(owned)
                 else:
-                    away.setdefault(key, _Found(storage)).add(owned)
+                    elsewhere.setdefault(key, _Found(storage)).add(owned)
                 continue
             alive.append(StorageWeakRef(storage))
             if storage.nbytes() and not self._belongs_elsewhere(owned, storage):
                 found.setdefault(key, _Found(storage)).add(owned)
         hosts = []
-        for guest in self._adapter.guests():
-            _GUESTS.add(guest)
-            hosts.append(StorageWeakRef(guest.untyped_storage()))
+        for tensor in self._adapter.borrowed():
+            _BORROWED.add(tensor)
+            hosts.append(StorageWeakRef(tensor.untyped_storage()))
         self.versions, self._alive = Versions(sums, counts), alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
         self._note(ranges, storages if len(in_place) == len(storages) else ())
-        for tensor in handed:
+        for tensor in state_dict_tensors:
             key = tensor.untyped_storage()._cdata
-            if (entry := found.get(key) or away.get(key)) is not None:
-                entry.handed.append(tensor)
-        entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if away else {}
-        astray = [Astray(*entries[key], each.claim(), each.owned[0].loose) for key, each in away.items()]
-        new = [(each.owned[0].loose, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
-        stay, goes = [claim for loose, claim in new if not loose], [claim for loose, claim in new if loose]
-        return Born(stay, goes, astray, in_place, self._adapter.other_names())
+            if (entry := found.get(key) or elsewhere.get(key)) is not None:
+                entry.state_dict_tensors.append(tensor)
+        entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if elsewhere else {}
+        relocated = [Relocated(*entries[key], each.claim(), each.owned[0].transient) for key, each in elsewhere.items()]
+        new = [(each.owned[0].transient, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
+        stay, goes = [claim for transient, claim in new if not transient], [claim for transient, claim in new if transient]
+        return NewStorages(stay, goes, relocated, in_place, self._adapter.other_names())
 
     def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
         """Remember a look that found everything in its place, for the next one."""
@@ -201,14 +204,14 @@ class Intake:
             "What shares storages is registered once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
         )
 
-    def take_in(self, claims: list[adopt.Claim], loose: bool) -> Range | None:
+    def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
         """Reserve range and slab for new storages and save their bytes. They stay where they are until `move_in`."""
         if not claims:
             return None
-        adoption = adopt.prepare(self._device, claims, self._addresses)
-        fresh = Range(self._device, adoption, self._slab(used_bytes(adoption.nbytes)), tuple(claims), loose)
+        layout = range_layout.prepare(self._device, claims, self._addresses)
+        fresh = Range(self._device, layout, self._slab(used_bytes(layout.nbytes)), tuple(claims), transient)
         copies = []
-        for claim, offset in zip(claims, adoption.offsets, strict=True):
+        for claim, offset in zip(claims, layout.offsets, strict=True):
             if claim.storage.device == self._device.torch_device:
                 copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
             else:
@@ -224,7 +227,7 @@ class Intake:
             HostMemoryError, DeviceMemoryError: there is not enough.
         """
         if sizes:
-            nbytes = used_bytes(adopt.expected_bytes(self._device, sizes))
+            nbytes = used_bytes(range_layout.expected_bytes(self._device, sizes))
             self._reserved_addresses = self._device.reserve(nbytes)
             self.reserved = self._device.host(nbytes)
 

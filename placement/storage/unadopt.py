@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 
 from placement.devices.base import Device
-from placement.storage import adoption
-from placement.storage.layout import Adopted
+from placement.storage import range_layout
+from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
-from placement.storage.scanner import guests
+from placement.storage.scanner import borrowed
 from placement.tensors.owned import Adapter
 from placement.tensors.sparse import follow
 
 
-def rehome(device: Device, adapter: Adapter, adopted: Adopted, *, on_device: bool) -> None:
+def rehome(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_device: bool) -> None:
     """Give every tensor ordinary storage with its values, on the device or on the host. The ranges are empty then, and still there.
 
     Idempotent, so that what an interrupt stopped can be done again.
@@ -23,30 +23,30 @@ def rehome(device: Device, adapter: Adapter, adopted: Adopted, *, on_device: boo
     Raises:
         torch.OutOfMemoryError: no memory for a storage; what left before it stays outside.
     """
-    adopted.handed.leave()
-    for r in adopted.ranges:  # first: what a registration did not come to is rebound now, and lies in another storage then
+    storages.state_dict_tensors.leave()
+    for r in storages.ranges:  # first: what a registration did not come to is rebound now, and lies in another storage then
         r.move_in()
     target = device.torch_device if on_device else torch.device("cpu")
     aliases: dict[int, list[torch.Tensor]] = {}
     everything = list(adapter.owned())
     for owned in everything:
         aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
-    for guest in guests():  # a shard of an optimizer's goes where the module's buffer goes
+    for guest in borrowed():  # a shard of an optimizer's goes where the module's buffer goes
         if guest.untyped_storage()._cdata in aliases:
             aliases[guest.untyped_storage()._cdata].append(guest)
-    for r in adopted.ranges:
+    for r in storages.ranges:
         for entry in r.placed:
             storage = entry.storage()
-            if storage is None or storage.data_ptr() != r.adoption.addresses.base + entry.offset:
+            if storage is None or storage.data_ptr() != r.layout.addresses.base + entry.offset:
                 continue
             known = aliases.get(storage._cdata, [])
-            adoption.rehome(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
+            range_layout.rehome(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
     follow(everything)
-    adopted.align_wrappers()
+    storages.align_wrappers()
 
 
 def _filler(device: Device, r: Range, offset: int, nbytes: int, on_device: bool) -> Callable[[torch.Tensor], None]:
-    source = device.view(r.adoption.addresses, offset, nbytes) if on_device else r.slab.view(offset, nbytes)
+    source = device.view(r.layout.addresses, offset, nbytes) if on_device else r.slab.view(offset, nbytes)
 
     def fill(target: torch.Tensor) -> None:
         target.copy_(source)

@@ -21,7 +21,7 @@ class Owned:
     name: str
     """As the user would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"."""
     tensor: torch.Tensor
-    loose: bool = False
+    transient: bool = False
     """Comes and goes between phases (a gradient): gets addresses of its own for one offload at a time."""
     wrapper: torch.Tensor | None = None
     """What users write through where that is another object (a DTensor): its operations do not count in the version of what it wraps."""
@@ -70,7 +70,7 @@ class Adapter(abc.ABC):
         """The tensors of the object that have a gradient now."""
         return (each.tensor for each in self.owned() if each.tensor.is_leaf and each.tensor.grad is not None)
 
-    def torn(self) -> Iterator[tuple[str, int]]:
+    def replaced(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of tensors that a framework computes with although the object has others in their place by now."""
         return iter(())
 
@@ -81,7 +81,7 @@ class Adapter(abc.ABC):
     def drop_unreduced(self) -> None:
         """Forget these gradients."""
 
-    def guests(self) -> Iterator[torch.Tensor]:
+    def borrowed(self) -> Iterator[torch.Tensor]:
         """Tensors of the object in storages of other objects (a shard of a model's buffer): known here, never moved with it."""
         return iter(())
 
@@ -124,13 +124,13 @@ class Adapter(abc.ABC):
         return None
 
     def before_step(self) -> None:
-        """An optimizer is about to step the object's parameters: all gradients are there, and may be gone at the next border."""
+        """An optimizer is about to step the object's parameters: all gradients are there, and may be gone at the next phase transition."""
 
     def away(self) -> str | None:
         """Why an external object cannot be used now and what to do: its framework has offloaded it. None while it can."""
         return None
 
-    def foreign(self) -> Iterator[tuple[str, int]]:
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of device memory that a framework keeps for the object and that nobody can move."""
         return iter(())
 

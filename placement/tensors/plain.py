@@ -94,7 +94,7 @@ def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that hold a tensor's bytes: itself, or what a wrapper subclass (a DTensor, a quantised weight) wraps, to any depth."""
-    if type(tensor) in PLAIN_TYPES:  # at every border for every tensor: the common case first
+    if type(tensor) in PLAIN_TYPES:  # at every phase transition for every tensor: the common case first
         yield name, tensor
         return
     wrapper: Any = tensor

@@ -1,6 +1,6 @@
 """Whether a module tree or an optimizer's state is what it was at the last look, asked without a step of Python for each tensor.
 
-Models of experts have tens of thousands of tensors, and every border has to know that none was added, replaced or given a
+Models of experts have tens of thousands of tensors, and every phase transition has to know that none was added, replaced or given a
 gradient. The full walk takes about 4 us for each (of an optimizer's state 20); this one 0.3 us, most of it in functions of C.
 """
 

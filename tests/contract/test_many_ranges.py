@@ -1,4 +1,5 @@
-"""Hundreds of ranges in one border: handles that are many, or that grew at every step. Every byte comes back, and no memory stays."""
+"""Hundreds of ranges in one phase transition: handles that are many, or that grew at every step. Every byte comes back, and no memory
+stays."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import nn
 from placement import DeviceMemoryError, Manager
 from placement.devices.base import Addresses, Chunk
 from placement.storage.transfer.arrivals import WINDOW
-from placement.storage.transfer.chunk_pool import Stock
+from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.contract.growing import SIDES, Scene, sizes
 
@@ -53,7 +54,7 @@ def test_a_burst_grows_under_the_copies_of_the_one_before() -> None:
     assert mapped_by_a_load(300 * PAGE) == [1, 16, 256, 27]
 
 
-def test_a_burst_goes_over_the_borders_of_ranges() -> None:
+def test_a_burst_goes_over_the_boundaries_of_ranges() -> None:
     assert mapped_by_a_load(*[10 * PAGE] * 5) == [1, 9, 7, 3, 10, 10, 10]
 
 
@@ -140,12 +141,12 @@ def test_a_load_of_hundreds_of_ranges_that_lacks_memory_leaves_nothing_behind() 
 @given(st.lists(st.sampled_from([1, 1, 1, 2, 3]), max_size=30), st.lists(st.sampled_from([1, 2, 3, 4]), max_size=30), st.integers(0, 5))
 def test_a_stock_serves_each_size_once_and_the_driver_the_rest(held: list[int], wanted: list[int], fresh: int) -> None:
     device = SimulatedDevice(1 << 24, granularity=PAGE)
-    stock = Stock(device)
-    stock.room_bytes = 1 << 24
+    chunk_pool = ChunkPool(device)
+    chunk_pool.room_bytes = 1 << 24
     chunks = [device.create(pages * PAGE) for pages in held]
-    stock.give(chunks)
-    stock.give(chunks[::2])  # again, as a border does that was cut short
-    assert stock.held_bytes == sum(held) * PAGE
+    chunk_pool.give(chunks)
+    chunk_pool.give(chunks[::2])  # again, as a phase transition does that was cut short
+    assert chunk_pool.held_bytes == sum(held) * PAGE
     left, expected, budget = list(held), 0, fresh
     for pages in wanted:
         if pages in left:
@@ -156,15 +157,15 @@ def test_a_stock_serves_each_size_once_and_the_driver_the_rest(held: list[int], 
             break
         expected += 1
     needed = [pages * PAGE for pages in wanted]
-    assert stock.count(needed, fresh) == expected
-    taken = stock.take(needed)
+    assert chunk_pool.count(needed, fresh) == expected
+    taken = chunk_pool.take(needed)
     assert [chunk.nbytes for chunk in taken] == needed
     assert len({id(chunk) for chunk in taken}) == len(taken)
     remaining = without(chunks, taken)
-    assert stock.held_bytes == sum(chunk.nbytes for chunk in remaining)
-    stock.forget(remaining[:1])
-    stock.release()
-    assert stock.held_bytes == 0
+    assert chunk_pool.held_bytes == sum(chunk.nbytes for chunk in remaining)
+    chunk_pool.forget(remaining[:1])
+    chunk_pool.release()
+    assert chunk_pool.held_bytes == 0
     assert device.memory().chunk_bytes == sum(chunk.nbytes for chunk in (*taken, *remaining[:1]))
 
 

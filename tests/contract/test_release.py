@@ -196,7 +196,7 @@ def write_readonly(scene: Scene) -> None:
 
 
 def complaining(kind: str) -> tuple[Scene, Any]:
-    """A scene in which the next border that offloads has to be undone, and what it is for."""
+    """A scene in which the next phase transition that offloads has to be undone, and what it is for."""
     if kind == "readonly":
         scene = Scene(readonly={"c"})
         write_readonly(scene)
@@ -238,7 +238,7 @@ def test_a_device_that_fails_while_a_complaint_is_undone_loses_nothing(kind: str
         scene.device.clear()
         del view
         if not fired:
-            assert isinstance(caught.value, IntegrityError), "what the border was undone for is said first"
+            assert isinstance(caught.value, IntegrityError), "what the phase transition was undone for is said first"
             scene.check({"a", "c"})
         with suppress(IntegrityError):  # of what was written into a readonly one, where it is still there
             scene.manager.enter("values")

@@ -15,7 +15,7 @@ from placement.devices.base import Copy, Device
 from placement.devices.host import shared_slab
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE
-from placement.storage.adoption import Claim, prepare
+from placement.storage.range_layout import Claim, prepare
 from placement.storage.replicated.range import SharedRange, Shares, own_spans
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
@@ -101,16 +101,16 @@ def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(world_size: int
     held = torch.zeros(2 * (4 * elements + 4096 + 12 * PAGE), dtype=torch.uint8)
     for rank in range(world_size):
         shares = Shares(rank, world_size)
-        adoption = prepare(device, [Claim(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
-        for start, nbytes in own_spans(adoption, device.chunk_bytes, shares):
+        layout = prepare(device, [Claim(str(i), each.untyped_storage(), (each,)) for i, each in enumerate(tensors)])
+        for start, nbytes in own_spans(layout, device.chunk_bytes, shares):
             assert start % PAGE == nbytes % PAGE == 0
             held[start : start + nbytes] += 1
-        with new_file(adoption.nbytes + 2 * PAGE) as (file, _):
-            r = SharedRange(device, adoption, device.shared_host(file, adoption.nbytes, [], EXTRA), (), shares)
+        with new_file(layout.nbytes + 2 * PAGE) as (file, _):
+            r = SharedRange(device, layout, device.shared_host(file, layout.nbytes, [], EXTRA), (), shares)
         brought = torch.zeros(r.nbytes, dtype=torch.uint8)
         for index in range(len(r.chunk_sizes)):
             for copy in (*r.own_copies(index), *r.others_copies(index)):
-                assert copy.device_address - adoption.addresses.base == copy.host_address - r.slab.address
+                assert copy.device_address - layout.addresses.base == copy.host_address - r.slab.address
                 brought[copy.host_address - r.slab.address :][: copy.nbytes] += 1
             start, nbytes = r.gathered(index)
             assert nbytes == world_size * r.part_bytes(index)

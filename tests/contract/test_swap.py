@@ -1,4 +1,4 @@
-"""Swaps: memory changes hands chunk by chunk, within the larger side and the window, and comes back when the border fails."""
+"""Swaps: memory changes hands chunk by chunk, within the larger side and the window, and comes back when the phase transition fails."""
 
 from __future__ import annotations
 

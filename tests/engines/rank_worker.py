@@ -93,7 +93,7 @@ class Worker:
         self.uneven = random.Random(rank)
 
     def late(self) -> None:
-        """Ranks come to a border at different times."""
+        """Ranks come to a phase transition at different times."""
         time.sleep(self.uneven.uniform(0, 0.03))
 
     def step(self) -> None:

@@ -48,7 +48,7 @@ def test_three_steps(kind: Any, weights: str, shared: Path, started: list[StandI
 
 
 @every_server
-def test_each_border_has_on_the_device_what_it_says(kind: Any, shared: Path, started: list[StandIn]) -> None:
+def test_each_transition_has_on_the_device_what_it_says(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started, tag_bytes={tag: TAG_BYTES[tag] for tag in ("weights", "kv_cache")})
     handle = job.register()
     with job.manager.phase("weight_sync") as step:

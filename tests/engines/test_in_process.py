@@ -114,9 +114,7 @@ class SglEngine:
         self.busy -= self.busy > 0
         return SimpleNamespace(success=self.busy == 0, message="")
 
-    def update_weights_from_tensor(
-        self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True
-    ) -> tuple[bool, str]:
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True) -> tuple[bool, str]:
         assert "weights" not in self.released
         assert not flush_cache
         self.says = "actor" if self.accepts else self.says

@@ -69,6 +69,6 @@ def test_an_interrupt_at_every_bytecode(tmp_path: Path) -> None:
         elif residency.doubt is None and residency._is_drained and engine.is_open:
             wrong.append(f"{describe(point, visit)}: taken for drained, and open")
         elif residency.doubt is None and residency.resident == WHOLE and residency.stale is None:
-            residency.load(WHOLE)  # what the next border does
+            residency.load(WHOLE)  # what the next phase transition does
             assert engine.is_open, describe(point, visit)
     assert not wrong, "\n".join(wrong)

@@ -174,7 +174,7 @@ def test_a_sync_of_adapters_that_stops_half_way_is_made_anew(shared: Path) -> No
         assert engine.calls[-1] == "admit"
 
 
-def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_border(shared: Path) -> None:
+def test_an_engine_that_refused_to_be_opened_is_opened_at_the_next_transition(shared: Path) -> None:
     engine = Own(shared)
     manager, actor = make(shared, engine, policy="resident")
     with manager.phase("weight_sync") as step:

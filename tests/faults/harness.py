@@ -48,7 +48,7 @@ class Actor(nn.Module):
 
 
 class Worker:
-    """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one border after the other."""
+    """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one phase transition after the other."""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, **settings: Any) -> None:
         seed(7)
@@ -193,7 +193,7 @@ def hidden_bytes(handle: placement.Handle) -> dict[str, bytes]:
     """What a state dict does not show (attributes, buffers that are not persistent), on the device."""
     assert handle.adapter is not None
     shown = handle.object.state_dict().keys()
-    return {owned.name: as_bytes(owned.tensor) for owned in handle.adapter.owned() if owned.name not in shown and not owned.loose}
+    return {owned.name: as_bytes(owned.tensor) for owned in handle.adapter.owned() if owned.name not in shown and not owned.transient}
 
 
 def check_sound(worker: Worker) -> None:

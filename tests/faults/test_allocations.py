@@ -64,7 +64,7 @@ def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict
             break
         points += 1
         where = f"{operation} call {points}"
-        if error is None:  # one failure at an exit is made good at the same border; then the metrics tell
+        if error is None:  # one failure at an exit is made good at the same phase transition; then the metrics tell
             assert operation in ("map", "copy", "sync"), f"{where} failed and nobody was told"
             assert not forever
             assert any(shot.failures for shot in worker.manager.snapshot().handles), f"{where} failed and nobody was told"
@@ -155,7 +155,7 @@ def test_a_failed_restore_is_a_note_on_the_users_exception() -> None:
     assert worker.manager.snapshot().pairing_violations == 1
     worker.device.clear()
     with worker.manager.phase("values"):
-        assert worker.manager.handles["actor"].resident_bytes == 0, "the next border takes it off"
+        assert worker.manager.handles["actor"].resident_bytes == 0, "the next phase transition takes it off"
     check_left(worker)
 
 

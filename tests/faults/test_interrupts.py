@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at bytecodes of our frames during each kind of border; with SWEEP=all at every one, first and last visit.
+"""KeyboardInterrupt at bytecodes of our frames during each kind of phase transition; with SWEEP=all at every one, first and last visit.
 
 One worker goes through all cases of an operation: whatever an earlier case left behind would show in a later one. Recovery is what
 a user does: leave the `with`, drop the traceback, open the next phase.
@@ -24,7 +24,7 @@ from torch import nn
 
 import placement
 from placement import checkpoint
-from placement.storage import adoption
+from placement.storage import range_layout
 from placement.storage.offloaded.host_reads import is_reading
 from placement.tensors.plain import nested_tensors
 from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
@@ -114,7 +114,7 @@ class NamedExit(Case):
         tracing.off()
 
     def check(self) -> None:
-        with self.manager.phase("checkpoint"):  # a border later at the latest
+        with self.manager.phase("checkpoint"):  # a phase transition later at the latest
             assert self.manager.snapshot().phases == ("checkpoint",)
         with pytest.raises(placement.PhaseError, match="not open"):
             self.step.switch("train")
@@ -205,7 +205,7 @@ class RegisterFromElsewhere(Register):
     every_point = True
 
     def run(self, tracing: Tracing) -> None:
-        with mock.patch.object(adoption, "_can_swap", return_value=False):
+        with mock.patch.object(range_layout, "_can_swap", return_value=False):
             super().run(tracing)
 
 
@@ -231,16 +231,16 @@ class UnregisterToElsewhere(Unregister):
     every_point = True
 
     def run(self, tracing: Tracing) -> None:
-        with mock.patch.object(adoption, "_can_swap", return_value=False):
+        with mock.patch.object(range_layout, "_can_swap", return_value=False):
             super().run(tracing)
 
     def check(self) -> None:
-        with mock.patch.object(adoption, "_can_swap", return_value=False):
+        with mock.patch.object(range_layout, "_can_swap", return_value=False):
             super().check()
 
 
 class BuildLazy(Extra):
-    """A border that builds a `Lazy`: afterwards it is built, or can be built."""
+    """A phase transition that builds a `Lazy`: afterwards it is built, or can be built."""
 
     def run(self, tracing: Tracing) -> None:
         self.manager.register("extra", placement.Lazy(lambda: self.extra), role="reward")

@@ -19,8 +19,8 @@ from placement.devices.base import Chunk, Copy, HostSlab
 from placement.devices.cuda import pool as cuda_pool
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.host.reserve import SPAN_BYTES
-from placement.storage import adoption as adopt
-from placement.storage.adoption import Adoption, Claim
+from placement.storage import range_layout
+from placement.storage.range_layout import Claim, RangeLayout
 
 pytestmark = pytest.mark.gpu
 
@@ -35,46 +35,46 @@ def device() -> CudaDevice:
     return made
 
 
-class Placed:
+class PlacedStorage:
     """What a handle does with one adoption, reduced to the driver's part."""
 
     def __init__(self, device: CudaDevice, claims: list[Claim]) -> None:
         self.device = device
-        self.adoption: Adoption = adopt.prepare(device, claims)
-        self.slab: HostSlab = device.host(self.adoption.nbytes)
+        self.layout: RangeLayout = range_layout.prepare(device, claims)
+        self.slab: HostSlab = device.host(self.layout.nbytes)
         base = self.slab.address
-        on_device = [(c, o) for c, o in zip(claims, self.adoption.offsets, strict=True) if c.storage.device == device.torch_device]
+        on_device = [(c, o) for c, o in zip(claims, self.layout.offsets, strict=True) if c.storage.device == device.torch_device]
         device.copy([Copy(c.storage.data_ptr(), base + o, c.nbytes) for c, o in on_device], "to_host")
-        for claim, offset in zip(claims, self.adoption.offsets, strict=True):
+        for claim, offset in zip(claims, self.layout.offsets, strict=True):
             if claim.storage.device != device.torch_device:
                 self.slab.view(offset, claim.nbytes).copy_(torch.frombuffer(bytearray(bytes_of(claim.storage)), dtype=torch.uint8))
         device.sync()
         for index in range(len(claims)):
-            self.adoption.move_in(index)
-            assert self.adoption.is_in(index)
-        self.adoption.forget_claims()
+            self.layout.move_in(index)
+            assert self.layout.is_in(index)
+        self.layout.forget_claims()
         self.chunks: list[Chunk] = []
 
     def load(self) -> None:
-        left = self.adoption.nbytes
+        left = self.layout.nbytes
         while left > 0:
             self.chunks.append(self.device.create(min(left, self.device.chunk_bytes)))
             left -= self.chunks[-1].nbytes
-        self.device.map(self.adoption.addresses, self.chunks)
-        self.device.copy([Copy(self.adoption.addresses.base, self.slab.address, self.adoption.nbytes)], "to_device")
+        self.device.map(self.layout.addresses, self.chunks)
+        self.device.copy([Copy(self.layout.addresses.base, self.slab.address, self.layout.nbytes)], "to_device")
         self.device.order()
 
     def offload(self) -> None:
-        self.device.copy([Copy(self.adoption.addresses.base, self.slab.address, self.adoption.nbytes)], "to_host")
+        self.device.copy([Copy(self.layout.addresses.base, self.slab.address, self.layout.nbytes)], "to_host")
         self.device.sync()
-        self.device.unmap(self.adoption.addresses, self.adoption.nbytes)
+        self.device.unmap(self.layout.addresses, self.layout.nbytes)
         for chunk in self.chunks:
             self.device.release(chunk)
         self.chunks = []
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        start = self.adoption.addresses.base
-        return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + self.adoption.nbytes
+        start = self.layout.addresses.base
+        return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + self.layout.nbytes
 
 
 def bytes_of(storage: torch.UntypedStorage) -> bytes:
@@ -92,7 +92,7 @@ def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
 
 
 class Net(torch.nn.Module):
-    """Sizes on both sides of each border of torch's allocator, tied weights, a view of one storage, an integer buffer."""
+    """Sizes on both sides of each threshold of torch's allocator, tied weights, a view of one storage, an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ def test_everything_follows_the_storage_and_every_byte_survives_cycles(device: C
     values = {name: t.detach().cpu().clone() for name, t in model.tensors().items()}
     ids = [id(p) for p in model.parameters()]
 
-    placed = Placed(device, claims_of(model.tensors()))
-    assert "rebind" not in placed.adoption.ways
-    assert placed.adoption.nbytes <= adopt.expected_bytes(device, [len(b) for b in expected.values()])
+    placed = PlacedStorage(device, claims_of(model.tensors()))
+    assert "rebind" not in placed.layout.ways
+    assert placed.layout.nbytes <= range_layout.expected_bytes(device, [len(b) for b in expected.values()])
     for tensor in (*model.tensors().values(), pinned_view):
         assert placed.contains(tensor)
     for _ in range(3):
@@ -166,14 +166,14 @@ def test_old_memory_goes_back_to_torch_and_chunks_to_the_driver(device: CudaDevi
     torch.cuda.synchronize()
     before = device.torch_allocated_bytes()
     held = sum(-(-t.nbytes // 512) * 512 for t in tensors.values())
-    placed = Placed(device, claims_of(tensors))
+    placed = PlacedStorage(device, claims_of(tensors))
     assert device.torch_allocated_bytes() == before - held
     placed.load()
     torch.cuda.synchronize()
     loaded = device.memory()
     placed.offload()
     offloaded = device.memory()
-    chunks = -(-placed.adoption.nbytes // device.granularity) * device.granularity
+    chunks = -(-placed.layout.nbytes // device.granularity) * device.granularity
     assert loaded.chunk_bytes == chunks
     assert offloaded.chunk_bytes == 0
     assert offloaded.free_bytes - loaded.free_bytes == chunks
@@ -241,7 +241,7 @@ def test_adoption_while_other_threads_allocate_and_free(device: CudaDevice) -> N
         for _ in range(10):
             tensors = {f"t{i}": torch.randn(n, device="cuda") for i, n in enumerate([MIB, 4 * MIB, 10] + [5000] * 200)}
             expected = {name: t.cpu() for name, t in tensors.items()}
-            placed = Placed(device, claims_of(tensors))
+            placed = PlacedStorage(device, claims_of(tensors))
             placed.load()
             assert all(torch.equal(t.cpu(), expected[name]) for name, t in tensors.items())
             placed.offload()
@@ -258,11 +258,11 @@ def test_a_range_is_given_back_when_its_storages_are_dead(device: CudaDevice) ->
     allocated = device.torch_allocated_bytes()
     ranges = len(cuda_pool._ranges)
     tensors = {f"t{i}": torch.randn(MIB, device="cuda") for i in range(4)}
-    placed = Placed(device, claims_of(tensors))
+    placed = PlacedStorage(device, claims_of(tensors))
     placed.load()
     view = tensors["t2"][5:10]
-    addresses = weakref.ref(placed.adoption.addresses)
-    base = placed.adoption.addresses.base
+    addresses = weakref.ref(placed.layout.addresses)
+    base = placed.layout.addresses.base
     del placed, tensors
     gc.collect()
     assert device.memory().chunk_bytes > 0
@@ -282,8 +282,8 @@ def test_a_model_born_on_the_cpu_is_rebound_without_a_byte_on_the_device(device:
     model = Net()
     expected = {name: t.detach().clone() for name, t in model.tensors().items()}
     ids = {name: id(t) for name, t in model.tensors().items()}
-    placed = Placed(device, claims_of(model.tensors()))
-    assert set(placed.adoption.ways) == {"rebind"}
+    placed = PlacedStorage(device, claims_of(model.tensors()))
+    assert set(placed.layout.ways) == {"rebind"}
     assert all(t.device == device.torch_device and placed.contains(t) for t in model.tensors().values())
     assert (device.memory(), device.torch_allocated_bytes()) == before
     assert bool(model.first.weight.isnan().all())
@@ -300,7 +300,7 @@ def test_an_unknown_alias_of_a_cpu_model_is_refused(device: CudaDevice) -> None:
     state = model.state_dict()
     before = {name: t.data_ptr() for name, t in model.named_parameters()}
     with pytest.raises(RegistrationError, match=r"weight.*1 more user"):
-        adopt.prepare(device, claims_of(dict(model.named_parameters())))
+        range_layout.prepare(device, claims_of(dict(model.named_parameters())))
     assert before == {name: t.data_ptr() for name, t in model.named_parameters()}
     del state
 
@@ -311,15 +311,15 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     tensors = {f"t{i}": torch.randn(n, device=born) for i, n in enumerate((3 * MIB, 1000))}
     tensors["view"] = tensors["t0"][100:200]
     expected = {name: t.cpu().clone() for name, t in tensors.items()}
-    placed = Placed(device, claims_of(tensors))
+    placed = PlacedStorage(device, claims_of(tensors))
     placed.load()
     where = torch.device("cuda", 0) if target == "cuda" else torch.device("cpu")
     for claim in claims_of(tensors):
-        offset = claim.storage.data_ptr() - placed.adoption.addresses.base
+        offset = claim.storage.data_ptr() - placed.layout.addresses.base
         source = placed.slab.view(offset, claim.nbytes)
-        adopt.rehome(device, claim.storage, claim.aliases, where, filler(source))
+        range_layout.rehome(device, claim.storage, claim.aliases, where, filler(source))
     del claim
-    addresses = weakref.ref(placed.adoption.addresses)
+    addresses = weakref.ref(placed.layout.addresses)
     assert not any(placed.contains(t) for t in tensors.values())
     placed.offload()
     del placed
@@ -336,7 +336,7 @@ def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
 
 def test_a_write_into_an_offloaded_tensor_is_found_and_healed(device: CudaDevice) -> None:
     tensors = {"a": torch.randn(5 * MIB, device="cuda"), "b": torch.randn(5 * MIB, device="cuda")}
-    Placed(device, claims_of(tensors))
+    PlacedStorage(device, claims_of(tensors))
     assert not device.heal_poison()
     tensors["a"][1234] = 1.0
     assert device.heal_poison()
@@ -354,17 +354,17 @@ def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(devi
     while reached:
         tensor = torch.ones(nbytes // 4, device="cuda")
         view = tensor[1:]
-        adoption = adopt.prepare(device, claims_of({"t": tensor, "v": view}))
+        layout = range_layout.prepare(device, claims_of({"t": tensor, "v": view}))
         device.sync()
-        reached = interrupted(lambda a=adoption: a.move_in(0), at)
-        adoption.move_in(0)
-        assert adoption.is_in(0)
+        reached = interrupted(lambda a=layout: a.move_in(0), at)
+        layout.move_in(0)
+        assert layout.is_in(0)
         assert tensor.untyped_storage().nbytes() == nbytes
-        assert view.data_ptr() == adoption.addresses.base + adoption.offsets[0] + 4
+        assert view.data_ptr() == layout.addresses.base + layout.offsets[0] + 4
         assert bool(tensor.isnan().all())
         assert float(torch.ones(10, device="cuda").sum()) == 10.0  # torch's own memory is not ours
         at += 1
-        del tensor, view, adoption
+        del tensor, view, layout
         gc.collect()
     assert at > 30
     assert device.torch_allocated_bytes() == before
@@ -376,7 +376,7 @@ def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
     with torch.cuda.graph(graph):
         made = static * 2
     with pytest.raises(RegistrationError, match="'made' lies in a private memory pool"):
-        adopt.prepare(device, claims_of({"static": static, "made": made}))
+        range_layout.prepare(device, claims_of({"static": static, "made": made}))
     graph.replay()
     assert float(made.sum()) == 2000.0
 
@@ -384,7 +384,7 @@ def test_what_a_captured_graph_owns_is_refused(device: CudaDevice) -> None:
 def test_a_graph_captured_after_adoption_replays_after_cycles(device: CudaDevice) -> None:
     weight = torch.randn(3 * MIB, device="cuda")
     expected = weight.cpu() * 2
-    placed = Placed(device, claims_of({"weight": weight}))
+    placed = PlacedStorage(device, claims_of({"weight": weight}))
     placed.load()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -398,7 +398,7 @@ def test_a_graph_captured_after_adoption_replays_after_cycles(device: CudaDevice
 
 def test_a_range_that_dies_during_a_capture_does_not_spoil_it(device: CudaDevice) -> None:
     tensor = torch.ones(1000)
-    placed = Placed(device, claims_of({"tensor": tensor}))  # rebound, so that the range dies with the tensor
+    placed = PlacedStorage(device, claims_of({"tensor": tensor}))  # rebound, so that the range dies with the tensor
     x = torch.full((8,), 3.0, device="cuda")
     ranges = len(device._ranges.owned)
     graph = torch.cuda.CUDAGraph()
@@ -417,13 +417,13 @@ def test_a_range_that_dies_during_a_capture_does_not_spoil_it(device: CudaDevice
 def test_an_interrupt_at_any_step_of_map_and_unmap_is_repaired_by_the_next_call(device: CudaDevice) -> None:
     tensors = {"a": torch.randn(9 * MIB + 5, device="cuda")}
     expected = tensors["a"].cpu()
-    placed = Placed(device, claims_of(tensors))
+    placed = PlacedStorage(device, claims_of(tensors))
     points = 0
     for operation in ("load", "offload"):
         at = 0
         while interrupted(getattr(placed, operation), at):
             device.sync()
-            device.unmap(placed.adoption.addresses, placed.adoption.nbytes)
+            device.unmap(placed.layout.addresses, placed.layout.nbytes)
             placed.chunks = []
             assert device.memory().chunk_bytes == 0
             assert bool(tensors["a"].isnan().all())
@@ -488,7 +488,7 @@ def test_nccl_hook_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
     tensor = torch.ones(5, device="cuda")
     with pytest.raises(RegistrationError, match="ALLOCATOR_HOOK"):
-        adopt.prepare(device, claims_of({"t": tensor}))
+        range_layout.prepare(device, claims_of({"t": tensor}))
     assert tensor.tolist() == [1.0] * 5
 
 

@@ -114,7 +114,7 @@ def manager() -> Iterator[placement.Manager]:
 
 
 def found(manager: placement.Manager, reference: Values, write: Callable[[], object]) -> None:
-    """The write is an error at the next border, once, and no value has changed."""
+    """The write is an error at the next phase transition, once, and no value has changed."""
     before, wrong_writes = raw(reference.values), manager.snapshot().wrong_writes
     manager.register("ref", reference, role="ref")
     with torch.no_grad():
@@ -141,9 +141,7 @@ def test_a_write_that_keeps_the_bytes_of_nan_is_found_by_the_tensors_counter(
     found(manager, reference, lambda: write(reference.values, other))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64], ids=str)
 def test_a_reference_that_is_synced_with_an_offloaded_actor_is_found(manager: placement.Manager, dtype: torch.dtype) -> None:
     """As trl's SyncRefModelCallback does it: both are offloaded, so poison is moved towards poison."""
     reference, actor = Values(some(dtype)), Values(some(dtype))
@@ -223,7 +221,7 @@ def test_gradients_zeroed_while_offloaded_are_no_wrong_write(manager: placement.
 
 
 @pytest.mark.parametrize("looks", [1, 2])
-def test_an_audit_finds_a_write_and_leaves_the_error_to_the_next_border(manager: placement.Manager, looks: int) -> None:
+def test_an_audit_finds_a_write_and_leaves_the_error_to_the_next_transition(manager: placement.Manager, looks: int) -> None:
     reference = Values(some(torch.float32))
     manager.register("ref", reference, role="ref")
     reference.values.data.fill_(3)

@@ -22,14 +22,14 @@ ROLES = ("actor", "adam", "ref")
 
 
 class Case(NamedTuple):
-    """A fault, on one rank, at a step of the second of its borders, the switch."""
+    """A fault, on one rank, at a step of the second of its phase transitions, the switch."""
 
     fault: str
     rank: int
     step: str
     """A failpoint, or the name of a message."""
     its_move_fails: bool = False
-    """The device refuses memory to that rank in that border: then it is the one that claims ABORT."""
+    """The device refuses memory to that rank in that phase transition: then it is the one that claims ABORT."""
 
     def __str__(self) -> str:
         return f"{self.fault} rank {self.rank} at {self.step}" + (", out of memory" if self.its_move_fails else "")
@@ -135,8 +135,8 @@ class Rank:
             self.adam.step()
             self.expected = self.values()
 
-    def border(self, move: Callable[[], Any], send: Callable[[Any], None]) -> Exception | None:
-        """Make one border, and say what became of every epoch on the way. Returns what it raised."""
+    def transition(self, move: Callable[[], Any], send: Callable[[Any], None]) -> Exception | None:
+        """Make one phase transition, and say what became of every epoch on the way. Returns what it raised."""
         before, states = self.group.epoch, self.states()
         error: Exception | None = None
         try:
@@ -150,19 +150,19 @@ class Rank:
         # Any other error than these is its own: it went back, and where the others could not be told, they find out at their deadline.
         verdict = "commit" if error is None else "doubt" if isinstance(error, CoordinatorLost) else "abort"
         self.events.append((after - 1, verdict))
-        send(("border", self.events, str(error)))
+        send(("transition", self.events, str(error)))
         return error
 
     def step(self, send: Callable[[Any], None], before_switch: Callable[[], None]) -> None:
         """Train and switch; an exception ends the phase on its way out, as in the user's `with`."""
         phase = self.manager.phase("train")
-        if self.border(phase.__enter__, send) is not None:
+        if self.transition(phase.__enter__, send) is not None:
             return
         self.train()
         before_switch()
-        error = self.border(lambda: phase.switch("log_prob"), send)
+        error = self.transition(lambda: phase.switch("log_prob"), send)
         if error is None:
-            self.border(lambda: phase.__exit__(None, None, None), send)
+            self.transition(lambda: phase.__exit__(None, None, None), send)
         else:
             phase.__exit__(type(error), error, None)
 

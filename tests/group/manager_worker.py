@@ -56,7 +56,7 @@ def steps_together(generation: int) -> Any:
 
 
 def out_of_memory_on(generation: int, failing: int, switched: bool) -> Any:
-    """One rank's driver refuses memory in the middle of a border; then a step that succeeds."""
+    """One rank's driver refuses memory in the middle of a phase transition; then a step that succeeds."""
     worker = Worker(generation)
     worker.step()
     if dist.get_rank() == failing:
@@ -76,7 +76,7 @@ def out_of_memory_on(generation: int, failing: int, switched: bool) -> Any:
 
 
 def user_error_on(generation: int, failing: int) -> Any:
-    """An exception in the body of a phase on one rank: its own there, a GroupError at the next border of the others."""
+    """An exception in the body of a phase on one rank: its own there, a GroupError at the next phase transition of the others."""
     worker = Worker(generation)
     caught = ""
     try:

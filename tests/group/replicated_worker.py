@@ -326,7 +326,7 @@ def _arm(rank: Rank, failing: int, operation: str, at: int) -> None:
 
 
 def _meet_again(rank: Rank) -> None:
-    """A fault on the way out of a phase is told to the others at their next border: until all succeed."""
+    """A fault on the way out of a phase is told to the others at their next phase transition: until all succeed."""
     for _ in range(4):
         try:
             rank.load()

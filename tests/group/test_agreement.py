@@ -15,7 +15,7 @@ from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.states import Plan, State
 from placement.group import StoreGroup
 from placement.group.base import BoardLost
-from placement.group.vote import Together
+from placement.group.vote import GroupVote
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.threads import in_threads
 
@@ -98,17 +98,17 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(missing: int) ->
 
 def test_a_failure_that_the_group_raised_is_not_told_again() -> None:
     def body(group: StoreGroup) -> Any:
-        borders = Together(group)
-        borders.propose("enter train", lambda: 100)
+        vote = GroupVote(group)
+        vote.propose("enter train", lambda: 100)
         if group.rank == 0:
-            told: Exception | None = borders.failed(ValueError("x"))
+            told: Exception | None = vote.failed(ValueError("x"))
         else:
             with pytest.raises(GroupError) as caught:
-                borders.agree(PLAN)
+                vote.agree(PLAN)
             told = caught.value
         assert told is not None
-        assert borders.failed(told) is None
-        assert borders.failed(pickle.loads(pickle.dumps(told))) is not None  # one that comes from elsewhere is news
+        assert vote.failed(told) is None
+        assert vote.failed(pickle.loads(pickle.dumps(told))) is not None  # one that comes from elsewhere is news
         return group.epoch, change(group)
 
     assert together(2, body) == [(2, 100)] * 2

@@ -1,4 +1,4 @@
-"""Ranks that are apart, because one has skipped a border or comes late to it, and how they find each other again."""
+"""Ranks that are apart, because one has skipped a phase transition or comes late to it, and how they find each other again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def attempt(ranks: list[Rank], without: Collection[int] = (), name: str = "train
         pytest.param(3, [{2}, {0, 2}], id="one twice, one once"),
     ],
 )
-def test_ranks_that_skipped_borders_meet_in_the_next_attempt(
+def test_ranks_that_skipped_transitions_meet_in_the_next_attempt(
     world_size: int, skips: list[set[int]], join: Join, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = ranks_of(join, world_size)
@@ -58,7 +58,7 @@ def test_ranks_that_skipped_borders_meet_in_the_next_attempt(
     assert on_all(ranks, Rank.step) == ["done"] * world_size
 
 
-def test_a_rank_that_skipped_a_border_and_goes_on_to_another_phase(join: Join) -> None:
+def test_a_rank_that_skipped_a_transition_and_goes_on_to_another_phase(join: Join) -> None:
     ranks = ranks_of(join, 2)
     attempt(ranks, {1}, "log_prob")
     assert attempt(ranks, name="train") == ["done", "done"]
@@ -96,8 +96,8 @@ def test_a_rank_that_comes_late_to_an_entry_meets_those_who_try_it_again(late: i
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("border", ["switch", "leave"])
-def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(border: str, late: int, join: Join) -> None:
+@pytest.mark.parametrize("transition", ["switch", "leave"])
+def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transition: str, late: int, join: Join) -> None:
     """There is nothing that it can have skipped; so all of them are out of the phase, and at the same epoch."""
     ranks = ranks_of(join, 2)
     given_up = threading.Event()
@@ -108,7 +108,7 @@ def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(border: s
                 assert given_up.wait(AMPLE_SECONDS)
             else:
                 rank.group.deadline_seconds = SHORT_SECONDS
-            if border == "switch":
+            if transition == "switch":
                 step.switch("eval")
 
     def out(rank: Rank) -> str:
@@ -123,7 +123,7 @@ def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(border: s
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_skipped_a_border_and_is_refused_at_the_next_tells_the_others_at_once(failing: int, join: Join) -> None:
+def test_a_rank_that_skipped_a_transition_and_is_refused_at_the_next_tells_the_others_at_once(failing: int, join: Join) -> None:
     ranks = ranks_of(join, 2)
     attempt(ranks, {failing})
     for rank in ranks:

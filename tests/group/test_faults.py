@@ -75,7 +75,7 @@ class Ranks:
     def __init__(self, service: Service, case: Case) -> None:
         self.case, self.service = case, service
         self.said: list[Any] = [None] * WORLD
-        self.borders = [0] * WORLD
+        self.transitions = [0] * WORLD
         generation = next(_generations)
         to_join = STOPPED_SECONDS if case.fault == "board stopped" else max(AMPLE_SECONDS, DEADLINE_SECONDS)
         self._ranks: list[RankProcess] = []
@@ -111,11 +111,11 @@ class Ranks:
             self._well.add(rank)
         else:
             self.said[rank] = said
-            self.borders[rank] = len(said[1])
+            self.transitions[rank] = len(said[1])
 
     def start(self) -> bool:
-        """Let them go into the border of the fault together, as soon as all have come to it."""
-        if not self.listen(lambda: bool(min(self.borders)) or len(self._open) < WORLD) or not min(self.borders):
+        """Let them go into the phase transition of the fault together, as soon as all have come to it."""
+        if not self.listen(lambda: bool(min(self.transitions)) or len(self._open) < WORLD) or not min(self.transitions):
             return False
         for rank in self._ranks:
             rank.connection.send(None)
@@ -153,7 +153,7 @@ def disturb(ranks: Ranks) -> str:
             ranks.service.kill()
         elif fault == "board stopped":
             ranks.service.stop()
-        elif not ranks.listen(lambda: all(ranks.borders[rank] >= 2 for rank in others)):
+        elif not ranks.listen(lambda: all(ranks.transitions[rank] >= 2 for rank in others)):
             return "the others hung while one was stopped"
         os.kill(victim.pid, signal.SIGCONT)
     if not ranks.listen(lambda: all(map(ranks.has_ended, range(WORLD)))):

@@ -21,7 +21,8 @@ from tests.group.lease_worker import Doomed, Worker, use
 # A file that is cut off before it has a name is closed by its death, and Python says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")
 EVERY = 1 if os.environ.get("SWEEP") == "all" else 6
-"""Of the bytecodes of a manager's border, which ones are interrupted. With SWEEP=all a process is killed at every visit of a line."""
+"""Of the bytecodes of a manager's phase transition, which ones are interrupted. With SWEEP=all a process is killed at every visit of a
+line."""
 _CODE = ("placement/group/lease", "placement/phases/lease_client.py")
 
 

@@ -1,4 +1,5 @@
-"""Managers that share a GPU under leases: what a phase waits for, what it holds meanwhile, and what is left when it does not get it."""
+"""Managers that share a GPU under leases: what a phase waits for, what it holds in the meantime, and what is left when it does not get
+it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def states(worker: Worker) -> list[State]:
 
 def impatient(worker: Worker) -> None:
     """Does not wait longer than it takes to look twice."""
-    lease = worker.manager._borders.crossing.leased._lease
+    lease = worker.manager._stack.executor.lease_client._lease
     assert lease is not None
     lease.deadline_seconds = 0.05
 
@@ -282,15 +283,15 @@ def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: Worker, tmp_p
 
 
 def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: Worker, tmp_path: Path) -> None:
-    foreign = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
-    chunks = [foreign.create(CHUNK) for _ in range(50)]  # a process that takes no lease, or one that is still being cleared away
+    kept_by_framework = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
+    chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]  # a process that takes no lease, or one that is still being cleared away
     thread, errors = in_thread(worker.work)
     assert until_waiting(worker) == 0
     chunks.clear()
-    foreign.close()
+    kept_by_framework.close()
     thread.join(30)
     assert not errors
-    chunks = [foreign.create(CHUNK) for _ in range(50)]
+    chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]
     impatient(worker)
     with pytest.raises(DeviceMemoryError, match="the rest is used by processes that take no lease"), worker.manager.phase("train"):
         pass

@@ -1,4 +1,4 @@
-"""A border that one rank refuses before it begins: all ranks hear of it at once, and are at the same epoch afterwards."""
+"""A phase transition that one rank refuses before it begins: all ranks hear of it at once, and are at the same epoch afterwards."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def failures_or_own(rank: Rank, do: Callable[[], Any]) -> dict[int, str]:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_leave(failing: int, join: Join) -> None:
-    """Of the outer phase, with one open inside. The others leave the inner one meanwhile; all of them come out, and meet again."""
+    """Of the outer phase, with one open inside. The others leave the inner one in the meantime; all of them come out, and meet again."""
     ranks = ranks_of(join, 2)
 
     def body(rank: Rank) -> tuple[dict[int, str], bool]:
@@ -233,15 +233,15 @@ def test_what_was_never_entered_is_refused_on_all_ranks(what: str, join: Join) -
 def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrupted: int, join: Join) -> None:
     """A rank has no memory, so that all of them go back, and one of them is interrupted while it does."""
     ranks = ranks_of(join, 2)
-    crossing = ranks[interrupted].manager._borders.crossing
-    retreat = crossing.retreat
+    executor = ranks[interrupted].manager._stack.executor
+    retreat = executor.retreat
 
     def interrupt(*arguments: Any, **keywords: Any) -> Any:
-        crossing.retreat = retreat  # type: ignore[method-assign]
+        executor.retreat = retreat  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
     ranks[failing].faults.fail("create")
-    crossing.retreat = interrupt  # type: ignore[method-assign]
+    executor.retreat = interrupt  # type: ignore[method-assign]
 
     def body(rank: Rank) -> str:
         try:
@@ -257,7 +257,7 @@ def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrup
 
 
 def test_a_phase_that_a_policy_changes_is_told_once(join: Join) -> None:
-    """The policy asks for a phase inside the border: that is refused within it, and ends no epoch of its own."""
+    """The policy asks for a phase inside the phase transition: that is refused within it, and ends no epoch of its own."""
     ranks = ranks_of(join, 2)
 
     def plan(view: Any) -> Any:

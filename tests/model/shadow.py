@@ -97,7 +97,7 @@ class Shadow:
     def check(self) -> None:
         """Nothing but its user may have changed anything."""
         if self.object is None and not self.handle.is_built:
-            self.factory_object.clear()  # what a factory made for a border that failed is nobody's
+            self.factory_object.clear()  # what a factory made for a phase transition that failed is nobody's
             return
         self._look_for_offload()
         live = self.tensors()
@@ -139,7 +139,7 @@ class Shadow:
         if offloads != self.offloads:
             self.offloads, self.is_tainted = offloads, False
             self.outside.clear()
-            assert self.handle.stray_references == len(self.strays) + self._num_stale(), self.handle.strays
+            assert self.handle.stray_references == len(self.strays) + self._num_stale(), self.handle.stray_names
 
     def _num_stale(self) -> int:
         """Parameters that were replaced and that an optimizer goes on stepping: it holds storages that have no other use."""

@@ -81,16 +81,19 @@ def test_every_run_keeps_every_property(defines: dict[str, int], tmp_path: Path,
 @pytest.mark.parametrize(
     "defines",
     [
-        pytest.param({"RANKS": 3, "EPOCHS": 3, "SKIPS": 2}, id="two-borders-skipped"),
+        pytest.param({"RANKS": 3, "EPOCHS": 3, "SKIPS": 2}, id="two-transitions-skipped"),
         pytest.param({"RANKS": 4, "EPOCHS": 3, "SKIPS": 3}, id="4-ranks-three-skip", marks=on_demand),
     ],
 )
-def test_ranks_that_skipped_borders_find_the_others(defines: dict[str, int], tmp_path: Path, counted: Callable[[str], None]) -> None:
+def test_ranks_that_skipped_transitions_find_the_others(defines: dict[str, int], tmp_path: Path, counted: Callable[[str], None]) -> None:
     verdict = check(tmp_path, "-O1", KILLS=0, **defines)
     assert (verdict.errors, verdict.violated) == (0, None)
     assert verdict.is_exhaustive
     assert "missed" not in "".join(verdict.unreached)  # some rank has passed over an epoch
-    counted(f"commit protocol in spin ({defines['RANKS']} ranks, {defines['SKIPS']} skip a border): {verdict.states:,} states, 0 errors")
+    counted(
+        f"commit protocol in spin ({defines['RANKS']} ranks, {defines['SKIPS']} skip a phase transition): "
+        f"{verdict.states:,} states, 0 errors"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,8 +105,8 @@ def test_ranks_that_skipped_borders_find_the_others(defines: dict[str, int], tmp
         ("EARLYFREE", "nothing_lost"),  # the source is given up with the move, before the decision
         ("FORGET", "agreement"),  # keys are forgotten by their age, with a stopped rank still to ask
         ("DESERT", "agreement"),  # a rank that is interrupted after its vote goes back and asks nobody
-        # In a job where a border is skipped:
-        ("BEHIND", "meet"),  # a rank that skipped a border obeys what the others gave up there, and stays an epoch behind
+        # In a job where a phase transition is skipped:
+        ("BEHIND", "meet"),  # a rank that skipped a phase transition obeys what the others gave up there, and stays an epoch behind
         ("TWICE", "invalid end state"),  # it passes over one more, without looking whether that has ended
     ],
 )

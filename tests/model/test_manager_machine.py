@@ -72,7 +72,7 @@ class ManagerMachine(Values):
         """Register; when a fault or the budget forbids it, the object is as before."""
         shadow.learn()
         handles: list[Any] = []
-        if self.border(lambda: handles.append(self.manager.register(name, target, **keywords)), checks_writes=False):
+        if self.transition(lambda: handles.append(self.manager.register(name, target, **keywords)), checks_writes=False):
             shadow.handle = handles[0]
             shadow.learn() if not shadow.facts else None
             self.join(shadow)
@@ -127,7 +127,7 @@ class ManagerMachine(Values):
         if shadow.is_tainted:
             self.armed = None
             return
-        if self.border(lambda: self.manager.unregister(shadow.handle), checks_writes=False, moves=False):
+        if self.transition(lambda: self.manager.unregister(shadow.handle), checks_writes=False, moves=False):
             self.forget(shadow)
             if shadow.handle.is_built:
                 shadow.check()
@@ -163,7 +163,7 @@ class ManagerMachine(Values):
             gc.collect()
         assert gone() is None
         if self.armed is not None:  # the fault hits the sweep; what follows it must still find the handle gone
-            self.border(self.manager.check_integrity, checks_writes=False, moves=False)
+            self.transition(self.manager.check_integrity, checks_writes=False, moves=False)
 
     # --- phases
 
@@ -198,7 +198,7 @@ class ManagerMachine(Values):
         level, names = self.levels[-1], self.names(only)
         switch = self.manager.switch if level.phase is None else level.phase.switch
         kept = {name for name in level.kept if self.on_device(name)}
-        if self.border(lambda: switch(name, only=names)):
+        if self.transition(lambda: switch(name, only=names)):
             self.levels.pop()
             self.carried |= kept
             plan = self.limited(name, names)

@@ -45,9 +45,9 @@ class World(RuleBasedStateMachine):
         self.base = Plan({})
         """Where every handle must be now."""
         self.is_settled = True
-        """False after a fault at an exit, until the next border has made it good."""
+        """False after a fault at an exit, until the next phase transition has made it good."""
         self.was_written = False
-        """Something wrote into offloaded memory since the last border."""
+        """Something wrote into offloaded memory since the last phase transition."""
         self.armed: tuple[str, int] | None = None
         self.orphans: list[tuple[Any, bytes]] = []
         """Tensors of state dicts whose handle is gone, and the last values that they had."""
@@ -96,10 +96,10 @@ class World(RuleBasedStateMachine):
         shadow = self.shadows.get(name)
         return shadow is not None and shadow.handle.node[1]
 
-    # --- borders
+    # --- phase transitions
 
-    def border(self, call: Callable[[], object], *, exits: bool = False, checks_writes: bool = True, moves: bool = True) -> bool:
-        """Cross a border, with the armed fault. Whether it was crossed; anything but a fault or a refusal fails the test."""
+    def transition(self, call: Callable[[], object], *, exits: bool = False, checks_writes: bool = True, moves: bool = True) -> bool:
+        """Cross a phase transition, with the armed fault. Whether it was crossed; anything but a fault or a refusal fails the test."""
         fired = self.device.fired
         if self.armed is not None:
             self.device.fail(self.armed[0], at=self.armed[1])
@@ -121,7 +121,7 @@ class World(RuleBasedStateMachine):
                 return False
             raise
         else:
-            assert not expected, "a write into offloaded memory was not found at the border"
+            assert not expected, "a write into offloaded memory was not found at the phase transition"
             if self.device.fired == fired and moves:
                 self.is_settled = True
             return True
@@ -136,7 +136,7 @@ class World(RuleBasedStateMachine):
         run: Callable[[Callable[[], object]], None] = lambda call: call(),
     ) -> None:
         call = phase.__enter__ if phase is not None else lambda: self.manager.enter(name, only=only)
-        if self.border(lambda: run(call)):
+        if self.transition(lambda: run(call)):
             self.levels.append(Level(name, only, self.limited(name, only), phase))
             self.carried = set()
             self.base = self.levels[-1].plan
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
     def leave_innermost(self, call: Callable[[], object], *, carries: bool = True) -> None:
         level = self.levels[-1]
         kept = {name for name in level.kept if self.on_device(name)} if carries else set()
-        if self.border(call, exits=True):
+        if self.transition(call, exits=True):
             self.levels.pop()
             self.carried = kept
             self.base = self.enclosing()

@@ -285,7 +285,7 @@ def test_a_wrong_option_is_named(wrong: dict[str, str], message: str) -> None:
 
 
 def test_a_folder_with_odd_letters_stays_one_string(tmp_path: Path) -> None:
-    root = tmp_path / "it's \"odd\": {braces}"
+    root = tmp_path / 'it\'s "odd": {braces}'
     export(root, Deployment(discovery='/a "b": {c}'))
     (provider,) = yaml.safe_load((root / "grafana/provisioning/dashboards/placement.yml").read_text())["providers"]
     assert provider["options"]["path"] == str(root / "grafana/dashboards")

@@ -123,9 +123,7 @@ def test_files_of_other_machines_and_of_others_are_left_alone(tmp_path: Path) ->
 def test_a_forked_child_keeps_the_file_and_not_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data loader outlives its killed parent: the file has to go all the same."""
     code = WORKER.replace("print(", "import os\nif os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\nprint(")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         process.stdout.readline()

@@ -46,7 +46,7 @@ class Job:
     """A fleet and its workers."""
 
     def __init__(self, ray: Any, world_size: int, together: Sequence[int] | None, **options: Any) -> None:
-        import placement.integrations.ray
+        import placement.ray
         from tests.ray.workers import Trainer
 
         self.ray = ray

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import placement.integrations.ray
+import placement.ray
 from placement.core.errors import GroupError, PhaseError, PlacementError
 from tests.observe.test_prometheus import Prometheus, until
 

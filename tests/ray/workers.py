@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import nn
 
-import placement.integrations.ray
+import placement.ray
 from placement.testing import Faults, SimulatedDevice
 
 CHUNK = 4096

@@ -155,7 +155,7 @@ def backward_raises(stage: Stage) -> None:
         stage.program.optimizer.zero_grad()
 
 
-def graph_over_a_border(stage: Stage) -> None:
+def graph_over_a_transition(stage: Stage) -> None:
     """Forward in one phase, backward in the next, the optimizer's step in a third."""
     for number in range(3):
         with stage.phase("train"):
@@ -290,7 +290,7 @@ def cast(stage: Stage) -> None:
 
 
 def holders(stage: Stage) -> None:
-    """What a forward pass shows is held over a border."""
+    """What a forward pass shows is held over a phase transition."""
     for number in range(3):
         with stage.phase("log_prob"):
             stage.see(stage.program.evaluate(number))

@@ -374,7 +374,7 @@ def broadcast(options: dict[str, bool]) -> list[str]:
     except placement.NotResidentError as error:
         said.append(str(error))
     assert program.values() == wanted
-    program.train(1)  # the next borders find nothing amiss
+    program.train(1)  # the next phase transitions find nothing amiss
     assert program.manager.audit().ok, program.manager.audit()
     with program.manager.phase("restore"):
         set_model_state_dict(program.model, dict(given), options=StateDictOptions(**options))

@@ -174,7 +174,7 @@ class Seen:
     snapshot_bytes: int
 
 
-def foreign(variant: Variant, steps: int) -> Seen:
+def kept_by_framework(variant: Variant, steps: int) -> Seen:
     """What lies on the device after some steps, each of which sets the gradients to None before its phase ends."""
     manager, program = managed(variant)
     for step in range(steps):

@@ -47,7 +47,7 @@ class Variant:
     mixed_precision: MixedPrecision | None = None
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     accumulates: bool = False
-    """The first backward pass of a step is not reduced: whole gradients, not this rank's shard, cross a border."""
+    """The first backward pass of a step is not reduced: whole gradients, not this rank's shard, cross a phase transition."""
     mesh: tuple[int, ...] = ()
     clips: bool = False
     offloads: bool = False
@@ -207,8 +207,8 @@ def _is_one(handle: Any) -> bool:
     return all(part.untyped_storage()._cdata == flat.untyped_storage()._cdata for part in parts)
 
 
-def summons_across_a_border(variant: Variant) -> tuple[str, ...]:
-    """What is said when full parameters are summoned at a border and at registration. Nothing is lost by it."""
+def summons_across_a_transition(variant: Variant) -> tuple[str, ...]:
+    """What is said when full parameters are summoned at a phase transition and at registration. Nothing is lost by it."""
     manager, program = managed(variant)
     said = []
 
@@ -365,6 +365,6 @@ def trains_alike_zeroing(variant: Variant) -> training.Outcome:
 
 
 def trains_alike_setting_aside(variant: Variant) -> training.Outcome:
-    """Gradients that are reduced and, beside them, gradients that are not cross a border."""
+    """Gradients that are reduced and, beside them, gradients that are not cross a phase transition."""
     phases = (("train", "backward"), ("train", "set_aside"), ("train", "learn"))
     return training.compare(functools.partial(variant.program, phases=phases))

@@ -161,7 +161,7 @@ def hybrid_fsdp2() -> Program:
 
 @dataclass
 class Apart(Program):
-    """Forward in one phase, backward in the next: the graph lives across the border."""
+    """Forward in one phase, backward in the next: the graph lives across the phase transition."""
 
     graph: torch.Tensor | None = None
 

@@ -146,7 +146,7 @@ def names_what_is_lost(build: Callable[[], training.Program], way: str) -> str:
 
 
 def shows_its_state(build: Callable[[], training.Program], way: str) -> None:
-    """A state dict that was taken before follows; one that is taken meanwhile is refused, never NaN."""
+    """A state dict that was taken before follows; one that is taken in the meantime is refused, never NaN."""
     program = build()
     manager = Manager(device=training.device_of("cpu"))
     program.reshard()

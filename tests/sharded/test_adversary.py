@@ -20,7 +20,7 @@ from tests.sharded.adversary_worker import Stage, twice
 SCRIPTS = {
     scripts.forward_raises: ("fsdp2", "fsdp1_original", "ddp"),
     scripts.backward_raises: ("fsdp2", "fsdp1_original", "fsdp1_flat", "tensor_parallel"),
-    scripts.graph_over_a_border: ("fsdp2", "fsdp1_original", "fsdp1_flat", "ddp"),
+    scripts.graph_over_a_transition: ("fsdp2", "fsdp1_original", "fsdp1_flat", "ddp"),
     scripts.zeroed_in_place: ("fsdp2", "fsdp1_original", "ddp"),
     scripts.clipped: ("fsdp2", "fsdp1_original"),
     scripts.switched: ("fsdp2", "fsdp1_original", "ddp"),

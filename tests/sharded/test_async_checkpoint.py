@@ -22,7 +22,7 @@ SECONDS = 30.0
 
 
 class Busy:
-    """Keeps the writer's thread busy, so that what is saved meanwhile stays to be written until `go`."""
+    """Keeps the writer's thread busy, so that what is saved in the meantime stays to be written until `go`."""
 
     def __init__(self) -> None:
         self._free = threading.Event()

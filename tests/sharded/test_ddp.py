@@ -64,7 +64,7 @@ def test_moving_gradients_by_data_loses_them(two_ranks: Ranks) -> None:
 
 
 def test_a_reducer_that_keeps_gradients_apart_is_foreign_and_named(two_ranks: Ranks) -> None:
-    (nbytes, _), seen = two_ranks.run(worker.gradient_bytes, Variant()), two_ranks.run(worker.foreign, Variant(), 3)
+    (nbytes, _), seen = two_ranks.run(worker.gradient_bytes, Variant()), two_ranks.run(worker.kept_by_framework, Variant(), 3)
     for each in seen:
         assert (each.foreign_bytes, each.snapshot_bytes, each.is_ok) == (nbytes, nbytes, True)
         assert f"foreign: actor: reducer's buckets (gradient_as_bucket_view=False) ({nbytes:,} bytes)" in each.report
@@ -85,15 +85,15 @@ def test_the_assertion_that_nothing_is_resident_names_them(two_ranks: Ranks, nam
 
 
 def test_buckets_are_foreign_until_a_gradient_has_shown_them(two_ranks: Ranks) -> None:
-    """They are seen at the step: at the border the gradients are None, and nothing leads to a bucket any more."""
+    """They are seen at the step: at the phase transition the gradients are None, and nothing leads to a bucket any more."""
     (nbytes, _) = two_ranks.run(worker.gradient_bytes, Variant())
     for steps, left in ((0, nbytes), (1, 0), (2, 0), (3, 0)):
-        for each in two_ranks.run(worker.foreign, VARIANTS["views"], steps):
+        for each in two_ranks.run(worker.kept_by_framework, VARIANTS["views"], steps):
             assert (each.foreign_bytes, each.snapshot_bytes, each.is_ok) == (left, left, True)
 
 
 def test_the_map_of_used_parameters_is_foreign(two_ranks: Ranks) -> None:
-    for each in two_ranks.run(worker.foreign, VARIANTS["views-unused"], 1):
+    for each in two_ranks.run(worker.kept_by_framework, VARIANTS["views-unused"], 1):
         assert each.is_ok
         assert "map of used parameters" in each.report
 

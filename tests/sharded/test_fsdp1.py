@@ -76,11 +76,11 @@ def test_flat_parameter_and_local_shard_stay_one(two_ranks: Ranks, variant: Vari
 
 @BOTH
 def test_summoned_parameters_are_not_torn_from_their_shards(two_ranks: Ranks, variant: Variant) -> None:
-    for said in two_ranks.run(worker.summons_across_a_border, variant):
-        at_a_border, at_registration, at_the_end = said
-        assert "leave FSDP.summon_full_params before the phase ends" in at_a_border
+    for said in two_ranks.run(worker.summons_across_a_transition, variant):
+        at_a_transition, at_registration, at_the_end = said
+        assert "leave FSDP.summon_full_params before the phase ends" in at_a_transition
         assert "outside FSDP.summon_full_params" in at_registration
-        assert at_the_end == at_a_border
+        assert at_the_end == at_a_transition
 
 
 @BOTH

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import placement
 from placement import IntegrityError, RegistrationError, State
 from placement.policies import Colocated
-from placement.storage import adoption
+from placement.storage import range_layout
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded import fsdp2_worker as worker
@@ -41,7 +41,7 @@ def test_twenty_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 
 def test_twenty_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(training.compare, worker.plain_fsdp2)
-    assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every border"
+    assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every phase transition"
 
 
 def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
@@ -55,12 +55,12 @@ def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
 
 
 def _without_swapping() -> None:
-    can_swap = adoption._can_swap
-    adoption._can_swap = lambda: False
+    can_swap = range_layout._can_swap
+    range_layout._can_swap = lambda: False
     try:
         training.compare(worker.plain_fsdp2, steps=3)
     finally:
-        adoption._can_swap = can_swap
+        range_layout._can_swap = can_swap
 
 
 def test_where_storages_cannot_be_swapped(two_ranks: Ranks) -> None:
@@ -332,9 +332,9 @@ def _unreduced_gradients_are_dropped(name: str) -> None:
     manager, actor, _ = worker.worker(program.model, program.optimizer, policy=Colocated(drop_gradients=True))
     with manager.phase("train"):
         program.backward(0)
-        assert any(owned.loose for owned in actor.adapter.owned())
+        assert any(owned.transient for owned in actor.adapter.owned())
     moved = actor.counters.offloaded_bytes
-    assert not any(owned.loose for owned in actor.adapter.owned())
+    assert not any(owned.transient for owned in actor.adapter.owned())
     assert_nothing_resident(manager)
     training.assert_off(manager)
     assert moved <= training.CHUNK_BYTES, "more was copied to the host than the chunk with the counters: dead gradients"

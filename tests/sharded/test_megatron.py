@@ -68,7 +68,8 @@ def test_a_rank_that_steps_nothing_has_the_owner_too(two_ranks: Ranks) -> None:
 
 
 def test_a_key_that_is_a_tensor_is_not_turned_into_text() -> None:
-    """`param_to_bucket_group` has parameters for keys, and the text of a tensor is its values: read at every border, over poison."""
+    """`param_to_bucket_group` has parameters for keys, and the text of a tensor is its values: read at every phase transition, over
+    poison."""
 
     class Key:
         def __format__(self, spec: str) -> str:

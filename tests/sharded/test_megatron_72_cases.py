@@ -4,7 +4,7 @@ There a part of the optimizer lives and steps on the CPU, and the results are cl
 a part of it is taken off the device between any two steps, and the results are the reference's, bit for bit. What the parameters mean:
 
 * `fraction`: how much of the model's bytes is stepped by an optimizer that leaves between two steps; the rest's stays on the device.
-* `overlap`: between two steps another model is on the device, so that each border moves both ways at once.
+* `overlap`: between two steps another model is on the device, so that each phase transition moves both ways at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Convolutions(torch.nn.Module):
 
 
 class Big(torch.nn.Sequential):
-    """Many layers and some megabytes, so that each border has many chunks under way."""
+    """Many layers and some megabytes, so that each phase transition has many chunks under way."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Flatten(), *(torch.nn.Linear(3072 if not layer else 128, 128) for layer in range(12)))

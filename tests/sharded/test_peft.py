@@ -41,7 +41,7 @@ def test_nothing_of_the_frozen_base_is_copied_back() -> None:
         with manager.phase("train"):
             made.learn(step)
         # Adapters lie between base weights: a chunk that holds a part of one is copied, no other.
-        places = [(each.data_ptr() - r.adoption.addresses.base, each.nbytes) for each in peft_worker.trained(made.model)]
+        places = [(each.data_ptr() - r.layout.addresses.base, each.nbytes) for each in peft_worker.trained(made.model)]
         chunks = list(enumerate(zip(r.starts, r.used_sizes, strict=True)))
         touched = {index for at, size in places for index, (start, nbytes) in chunks if start - size < at < start + nbytes}
         assert len(touched) < len(r.starts) / 2

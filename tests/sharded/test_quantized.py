@@ -122,7 +122,7 @@ def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() ->
     handles = [manager.register(f"model{number}", model) for number, model in enumerate(models)]
     for handle in handles:
         assert handle.adapter is not None
-        assert [name for name, _ in handle.adapter.foreign()] == [
+        assert [name for name, _ in handle.adapter.kept_by_framework()] == [
             f"{layer}.base.weight.{name}" for layer in (0, 2) for name in ("nested_offset", "nested_quant_map")
         ]
     # Another model is quantised while both are offloaded, with the code that they share.

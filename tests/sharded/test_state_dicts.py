@@ -13,7 +13,7 @@ import torch
 
 from placement import Manager
 from placement.ownership import adapter_for
-from placement.storage.offloaded.state_dict_tensors import Handed
+from placement.storage.offloaded.state_dict_tensors import StateDictTensors
 from placement.storage.range import RangesByAddress
 from placement.tensors.plain import align, rewrapped
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -94,14 +94,16 @@ def test_a_wrapper_says_where_its_parts_are() -> None:
 
 def test_what_is_handed_out_of_a_wrapper_has_parts_of_its_own() -> None:
     live = Scaled(torch.arange(3, dtype=torch.int8), torch.ones(1))
-    handed = Handed(SimulatedDevice(1 << 16), "actor", adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu")))
-    shown: Any = handed.hand_out(live, RangesByAddress(()), from_host=False)
+    handed_out = StateDictTensors(
+        SimulatedDevice(1 << 16), "actor", adapter_for(torch.nn.Linear(1, 1), name="actor", compute_device=torch.device("cpu"))
+    )
+    shown: Any = handed_out.hand_out(live, RangesByAddress(()), from_host=False)
     assert type(shown) is Scaled
     assert shown.data_ is not live.data_  # pointing it elsewhere must not take the live one along
     assert shown.data_.data_ptr() == live.data_.data_ptr()
-    assert len(list(handed)) == 2
-    handed.disown([shown.scale])
-    assert list(handed) == [shown.data_] or len(list(handed)) == 1
+    assert len(list(handed_out)) == 2
+    handed_out.disown([shown.scale])
+    assert list(handed_out) == [shown.data_] or len(list(handed_out)) == 1
     assert rewrapped(live, lambda part: part).data_ is live.data_  # type: ignore[attr-defined]
 
 

@@ -47,7 +47,7 @@ class Program:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further objects to register, by name, after model and optimizer (keywords of `register` as a pair: (object, {...}))."""
     phases: Sequence[tuple[str, str]] = (("log_prob", "evaluate"), ("weight_sync", "evaluate"), ("train", "backward"), ("train", "learn"))
-    """Phase and method, in the order of a step. By default gradients of the first backward pass cross a border."""
+    """Phase and method, in the order of a step. By default gradients of the first backward pass cross a phase transition."""
 
     def phases_of(self, step: int) -> list[tuple[str, str]]:
         """What a step consists of."""
@@ -217,7 +217,7 @@ def assert_off(manager: Manager) -> None:
     """Assert that what is offloaded can be seen to be: its ranges read nothing but poison."""
     for name, handle in manager.handles.items():
         for r in handle.holding.ranges if handle.holding is not None and handle.resident_bytes == 0 else ():
-            view = manager.device.view(r.adoption.addresses, 0, r.nbytes)
+            view = manager.device.view(r.layout.addresses, 0, r.nbytes)
             assert reads_poison(view), f"{name} is offloaded, and something other than poison lies behind its addresses"
 
 

@@ -50,7 +50,7 @@ class Block(nn.Module):
 def test_a_linear_layer_has_its_parameters_in_registration_order() -> None:
     module = nn.Linear(3, 2)
     adapter = adapt(module)
-    assert [(item.name, item.loose) for item in adapter.owned()] == [("weight", False), ("bias", False)]
+    assert [(item.name, item.transient) for item in adapter.owned()] == [("weight", False), ("bias", False)]
     assert by_name(adapter)["weight"] is module.weight
     assert (adapter.kind, adapter.external, adapter.expected_sizes()) == ("module", None, ())
 
@@ -101,7 +101,7 @@ def test_gradients_come_and_go_and_are_loose() -> None:
     module = nn.Linear(3, 2)
     adapter = adapt(module)
     module(torch.ones(1, 3)).sum().backward()
-    assert [(item.name, item.loose) for item in adapter.owned()] == [
+    assert [(item.name, item.transient) for item in adapter.owned()] == [
         ("weight", False),
         ("weight.grad", True),
         ("bias", False),
@@ -172,14 +172,14 @@ def test_a_module_hidden_in_a_list_is_not_owned() -> None:
 def test_a_tensor_inside_a_live_graph_is_loose() -> None:
     module = nn.Linear(2, 2)
     module.auxiliary_loss = module.weight.sum()
-    assert {item.name: item.loose for item in adapt(module).owned()}["auxiliary_loss"] is True
+    assert {item.name: item.transient for item in adapt(module).owned()}["auxiliary_loss"] is True
 
 
 def test_old_style_weight_norm_keeps_its_computed_weight() -> None:
     with pytest.warns(FutureWarning):
         module = torch.nn.utils.weight_norm(nn.Linear(3, 2))
     module(torch.ones(1, 3))
-    assert {item.name: item.loose for item in adapt(module).owned()} == {
+    assert {item.name: item.transient for item in adapt(module).owned()} == {
         "bias": False,
         "weight_g": False,
         "weight_v": False,
@@ -296,7 +296,7 @@ def test_of_a_sparse_gradient_indices_and_values_are_owned() -> None:
     module = nn.Embedding(4, 2, sparse=True)
     adapter = adapt(module)
     module(torch.tensor([1])).sum().backward()
-    assert [(owned.name, owned.loose) for owned in adapter.owned()] == [
+    assert [(owned.name, owned.transient) for owned in adapter.owned()] == [
         ("weight", False), ("weight.grad.indices", True), ("weight.grad.values", True)
     ]  # fmt: skip
     assert [each is module.weight.grad for each in adapter.sparse()] == [True]
@@ -311,12 +311,12 @@ def test_a_gradient_that_cannot_be_moved_is_named_and_the_rest_is_owned() -> Non
         module.weight.grad = torch.ones(2, 2)
     assert names(adapter) == ["weight", "bias"]
     assert [name for name, _ in adapter.immovable()] == ["weight.grad"]
-    assert list(adapter.foreign()) == [("weight.grad (Tensor)", 16)]
+    assert list(adapter.kept_by_framework()) == [("weight.grad (Tensor)", 16)]
     with pytest.raises(RegistrationError, match=r"'weight\.grad' is an inference tensor"):
         adapt(module)
     assert names(adapt(module, external=True)) == ["weight", "weight.grad", "bias"]
     module.zero_grad()
-    assert (names(adapter), list(adapter.immovable()), list(adapter.foreign())) == (["weight", "bias"], [], [])
+    assert (names(adapter), list(adapter.immovable()), list(adapter.kept_by_framework())) == (["weight", "bias"], [], [])
 
 
 def test_sparse_tensors_of_an_external_module_are_no_bytes_that_could_be_measured() -> None:

@@ -122,7 +122,7 @@ def test_all_state_is_found_after_a_step(variant: str) -> None:
     assert {id(item.tensor) for item in found} == set(expected)
     assert sum(item.tensor.nbytes for item in found) == sum(tensor.nbytes for tensor in expected.values())
     assert len({item.name for item in found}) == len(found)
-    assert not any(item.loose for item in found)
+    assert not any(item.transient for item in found)
     assert len(optimizer.state) == entries
     assert [item.name for item in adapter.owned()] == [item.name for item in found]
 

@@ -17,8 +17,8 @@ from placement.devices.base import Chunk, Copy
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.pool_plan import plan
 from placement.devices.simulated.device import SimulatedDevice
-from placement.storage import adoption as adopt
-from placement.storage.adoption import Claim
+from placement.storage import range_layout
+from placement.storage.range_layout import Claim
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot swap storages")
@@ -33,7 +33,7 @@ def device() -> SimulatedDevice:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of a CPU storage; an older torch has only the second."""
     if request.param == "rebind":
-        monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+        monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
     return str(request.param)
 
 
@@ -60,19 +60,19 @@ def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
     return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
-def fill_range(device: SimulatedDevice, adoption: adopt.Adoption, content: list[bytes]) -> list[Chunk]:
+def fill_range(device: SimulatedDevice, layout: range_layout.RangeLayout, content: list[bytes]) -> list[Chunk]:
     """Put memory with these bytes behind the range."""
-    slab = device.host(adoption.nbytes)
-    for offset, data in zip(adoption.offsets, content, strict=True):
+    slab = device.host(layout.nbytes)
+    for offset, data in zip(layout.offsets, content, strict=True):
         if data:
             slab.view(offset, len(data)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    chunks, left = [], adoption.nbytes
+    chunks, left = [], layout.nbytes
     while left > 0:
         size = min(device.chunk_bytes, -(-left // device.granularity) * device.granularity)
         chunks.append(device.create(size))
         left -= size
-    device.map(adoption.addresses, chunks)
-    device.copy([Copy(adoption.addresses.base, slab.address, adoption.nbytes)], "to_device")
+    device.map(layout.addresses, chunks)
+    device.copy([Copy(layout.addresses.base, slab.address, layout.nbytes)], "to_device")
     return chunks
 
 
@@ -88,24 +88,24 @@ def test_views_ties_and_identity_survive(device: SimulatedDevice, way: str) -> N
     expected = {name: t.detach().clone() for name, t in tensors.items()}
     ids = {name: id(t) for name, t in tensors.items()}
 
-    adoption = adopt.prepare(device, claims)
-    assert {w for w, claim in zip(adoption.ways, claims, strict=True)} == {way}
+    layout = range_layout.prepare(device, claims)
+    assert {w for w, claim in zip(layout.ways, claims, strict=True)} == {way}
     assert all(torch.equal(t, expected[name]) for name, t in tensors.items())  # nothing changed yet
-    assert not any(adoption.is_in(i) for i, claim in enumerate(claims) if claim.nbytes)
+    assert not any(layout.is_in(i) for i, claim in enumerate(claims) if claim.nbytes)
     for index in range(len(claims)):
-        adoption.move_in(index)
-        adoption.move_in(index)
-        assert adoption.is_in(index)
+        layout.move_in(index)
+        layout.move_in(index)
+        assert layout.is_in(index)
     assert bool(model.first.weight.isnan().all())
     assert bool((model.index < 0).all())  # poison, as an integer
-    chunks = fill_range(device, adoption, content)
+    chunks = fill_range(device, layout, content)
     assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
     assert ids == {name: id(t) for name, t in model.tensors().items()}
     assert model.second.weight.untyped_storage()._cdata == model.first.weight.untyped_storage()._cdata
     assert model.scale.storage_offset() == 10
     assert model.scale.untyped_storage().nbytes() == 4000
     model.second(model.first(torch.randn(2, 33)) * 1.0).sum().backward()
-    assert adoption.nbytes <= adopt.expected_bytes(device, [len(data) for data in content])
+    assert layout.nbytes <= range_layout.expected_bytes(device, [len(data) for data in content])
     assert chunks
 
 
@@ -117,11 +117,11 @@ def test_unknown_aliases_and_a_live_graph_follow_a_swap(device: SimulatedDevice)
     unnamed = model.weight.detach()[2:]
     claims = claims_of(dict(model.named_parameters()))
     content = [raw(claim.storage) for claim in claims]
-    adoption = adopt.prepare(device, claims)
+    layout = range_layout.prepare(device, claims)
     for index in range(len(claims)):
-        adoption.move_in(index)
+        layout.move_in(index)
     assert bool(unnamed.isnan().all())
-    chunks = fill_range(device, adoption, content)
+    chunks = fill_range(device, layout, content)
     again = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
     assert chunks
@@ -131,20 +131,20 @@ def test_unknown_aliases_and_a_live_graph_follow_a_swap(device: SimulatedDevice)
 def test_rebinding_refuses_a_storage_with_an_unknown_user(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, hold: Callable[[torch.nn.Module], Any]
 ) -> None:
-    monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
     model = torch.nn.Linear(4, 4, bias=False)
     model.scaled = torch.nn.Parameter(model.weight.data.t())
     before = model.weight.data_ptr(), model.weight.detach().clone()
     held = hold(model)
     tensors = dict(model.named_parameters())
     if isinstance(held, torch.Tensor) and held.grad_fn is not None:
-        adopt.prepare(device, claims_of(tensors))  # a graph that saved the parameter itself follows it
+        range_layout.prepare(device, claims_of(tensors))  # a graph that saved the parameter itself follows it
     else:
         with pytest.raises(RegistrationError, match=r"'weight': \d more user"):
-            adopt.prepare(device, claims_of(tensors))
+            range_layout.prepare(device, claims_of(tensors))
     del held
     gc.collect()
-    adopt.prepare(device, claims_of(tensors))
+    range_layout.prepare(device, claims_of(tensors))
     assert model.weight.data_ptr() == before[0]
     assert torch.equal(model.weight, before[1])
 
@@ -157,17 +157,17 @@ def test_rebinding_refuses_a_storage_with_an_unknown_user(
     ],
 )
 def test_rebinding_refuses_lazy_views(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, odd: Callable[[], torch.Tensor]) -> None:
-    monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
     tensor = odd()
     with pytest.raises(RegistrationError, match="conjugated or negated"):
-        adopt.prepare(device, claims_of({"odd": tensor}))
+        range_layout.prepare(device, claims_of({"odd": tensor}))
 
 
 def test_a_tensor_of_another_storage_is_no_alias(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adopt, "_can_swap", lambda: False)
+    monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
     one, other = torch.ones(3), torch.ones(3)
     with pytest.raises(RegistrationError, match="another storage"):
-        adopt.prepare(device, [Claim("one", one.untyped_storage(), (one, other))])
+        range_layout.prepare(device, [Claim("one", one.untyped_storage(), (one, other))])
 
 
 def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
@@ -179,10 +179,10 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     tensor = torch.frombuffer(owner, dtype=torch.float32)
     del owner
     claims = claims_of({"t": tensor})
-    adoption = adopt.prepare(device, claims)
-    adoption.move_in(0)
+    layout = range_layout.prepare(device, claims)
+    layout.move_in(0)
     del claims
-    adoption.forget_claims()
+    layout.forget_claims()
     assert alive() is None
     assert bool(tensor.isnan().all())
 
@@ -197,7 +197,7 @@ def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal left, reached
-            if not frame.f_code.co_filename.endswith("storage/adoption.py"):
+            if not frame.f_code.co_filename.endswith("storage/range_layout.py"):
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":
@@ -233,20 +233,20 @@ def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(devi
         whole = base.clone()
         state["tensors"] = {"whole": whole, "half": whole[100:300], "shape": torch.nn.Parameter(whole.data.view(20, 20).t())}
         claims = claims_of(state["tensors"])
-        state["adoption"] = adopt.prepare(device, claims)
+        state["adoption"] = range_layout.prepare(device, claims)
 
     fresh()
     for reached in interrupted_runs(run):
         points += reached
-        adoption, tensors = state["adoption"], state["tensors"]
-        adoption.move_in(0)
-        assert adoption.is_in(0)
+        layout, tensors = state["adoption"], state["tensors"]
+        layout.move_in(0)
+        assert layout.is_in(0)
         assert len({t.untyped_storage()._cdata for t in tensors.values()}) == 1
-        chunks = fill_range(device, adoption, [raw(base.untyped_storage())])
+        chunks = fill_range(device, layout, [raw(base.untyped_storage())])
         assert torch.equal(tensors["whole"], base)
         assert torch.equal(tensors["half"], base[100:300])
         assert torch.equal(tensors["shape"], base.view(20, 20).t())
-        device.unmap(adoption.addresses, adoption.nbytes)
+        device.unmap(layout.addresses, layout.nbytes)
         for chunk in chunks:
             device.release(chunk)
         fresh()
@@ -260,17 +260,17 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice,
     content = [raw(claim.storage) for claim in claims]
     expected = {name: t.detach().clone() for name, t in tensors.items()}
     ids = {name: id(t) for name, t in tensors.items()}
-    adoption = adopt.prepare(device, claims)
+    layout = range_layout.prepare(device, claims)
     for index in range(len(claims)):
-        adoption.move_in(index)
-    adoption.forget_claims()
-    addresses = weakref.ref(adoption.addresses)
+        layout.move_in(index)
+    layout.forget_claims()
+    addresses = weakref.ref(layout.addresses)
     for claim, data in zip(claims_of(model.tensors()), content, strict=False):
         if not claim.nbytes:
             continue
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        adopt.rehome(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
-    del claim, claims, adoption
+        range_layout.rehome(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
+    del claim, claims, layout
     gc.collect()
     assert addresses() is None
     assert all(torch.equal(t, expected[name]) for name, t in model.tensors().items())
@@ -284,26 +284,26 @@ def filler(source: torch.Tensor) -> Callable[[torch.Tensor], object]:
 
 def test_a_failed_fill_leaves_everything_in_the_range(device: SimulatedDevice, way: str) -> None:
     tensor = torch.ones(100)
-    adoption = adopt.prepare(device, claims_of({"t": tensor}))
-    adoption.move_in(0)
+    layout = range_layout.prepare(device, claims_of({"t": tensor}))
+    layout.move_in(0)
 
     def fail(target: torch.Tensor) -> None:
         raise OSError("no bytes")
 
     with pytest.raises(OSError, match="no bytes"):
-        adopt.rehome(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
-    assert adoption.is_in(0)
+        range_layout.rehome(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
+    assert layout.is_in(0)
 
 
 def test_small_storages_are_packed_and_aligned(device: SimulatedDevice) -> None:
     sizes = [4, 1, 64, 65, 4096, 5000, 0, 4]
     tensors = {str(i): torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
-    adoption = adopt.prepare(device, claims_of(tensors))
-    assert adoption.nbytes == adopt.expected_bytes(device, sizes)
-    spans = sorted((o, o + n) for o, n in zip(adoption.offsets, sizes, strict=True) if n)
+    layout = range_layout.prepare(device, claims_of(tensors))
+    assert layout.nbytes == range_layout.expected_bytes(device, sizes)
+    spans = sorted((o, o + n) for o, n in zip(layout.offsets, sizes, strict=True) if n)
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-    assert all(o % (64 if n < 4096 else 512) == 0 for o, n in zip(adoption.offsets, sizes, strict=True) if n)
-    assert adoption.addresses.base % 512 == 0
+    assert all(o % (64 if n < 4096 else 512) == 0 for o, n in zip(layout.offsets, sizes, strict=True) if n)
+    assert layout.addresses.base % 512 == 0
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [1 << 20] * 3, [(1 << 20) + 1], [5, 30 << 20, 2 << 20, 700_000, 0, 600_000, 500_000, 1]])

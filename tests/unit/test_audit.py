@@ -64,7 +64,7 @@ def test_drift_is_named_with_its_bytes(phase: str | None) -> None:
     assert worker.manager.snapshot().handles[0].drift_bytes == 0
 
 
-def test_what_was_added_while_offloaded_is_drift_until_a_border_takes_it_in() -> None:
+def test_what_was_added_while_offloaded_is_drift_until_a_transition_takes_it_in() -> None:
     worker = Worker()
     worker.net.append(torch.nn.Linear(8, 8))
     audit = worker.manager.audit()
@@ -113,7 +113,7 @@ def test_stray_references_are_counted_named_and_forgotten() -> None:
     assert worker.manager.audit().ok
 
 
-def test_strict_raises_for_stray_references_after_the_border_is_complete() -> None:
+def test_strict_raises_for_stray_references_after_the_transition_is_complete() -> None:
     worker = Worker(strict=True)
     with pytest.raises(IntegrityError, match=r"1 references to storages of 'actor' .*0\.weight"):  # noqa: SIM117
         with worker.manager.phase("log_prob"):
@@ -127,7 +127,7 @@ def test_strict_raises_for_stray_references_after_the_border_is_complete() -> No
 
 
 def test_who_was_known_and_is_no_more_is_a_stray() -> None:
-    """The references are as many as at the last border, where none was too many: only who holds them has changed."""
+    """The references are as many as at the last phase transition, where none was too many: only who holds them has changed."""
     worker = Worker()
     with worker.manager.phase("log_prob"):
         worker.net.shadow = worker.net[0].weight.detach()

@@ -166,7 +166,7 @@ def test_a_storage_that_is_more_than_gradients_moves() -> None:
         assert_same(worker.net.flat, wanted)
 
 
-def test_a_border_that_fails_before_anything_left_loses_none() -> None:
+def test_a_transition_that_fails_before_anything_left_loses_none() -> None:
     worker = dropping(device=Faults(SimulatedDevice(CAPACITY)))
     device = worker.manager.device
     assert isinstance(device, Faults)
@@ -180,7 +180,7 @@ def test_a_border_that_fails_before_anything_left_loses_none() -> None:
 
 
 @pytest.mark.parametrize("operation", ["create", "map", "copy", "sync"])
-def test_wherever_a_border_fails_all_of_them_live_or_it_says_that_they_died(operation: str) -> None:
+def test_wherever_a_transition_fails_all_of_them_live_or_it_says_that_they_died(operation: str) -> None:
     for at in range(1, 100):
         device = Faults(SimulatedDevice(CAPACITY, chunk_bytes=8192))
         worker = dropping(device=device)
@@ -202,7 +202,7 @@ def test_wherever_a_border_fails_all_of_them_live_or_it_says_that_they_died(oper
     pytest.fail("the faults never came to an end")
 
 
-def test_a_border_that_fails_after_they_died_says_so() -> None:
+def test_a_transition_that_fails_after_they_died_says_so() -> None:
     worker = dropping(verify="always")
     with worker.manager.phase("train") as phase:
         backward(worker.net)

@@ -256,9 +256,7 @@ def test_from_settings_takes_a_mapping_and_objects() -> None:
         make_manager(worker_role="learner")
 
 
-@pytest.mark.parametrize(
-    ("given", "is_tight"), [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)]
-)
+@pytest.mark.parametrize(("given", "is_tight"), [({}, False), ({"budget_bytes": "1GiB"}, True), ({"leases": "ledger"}, True)])
 def test_the_device_is_told_whether_its_memory_was_portioned_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any], is_tight: bool
 ) -> None:

@@ -1,7 +1,7 @@
 """Storages whose pointer was changed behind placement's back: `share_memory()`, a queue to another process, a resize.
 
 torch moves such a storage in place, and so it no longer lies where it belongs. No value is lost by it and none becomes NaN: the next
-border says so, once, and everything is where it was.
+phase transition says so, once, and everything is where it was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.ao import quantization
 
 from placement import IntegrityError, RegistrationError
 from placement.devices.base import Addresses
-from placement.storage import adoption
+from placement.storage import range_layout
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
 
@@ -77,7 +77,7 @@ def _addresses(worker: Worker) -> list[int]:
 def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """After a step, on a torch that can exchange the memory of storages and on one that cannot."""
     if not request.param:
-        monkeypatch.setattr(adoption, "_can_swap", lambda: False)
+        monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
     made = Worker()
     with made.manager.phase("train"):
         learn(made.net, made.adam)

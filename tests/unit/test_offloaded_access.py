@@ -154,8 +154,6 @@ def _sent_through_a_queue(world: World) -> None:
     queue.get()
 
 
-
-
 def _kept_state_dict(world: World) -> None:
     found = world.model.state_dict()
     found["0.weight"].add_(1)

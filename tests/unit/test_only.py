@@ -295,7 +295,7 @@ OWN = {"distill": ("actor", "teacher")}
 
 def needed(job: Job, phase: str) -> set[str]:
     """By the table: shipped policies need in a phase what Colocated has there."""
-    view = job.manager._borders.crossing.planner.view(phase, None, frozenset())
+    view = job.manager._stack.executor.planner.view(phase, None, frozenset())
     plan = Colocated().plan(view)
     return {name for name in plan.targets if plan.on_device(name)}
 

@@ -506,7 +506,7 @@ def test_a_generator_that_a_collection_finds_in_a_cycle_leaves_its_phase() -> No
     cycle: list[Any] = [generator]
     cycle.append(cycle)
     del generator, cycle
-    gc.collect()  # what is raised meanwhile is a warning, and a warning fails the test
+    gc.collect()  # what is raised in the meantime is a warning, and a warning fails the test
     assert worker.manager.phase_name == "idle"
     assert_nothing_resident(worker.manager)
 
@@ -649,7 +649,7 @@ def test_a_restore_that_fails_is_a_note_on_the_exception_on_its_way() -> None:
     assert snapshot.unpaired_bytes > 0
     with worker.manager.phase("values"):
         pass
-    assert_nothing_resident(worker.manager)  # the next border made it good
+    assert_nothing_resident(worker.manager)  # the next phase transition made it good
     assert worker.manager.snapshot().unpaired_bytes == 0
 
 
@@ -664,7 +664,7 @@ def test_a_restore_that_fails_without_another_exception_is_raised() -> None:
     assert worker.manager.phase_name == "idle"
 
 
-def test_a_restore_that_fails_once_is_made_good_at_the_same_border() -> None:
+def test_a_restore_that_fails_once_is_made_good_at_the_same_transition() -> None:
     device = Faults(SimulatedDevice(CAPACITY))
     worker = Worker(device=device)
     with worker.manager.phase("train", only=["actor"]):
@@ -699,7 +699,7 @@ def test_a_policy_that_raises_at_the_exit_is_a_note_on_the_users_exception() -> 
     assert worker.on_device() == set()
 
 
-# --- inside a border
+# --- inside a phase transition
 
 
 def test_a_policy_cannot_open_a_phase() -> None:
@@ -711,7 +711,7 @@ def test_a_policy_cannot_open_a_phase() -> None:
             lambda: worker.manager.register("more", net()),
             lambda: worker.manager.enter("values"),
         ):
-            with pytest.raises(PhaseError, match="inside a border") as error:
+            with pytest.raises(PhaseError, match="inside a phase transition") as error:
                 work()
             caught.append(error.value)
         return view.total_plan({})
@@ -725,7 +725,7 @@ def test_a_policy_cannot_open_a_phase() -> None:
 
 def test_a_policy_that_lets_that_error_out_is_a_policy_that_failed() -> None:
     worker = Worker(policy=Scripted(eval=lambda view: worker.manager.phase("values").__enter__()))
-    with pytest.raises(PolicyError, match="inside a border") as caught:
+    with pytest.raises(PolicyError, match="inside a phase transition") as caught:
         worker.manager.phase("eval").__enter__()
     assert isinstance(caught.value.__cause__, PhaseError)
     assert_nothing_resident(worker.manager)
@@ -739,7 +739,7 @@ def test_a_factory_cannot_open_a_phase() -> None:
         return net()
 
     manager.register("critic", placement.Lazy(build), role="critic")
-    with pytest.raises(RegistrationError, match="inside a border") as caught:
+    with pytest.raises(RegistrationError, match="inside a phase transition") as caught:
         manager.enter("values")
     assert isinstance(caught.value.__cause__, PhaseError)
     assert manager.phase_name == "idle"
@@ -771,7 +771,7 @@ def test_phases_move_in_every_mode_of_torch_and_leave_the_mode_alone(mode: Any) 
     assert_nothing_resident(worker.manager)
 
 
-def test_a_graph_capture_forbids_borders() -> None:
+def test_a_graph_capture_forbids_transitions() -> None:
     class Capturing(Faults):
         capturing = False
 
@@ -792,7 +792,7 @@ def test_a_graph_capture_forbids_borders() -> None:
     assert_nothing_resident(worker.manager)
 
 
-def test_the_journal_knows_at_whose_border_a_state_changed() -> None:
+def test_the_journal_knows_at_whose_transition_a_state_changed() -> None:
     worker = Worker()
     with worker.manager.phase("values") as phase:
         phase.switch("log_prob", only=["ref"])

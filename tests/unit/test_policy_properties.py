@@ -116,7 +116,7 @@ def test_plans_are_pure(policy: Policy, given: View) -> None:
 @settings(deadline=None)
 @given(given=views(MOVING))
 def test_a_plan_is_where_it_leads(policy: Policy, given: View) -> None:
-    """Planning the same phase again from where the first plan led changes nothing: a border repeated moves no byte."""
+    """Planning the same phase again from where the first plan led changes nothing: a phase transition repeated moves no byte."""
     plan = policy.plan(given)
     if given.fits(plan):
         there = after(given, plan)

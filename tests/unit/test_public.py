@@ -13,6 +13,8 @@ import pytest
 import placement
 
 ROOT = Path(placement.__file__).parent
+
+
 def imports(path: Path, *, at_runtime: bool) -> set[str]:
     """Modules that a file imports; at run time: when it is imported, not inside functions or for annotations."""
     found: set[str] = set()

@@ -467,7 +467,7 @@ def identities(tensors: Any) -> list[int]:
 
 
 def looked(adapter: OptimizerAdapter, addresses: list[int] | None) -> list[torch.Tensor] | None:
-    """What the quick look says; with addresses, as its one caller believes it: `Intake` compares them, too."""
+    """What the quick look says; with addresses, as its one caller believes it: `StorageScanner` compares them, too."""
     found = unchanged(adapter)
     return None if found is None or (addresses and [each.data_ptr() for each in found] != addresses) else found
 
@@ -558,7 +558,7 @@ def test_values_survive_the_way_to_the_host_and_back_whatever_was_done(name: str
     manager = Manager(device=SimulatedDevice(256 * CHUNK, chunk_bytes=CHUNK))
     manager.register("actor", scene.model, role="actor")
     manager.register("adam", scene.optimizer)
-    for _ in range(2):  # to where nothing is born any more, and a border looks quickly
+    for _ in range(2):  # to where nothing is born any more, and a phase transition looks quickly
         with manager.phase("train"):
             scene.step()
     with manager.phase("train"):

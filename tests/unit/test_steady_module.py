@@ -149,11 +149,11 @@ MUTATIONS = [each for name, each in globals().items() if callable(each) and geta
 
 def walked(net: Net) -> list[tuple[int, bool]]:
     """What an adapter that never looked before finds: which tensors, and whether they are loose."""
-    return [(id(item.tensor), item.loose) for item in ModuleAdapter(net, name="actor", compute_device=CPU).owned()]
+    return [(id(item.tensor), item.transient) for item in ModuleAdapter(net, name="actor", compute_device=CPU).owned()]
 
 
 def looked(adapter: ModuleAdapter, addresses: list[int]) -> list[torch.Tensor] | None:
-    """What the quick look says as its one caller believes it: `Intake` compares the addresses, too."""
+    """What the quick look says as its one caller believes it: `StorageScanner` compares the addresses, too."""
     if (found := adapter.unchanged()) is None:
         return None
     tensors, versions, seen = found

@@ -109,7 +109,7 @@ class Managed(SimpleNamespace):
 
 
 def managed(device: Faults, *, phases: tuple[str, ...] = (), ok: bool = True, **handles: tuple[State, int, str | None]) -> Any:
-    views = {n: SimpleNamespace(state=s, resident_bytes=b, external=e, foreign=()) for n, (s, b, e) in handles.items()}
+    views = {n: SimpleNamespace(state=s, resident_bytes=b, external=e, kept_by_framework=()) for n, (s, b, e) in handles.items()}
     return Managed(device=device, handles=views, phases=phases, ok=ok)
 
 
@@ -139,7 +139,7 @@ def test_what_a_framework_keeps_is_named_unless_it_is_allowed(faults: Faults) ->
     keeping = managed(faults, a=(State.CPU_OFFLOADED, 0, None), b=(State.TRAINING, 7, None))
     keeping.phases = ("train",)
     for handle in keeping.handles.values():
-        handle.foreign = (("reducer's buckets", 4096),)
+        handle.kept_by_framework = (("reducer's buckets", 4096),)
     with pytest.raises(AssertionError, match=r"^a is CPU_OFFLOADED, and its framework keeps 4,096 bytes on the device: reducer's buckets"):
         assert_nothing_resident(keeping)
     assert_nothing_resident(keeping, allow_foreign=True)

@@ -1,4 +1,4 @@
-"""Writes into offloaded memory: every way in is an error at the next border, once, and nothing is lost."""
+"""Writes into offloaded memory: every way in is an error at the next phase transition, once, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def check(program: Program, target: str, write: Write, when: Callable[[Program, 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("way", WRITES)
-def test_a_write_is_an_error_at_the_next_border_once_and_nothing_is_lost(way: str, target: str) -> None:
+def test_a_write_is_an_error_at_the_next_transition_once_and_nothing_is_lost(way: str, target: str) -> None:
     check(Program(), target, WRITES[way], first_offload)
 
 
@@ -184,9 +184,7 @@ def test_it_is_an_error_whenever_it_was_written(way: str, target: str, when: Any
     check(Program(), target, WRITES[way], when)
 
 
-@pytest.mark.parametrize(
-    ("way", "offloads", "audits"), [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)], ids=str
-)
+@pytest.mark.parametrize(("way", "offloads", "audits"), [("mul_", 3, 0), ("mul_", 1, 2), *((way, 1, 0) for way in COUNTED)], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_where_bytes_are_compared_counters_find_what_leaves_them_as_they_were(target: str, way: str, offloads: int, audits: int) -> None:
     """The simulated device shows every write, and would hide a counter that is not looked at."""
@@ -266,7 +264,7 @@ def test_a_view_taken_earlier_writes_as_its_tensor_does() -> None:
             assert_same(program.values(), values)
 
 
-def test_all_handles_that_were_written_are_named_and_the_next_border_goes_on() -> None:
+def test_all_handles_that_were_written_are_named_and_the_next_transition_goes_on() -> None:
     worker = Worker()
     with torch.no_grad():
         worker.net[0].weight.mul_(2)
@@ -491,10 +489,10 @@ def test_a_checkpoint_that_is_loaded_while_offloaded_is_no_wrong_write(tmp_path:
             assert torch.equal(fresh.tensors()["0.exp_avg"], values["0.exp_avg"])
 
 
-# --- beside a phase's borders
+# --- beside a phase's phase transitions
 
 
-def test_what_was_found_at_a_registration_or_a_departure_is_raised_at_the_next_border_of_a_phase() -> None:
+def test_what_was_found_at_a_registration_or_a_departure_is_raised_at_the_next_transition_of_a_phase() -> None:
     worker = Worker()
     worker.ref_net[0].weight.data.mul_(2)
     late = torch.nn.Linear(8, 8)

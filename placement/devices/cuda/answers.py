@@ -46,7 +46,7 @@ class HostWords:
 
 
 class _Answer:
-    """What one page will hold. Dropped unread (a border that failed), it leaves the page to the next once that is written."""
+    """What one page will hold. Dropped unread (a phase transition that failed), it leaves the page to the next once that is written."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host

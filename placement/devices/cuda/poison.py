@@ -18,7 +18,7 @@ _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 class Poison:
     """A full chunk and one of the granularity, filled with `POISON_WORD` before they are behind anything.
 
-    They are compared at every border, by a graph captured once: to replay it costs the host a third of calling torch (H200).
+    They are compared at every phase transition, by a graph captured once: to replay it costs the host a third of calling torch (H200).
 
     Args:
         view: all bytes of both, on the device.

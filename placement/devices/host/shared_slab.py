@@ -103,8 +103,8 @@ class MappedSlab(SharedSlab):
             self.ready.set()
 
     def pin(self) -> None:
-        # All of it and not the own share alone: a tensor of a state dict that crosses the border of two ranks' shares could not be
-        # copied to the device by torch, and a rank that has to load alone would do so at a quarter of the link.
+        # All of it and not the own share alone: a tensor of a state dict that crosses the boundary between two ranks' shares could not
+        # be copied to the device by torch, and a rank that has to load alone would do so at a quarter of the link.
         if self._register is not None and self.nbytes:
             self._memory.untouched = [self._size]  # the length; nothing more is taken from the machine
             self._memory.begin(self.address, None, self._register, self._unregister)

@@ -32,6 +32,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Fleet", "FleetPhase", "Worker", "WorkerStatus", "in_phase"]
 
-__getattr__ = _on_demand(
-    __name__, {**dict.fromkeys(("Fleet", "FleetPhase"), "fleet"), **dict.fromkeys(("Worker", "in_phase"), "worker")}
-)
+__getattr__ = _on_demand(__name__, {**dict.fromkeys(("Fleet", "FleetPhase"), "fleet"), **dict.fromkeys(("Worker", "in_phase"), "worker")})

@@ -56,7 +56,7 @@ def _numbers() -> list[Any]:
         ),
         panels.number(
             "Unaccounted",
-            "GPU memory in use that neither torch, nor placement, nor a visible process explains, at the last border.",
+            "GPU memory in use that neither torch, nor placement, nor a visible process explains, at the last phase transition.",
             f"max(placement_unaccounted_bytes{{{WORKER}}})",
             BYTES,
             panels.UNACCOUNTED_STEPS,
@@ -172,10 +172,7 @@ def _moved() -> timeseries.Panel:
         "Bytes moved and skipped",
         "Copied to the GPU, copied back to the host, and offloaded without a copy because nothing had changed; per second of wall time.",
         panels.BYTES_A_SECOND,
-        [
-            (or_zero(f"sum(rate({name}{{{WORKER}}}[$__rate_interval]))", WORKER, ""), legend)
-            for legend, name in (*moved.items(), skipped)
-        ],
+        [(or_zero(f"sum(rate({name}{{{WORKER}}}[$__rate_interval]))", WORKER, ""), legend) for legend, name in (*moved.items(), skipped)],
     ).fill_opacity(15)
 
 
@@ -183,7 +180,7 @@ def _durations() -> timeseries.Panel:
     buckets = f'sum by (le) (rate(placement_transition_duration_seconds_bucket{{{WORKER},operation="%s"}}[$__rate_interval]))'
     return panels.lines(
         "Time of one move",
-        "Half of the moves took less than p50, one in twenty more than p95. What moves at one border moves together, and each "
+        "Half of the moves took less than p50, one in twenty more than p95. What moves at one phase transition moves together, and each "
         "handle counts the whole time. Empty while nothing moves.",
         panels.SECONDS,
         [

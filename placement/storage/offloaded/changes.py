@@ -2,7 +2,7 @@
 
 `half()`, `to()`, `resize_token_embeddings()` or `.data =` on an offloaded module read poison and put new tensors in place of
 the registered ones: then the host copy would belong to nobody and be dropped with the only good values in it. A backward outside
-a phase leaves gradients of the same kind. Poison spreads as NaN, so NaN in a tensor that was born meanwhile tells.
+a phase leaves gradients of the same kind. Poison spreads as NaN, so NaN in a tensor that was born in the meantime tells.
 `share_memory()` takes storages away from their places, with poison for values.
 """
 
@@ -15,9 +15,9 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import POISON_WORD
-from placement.storage.adoption import Claim
 from placement.storage.places import Place
 from placement.storage.range import Range
+from placement.storage.range_layout import Claim
 from placement.storage.scanner import Versions
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,12 +75,12 @@ class Changes:
         return " ".join(told)
 
 
-def computed_from_poison(stay: Sequence[Claim], loose: Sequence[Claim], places: Mapping[str, Place]) -> Changes:
+def computed_from_poison(stay: Sequence[Claim], transient: Sequence[Claim], places: Mapping[str, Place]) -> Changes:
     """Which of these tensors, born while their object was offloaded, were computed from poison."""
     placed = {id(claim): any(owned.name in places for owned in claim.owned) for claim in stay}
     # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
     values = [claim for claim in stay if _has_nan(claim, throughout=not placed[id(claim)])]
-    gradients = [claim for claim in loose if _has_nan(claim, throughout=False)]
+    gradients = [claim for claim in transient if _has_nan(claim, throughout=False)]
     # Integers have no NaN. Weights of nothing but poison, or anything of poison that came with a NaN, was copied from what lies there.
     values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
     if values:  # padding is zero as it was: torch has made it anew, and nobody else

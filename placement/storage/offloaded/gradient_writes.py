@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from placement.devices.base import Device
-from placement.storage.range import Placed, Range
+from placement.storage.range import PlacedStorage, Range
 from placement.tensors.owned import Adapter, Owned
 
 
@@ -42,19 +42,20 @@ class Found(NamedTuple):
 NOTHING = Found([], [])
 
 
-class Zeroed:
+class GradientWrites:
     """Watches the loose tensors of one holding."""
 
     def __init__(self, device: Device, adapter: Adapter) -> None:
         self._device = device
         self._adapter = adapter
         self._versions: dict[int, int] | None = None
-        """By tensor, as of the offload; None while on the device. Empty without gradients, so that a border costs nothing then."""
+        """By tensor, as of the offload; None while on the device. Empty without gradients, so that a phase transition costs nothing
+        then."""
 
     def note(self, ranges: Sequence[Range]) -> None:
         """The object is offloaded: remember what its loose tensors look like now, if it is not remembered yet."""
         if self._versions is None:
-            self._versions = {id(owned.tensor): owned.version for owned, _ in self._loose(ranges)}
+            self._versions = {id(owned.tensor): owned.version for owned, _ in self._transient(ranges)}
 
     def forget(self) -> None:
         """The object is on the device."""
@@ -64,7 +65,7 @@ class Zeroed:
         """What was written since. Changes nothing: several share their poison, so all are found first."""
         if not (noted := self._versions):
             return NOTHING
-        changed = [(owned, place) for owned, place in self._loose(ranges) if owned.version != noted.get(id(owned.tensor))]
+        changed = [(owned, place) for owned, place in self._transient(ranges) if owned.version != noted.get(id(owned.tensor))]
         zeroed = [(owned, place) for owned, place in changed if not self._shown(place).any()]
         counted = {owned.tensor.untyped_storage()._cdata for owned, _ in zeroed}
         written = [
@@ -79,23 +80,25 @@ class Zeroed:
         for place in found.zeroed:
             place.range.prints = None
             place.range.slab.view(place.offset, place.nbytes).zero_()
-            self._device.mend_poison(place.range.adoption.addresses, place.offset, place.nbytes)
+            self._device.mend_poison(place.range.layout.addresses, place.offset, place.nbytes)
         self.forget()
         self.note(ranges)
 
     def _shown(self, place: Place) -> torch.Tensor:
-        return self._device.view(place.range.adoption.addresses, place.offset, place.nbytes)
+        return self._device.view(place.range.layout.addresses, place.offset, place.nbytes)
 
-    def _loose(self, ranges: Sequence[Range]) -> Iterator[tuple[Owned, Place]]:
+    def _transient(self, ranges: Sequence[Range]) -> Iterator[tuple[Owned, Place]]:
         """The loose tensors that lie in a range, and where."""
-        loose = {entry.ref.cdata: (r, entry) for r in ranges if r.loose and r.is_alive for entry in r.placed if not entry.ref.expired()}
-        for owned in self._adapter.owned() if loose else ():
-            where = loose.get(owned.tensor.untyped_storage()._cdata)
+        transient = {
+            entry.ref.cdata: (r, entry) for r in ranges if r.transient and r.is_alive for entry in r.placed if not entry.ref.expired()
+        }
+        for owned in self._adapter.owned() if transient else ():
+            where = transient.get(owned.tensor.untyped_storage()._cdata)
             if where is not None and owned.tensor.numel():
                 yield owned, _place(owned.tensor, *where)
 
 
-def _place(tensor: torch.Tensor, r: Range, entry: Placed) -> Place:
+def _place(tensor: torch.Tensor, r: Range, entry: PlacedStorage) -> Place:
     """From a tensor's first element to its last."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return Place(r, entry.offset + int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize)

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 from placement.storage.address_map import RANGES
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.tensors.plain import is_plain_type, is_wrapper, parts_of, rewrapped
 
 _WHERE = frozenset({"device", "is_cpu", "is_cuda", "__cuda_array_interface__"})
@@ -86,7 +86,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not is_plain_type(type(tensor)) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return tensor
     owner = RANGES.owner_of(tensor.untyped_storage().data_ptr())
-    if not isinstance(owner, Holding) or (host := owner.host_copy(tensor)) is None:
+    if not isinstance(owner, ManagedStorage) or (host := owner.host_copy(tensor)) is None:
         return tensor
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return host

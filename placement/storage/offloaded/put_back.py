@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from placement.devices.base import Device
-from placement.storage.adoption import Claim, exchange
-from placement.storage.places import Astray, Form, Place, form_of
+from placement.storage.places import Form, Place, Relocated, form_of
+from placement.storage.range_layout import Claim, exchange
 from placement.tensors.plain import Outline, parts_of, restore
 
 
 def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
     """Give the tensors of these claims their places and forms again, where they are known. Idempotent.
 
-    Returns whether any was of another dtype or on another device meanwhile.
+    Returns whether any was of another dtype or on another device in the meantime.
 
     Args:
         claims: each with at least one tensor whose place is known.
@@ -35,18 +35,18 @@ def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place
                 home = homes[id(place.entry)] = _home(device, place)
             _point_to(tensor, home, form)
     # Gradients first: a wrapper takes none of another dtype.
-    parts = sorted((owned for claim in claims for owned in claim.owned if owned.wrapper is not None), key=lambda owned: not owned.loose)
+    parts = sorted((owned for claim in claims for owned in claim.owned if owned.wrapper is not None), key=lambda owned: not owned.transient)
     for owned in parts:
         if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
             restore(owned.wrapper, known)
     return converted
 
 
-def bring_back(device: Device, astray: Sequence[Astray], places: Mapping[str, Place]) -> None:
+def bring_back(device: Device, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
     """Point storages to their places again. What is there now counts; what they point to is let go. Idempotent."""
-    for each in astray:
+    for each in relocated:
         claim = each.claim
-        home = device.view(each.range.adoption.addresses, each.entry.offset, each.entry.nbytes).untyped_storage()
+        home = device.view(each.range.layout.addresses, each.entry.offset, each.entry.nbytes).untyped_storage()
         if exchange(claim.storage, home):
             home = claim.storage
         else:
@@ -71,7 +71,7 @@ def _home(device: Device, place: Place) -> torch.UntypedStorage:
     """The storage at a place: the registered one while anybody uses it."""
     home = place.entry.storage()
     if home is None:
-        home = device.view(place.range.adoption.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
+        home = device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
         place.range.replace(place.entry, home)
     return home
 

@@ -10,26 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placement.devices.base import Copy, Device
-from placement.storage.adoption import Claim
 from placement.storage.offloaded.put_back import bring_back
-from placement.storage.places import Astray, Places
+from placement.storage.places import Places, Relocated
 from placement.storage.range import Range
+from placement.storage.range_layout import Claim
 from placement.storage.scanner import byte_view
 
 
-class Away:
+class RelocatedStorages:
     """Those of one object, from the look of one offload to its end."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._found: Sequence[Astray] = ()
+        self._found: Sequence[Relocated] = ()
 
-    def note(self, found: Sequence[Astray]) -> None:
+    def note(self, found: Sequence[Relocated]) -> None:
         self._found = found
 
-    def grown(self, *, loose: bool) -> list[Claim]:
+    def grown(self, *, transient: bool) -> list[Claim]:
         """What was resized and has bytes: to be taken in like what is new."""
-        return [each.claim for each in self._found if each.is_resized and each.loose is loose and each.claim.nbytes]
+        return [each.claim for each in self._found if each.is_resized and each.transient is transient and each.claim.nbytes]
 
     @property
     def names(self) -> list[str]:
@@ -38,8 +38,8 @@ class Away:
 
     def save(self, *, readonly: bool) -> None:
         """Write the bytes of what comes home into the host copy, where that may be written. All other copies are through."""
-        for r, entry, claim, loose in self._found:
-            if claim.nbytes != entry.nbytes or r.is_shared or (readonly and not loose):
+        for r, entry, claim, transient in self._found:
+            if claim.nbytes != entry.nbytes or r.is_shared or (readonly and not transient):
                 continue
             r.prints = None  # first: from here on the slab is neither the old content nor the new
             if claim.storage.device == self._device.torch_device:

@@ -23,7 +23,7 @@ from placement.tensors.plain import align, is_plain_type, is_wrapper, parts_of, 
 from placement.tensors.sparse import is_sparse, made_of
 
 
-class Handed:
+class StateDictTensors:
     """The living tensors of the state dicts of one object."""
 
     def __init__(self, device: Device, name: str, adapter: Adapter) -> None:
@@ -151,9 +151,9 @@ class Handed:
     def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same tensor over the range; None when its storage is not over the host copy of one."""
         place = places.find(tensor)
-        if place is None or tensor.untyped_storage().data_ptr() == place[0].adoption.addresses.base + place[1]:
+        if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
             return None
-        addresses, offset = place[0].adoption.addresses, place[1]
+        addresses, offset = place[0].layout.addresses, place[1]
         return self.over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
     def note_shown(self, places: RangesByAddress, tensors: Iterable[torch.Tensor] | None = None) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from placement.devices.base import Copy, Device, SharedSlab
 from placement.devices.host.slab import PAGE, round_up
-from placement.storage.adoption import Adoption, Claim
 from placement.storage.range import Range, used_bytes
+from placement.storage.range_layout import Claim, RangeLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class SharedRange(Range):
 
     is_shared = True
 
-    def __init__(self, device: Device, adoption: Adoption, slab: SharedSlab, claims: tuple[Claim, ...], shares: Shares) -> None:
-        super().__init__(device, adoption, slab, claims, loose=False)
+    def __init__(self, device: Device, layout: RangeLayout, slab: SharedSlab, claims: tuple[Claim, ...], shares: Shares) -> None:
+        super().__init__(device, layout, slab, claims, transient=False)
         self.shared_slab = slab
         self.shares = shares
         self._spans = tuple(chunk_spans(self.nbytes, device.chunk_bytes))
@@ -69,13 +69,13 @@ class SharedRange(Range):
         return [self._copy(self.starts[index] + start, nbytes) for start, nbytes in runs if nbytes > 0]
 
     def _copy(self, offset: int, nbytes: int) -> Copy:
-        return Copy(self.adoption.addresses.base + offset, self.slab.address + offset, nbytes)
+        return Copy(self.layout.addresses.base + offset, self.slab.address + offset, nbytes)
 
 
-def own_spans(adoption: Adoption, chunk_bytes: int, shares: Shares) -> list[tuple[int, int]]:
+def own_spans(layout: RangeLayout, chunk_bytes: int, shares: Shares) -> list[tuple[int, int]]:
     """(offset, bytes) of everything that this rank answers for in the host copy of a range."""
     spans = []
-    for start, nbytes in chunk_spans(used_bytes(adoption.nbytes), chunk_bytes):
+    for start, nbytes in chunk_spans(used_bytes(layout.nbytes), chunk_bytes):
         offset, own = shares.own(nbytes)
         if own:
             spans.append((start + offset, own))

@@ -31,7 +31,7 @@ class Ranks(abc.ABC):
         """Say something, and return what each rank has said to the same, by rank.
 
         Raises:
-            GroupError: a rank failed meanwhile, or did not come in time.
+            GroupError: a rank failed in the meantime, or did not come in time.
             CoordinatorLost: the group cannot be reached.
         """
 

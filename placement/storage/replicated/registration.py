@@ -20,12 +20,12 @@ from placement.core.errors import RegistrationError
 from placement.devices.base import Copy, Device, SharedSlab
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.host.slab import PAGE, round_up
-from placement.storage import adoption as adopt
+from placement.storage import range_layout
 from placement.storage.address_map import Owner
 from placement.storage.range import Range, used_bytes
 from placement.storage.replicated.range import SharedRange, own_spans
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.scanner import Intake, byte_view
+from placement.storage.scanner import StorageScanner, byte_view
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
 
@@ -43,24 +43,24 @@ def _prints_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
     return slab.extra[8 * world_size :].view(torch.int64).view(world_size, -1)
 
 
-class SharedIntake(Intake):
-    """As every intake, but for what is there at registration: that is shared with the other ranks."""
+class SharedScanner(StorageScanner):
+    """As every scanner, but for what is there at registration: that is shared with the other ranks."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, owner)
         self._ranks = ranks
         self._is_registered = False
 
-    def take_in(self, claims: list[adopt.Claim], loose: bool) -> Range | None:
-        if self._is_registered or loose:
-            return super().take_in(claims, loose)
+    def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
+        if self._is_registered or transient:
+            return super().take_in(claims, transient)
         if not claims:
             raise RegistrationError(f"{self._name!r} has no tensors; there is nothing that ranks could share")
         fresh = self._take_in_together(claims)
         self._is_registered = True
         return fresh
 
-    def _take_in_together(self, claims: list[adopt.Claim]) -> SharedRange:
+    def _take_in_together(self, claims: list[range_layout.Claim]) -> SharedRange:
         """Every rank does this at the same time.
 
         Raises:
@@ -69,27 +69,27 @@ class SharedIntake(Intake):
             GroupError, CoordinatorLost: another rank could not, or cannot be reached.
         """
         device, ranks, shares = self._device, self._ranks, self._ranks.shares
-        adoption = adopt.prepare(device, claims, self._addresses)
-        nbytes = used_bytes(adoption.nbytes)
+        layout = range_layout.prepare(device, claims, self._addresses)
+        nbytes = used_bytes(layout.nbytes)
         prints = _fingerprints(claims)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))
         with ExitStack() as files:  # open until every rank has mapped it
             file, words = -1, ""
             if shares.rank == 0:
                 file, words = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
-            said = ranks.confer("layout", f"{_layout(device, claims, adoption)} {words}")
+            said = ranks.confer("layout", f"{_layout(device, claims, layout)} {words}")
             self._check_layouts([each.partition(" ")[0] for each in said])
             if shares.rank != 0:
                 file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
-            slab = device.shared_host(file, nbytes, own_spans(adoption, device.chunk_bytes, shares), extra_bytes)
-            self._write(claims, adoption, slab)
+            slab = device.shared_host(file, nbytes, own_spans(layout, device.chunk_bytes, shares), extra_bytes)
+            self._write(claims, layout, slab)
             table = _prints_of(slab, shares.world_size)
             table[shares.rank] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
             ranks.confer("share", "written")
         self._check_equal(table, [name for name, _ in prints])
         self._try_out()
         slab.pin()
-        return SharedRange(device, adoption, slab, tuple(claims), shares)
+        return SharedRange(device, layout, slab, tuple(claims), shares)
 
     def _file_of_rank_0(self, words: str) -> AbstractContextManager[int]:
         try:
@@ -100,11 +100,11 @@ class SharedIntake(Intake):
                 "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
             ) from error
 
-    def _write(self, claims: Sequence[adopt.Claim], adoption: adopt.Adoption, slab: SharedSlab) -> None:
+    def _write(self, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout, slab: SharedSlab) -> None:
         """Write this rank's share of the copy, and wait until it is there."""
         copies = []
-        spans = own_spans(adoption, self._device.chunk_bytes, self._ranks.shares)
-        for claim, start, first, nbytes in _overlaps(claims, adoption.offsets, spans):
+        spans = own_spans(layout, self._device.chunk_bytes, self._ranks.shares)
+        for claim, start, first, nbytes in _overlaps(claims, layout.offsets, spans):
             if claim.storage.device == self._device.torch_device:
                 copies.append(Copy(claim.storage.data_ptr() + first, slab.address + start, nbytes))
             else:
@@ -147,17 +147,17 @@ class SharedIntake(Intake):
             raise RegistrationError(f"{self._name!r} cannot be replicated: the process group has the ranks in another order: {found}")
 
 
-def _layout(device: Device, claims: Sequence[adopt.Claim], adoption: adopt.Adoption) -> str:
+def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout) -> str:
     """The same where the same tensors have the same places."""
-    lines = [f"{device.chunk_bytes} {adoption.nbytes}"]
-    for claim, offset in zip(claims, adoption.offsets, strict=True):
+    lines = [f"{device.chunk_bytes} {layout.nbytes}"]
+    for claim, offset in zip(claims, layout.offsets, strict=True):
         first = claim.aliases[0]
         form = first.dtype, first.storage_offset(), tuple(first.size()), first.stride()
         lines.append(f"{claim.name} {claim.storage.device.type} {claim.nbytes} {offset} {form}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _fingerprints(claims: Sequence[adopt.Claim]) -> list[tuple[str, int]]:
+def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]:
     """(name, 64 bits) of every piece of every storage, computed where it lies. On the host by threads, as hashes: ranks that have the
     same layout have the same tensors there, so nobody compares one with a fingerprint of a device."""
     on_host = [claim for claim in claims if claim.storage.device.type == "cpu"]
@@ -178,7 +178,7 @@ def _fingerprints(claims: Sequence[adopt.Claim]) -> list[tuple[str, int]]:
     return list(zip(names, hashes + (torch.cat(found).tolist() if found else []), strict=True))
 
 
-def _hash(piece: tuple[adopt.Claim, int]) -> int:
+def _hash(piece: tuple[range_layout.Claim, int]) -> int:
     claim, start = piece
     nbytes = min(_PIECE_BYTES, claim.nbytes - start)
     data = (ctypes.c_char * nbytes).from_address(claim.storage.data_ptr() + start)
@@ -186,8 +186,8 @@ def _hash(piece: tuple[adopt.Claim, int]) -> int:
 
 
 def _overlaps(
-    claims: Sequence[adopt.Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[adopt.Claim, int, int, int]]:
+    claims: Sequence[range_layout.Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[range_layout.Claim, int, int, int]]:
     """(claim, offset in the range, offset in the storage, bytes) of what of the claims lies in these spans, which are in order."""
     starts = [start for start, _ in spans]
     for claim, offset in zip(claims, offsets, strict=True):

@@ -3,7 +3,7 @@
 Each rank copies its parts over its own link, chunk by chunk, and the rest comes by all-gather, over NVLink where there is one.
 While a rank may still fail for lack of memory nobody may wait for it in a collective, so a load has two halves:
 
-* in the border's move: map everything, enqueue the own parts, an event behind each chunk's. It is not decided yet; a vote that
+* in the phase transition's move: map everything, enqueue the own parts, an event behind each chunk's. It is not decided yet; a vote that
   fails takes the memory away again, and the host copy was authoritative all the time.
 * once the group has decided: all-gather chunk by chunk, each behind its event, and decide.
 
@@ -21,13 +21,13 @@ from contextlib import suppress
 import torch
 
 from placement.devices.base import Copy, Device, Mark
-from placement.storage.layout import Adopted
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
+from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
 from placement.storage.replicated.range import SharedRange
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.replicated.registration import SharedIntake, words_of
-from placement.storage.transfer.chunk_pool import Stock
+from placement.storage.replicated.registration import SharedScanner, words_of
+from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.tensors.owned import Adapter
 
 _logger = logging.getLogger("placement")
@@ -35,7 +35,7 @@ _ALONE, _LEFT = -1, -2
 _REASONS = {_ALONE: "rank {} takes part no more, and has logged why", _LEFT: "rank {} has unregistered it"}
 
 
-class ReplicatedHolding(Holding):
+class ReplicatedStorage(ManagedStorage):
     """A readonly object of which every rank holds the same bytes.
 
     Args:
@@ -44,7 +44,7 @@ class ReplicatedHolding(Holding):
 
     def __init__(self, device: Device, adapter: Adapter, name: str, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, readonly=True)
-        self.adopted = Adopted(device, adapter, name, self, SharedIntake(device, adapter, name, self, ranks))
+        self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks))
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, and when it has arrived."""
@@ -55,13 +55,13 @@ class ReplicatedHolding(Holding):
 
     # --- loading
 
-    def begin_move(self, stock: Stock) -> None:
+    def begin_move(self, chunk_pool: ChunkPool) -> None:
         self._waiting.clear()
-        super().begin_move(stock)
+        super().begin_move(chunk_pool)
 
-    def bring(self, r: Range, indices: Sequence[int], *, together: bool) -> int:
-        if not together or not isinstance(r, SharedRange) or not self._may_gather():
-            return super().bring(r, indices, together=together)
+    def bring(self, r: Range, indices: Sequence[int], *, collective: bool) -> int:
+        if not collective or not isinstance(r, SharedRange) or not self._may_gather():
+            return super().bring(r, indices, collective=collective)
         self._prepared = self._ranks.change
         self._say(self._prepared)
         brought = 0
@@ -77,7 +77,7 @@ class ReplicatedHolding(Holding):
     def is_complete(self) -> bool:
         return not self._waiting
 
-    def complete(self, *, together: bool) -> None:
+    def complete(self, *, collective: bool) -> None:
         """Get what the other ranks have brought: by all-gather when all of them wait for it as well, else from the shared copy.
 
         Raises:
@@ -85,20 +85,20 @@ class ReplicatedHolding(Holding):
         """
         works: list[object] = []
         try:
-            self._get_rest(together, works)
+            self._get_rest(collective, works)
         except Exception:
             raise
         except BaseException:  # an interrupt: the others are in their collectives, and wait for this rank's
             with suppress(Exception):
                 self._ranks.finish(works)
-            self._get_rest(together, works)
+            self._get_rest(collective, works)
             raise
         self._waiting.clear()
 
-    def settle(self, stock: Stock) -> None:
+    def make_consistent(self, chunk_pool: ChunkPool) -> None:
         if self._waiting and not self.on_device and self.alone is None:
             self._say(0)  # who has not looked yet does not wait for this rank
-        super().settle(stock)
+        super().make_consistent(chunk_pool)
         self._waiting.clear()
 
     def rehome(self) -> None:
@@ -106,11 +106,11 @@ class ReplicatedHolding(Holding):
             self._say(_LEFT)
         super().rehome()
 
-    def _get_rest(self, together: bool, works: list[object]) -> None:
+    def _get_rest(self, collective: bool, works: list[object]) -> None:
         """Idempotent with the same `works`, which are the collectives that have been issued."""
-        if not together and self.alone is None:
+        if not collective and self.alone is None:
             self._say(0)
-        if together and self._all_are_ready():
+        if collective and self._all_are_ready():
             try:
                 self._gather(works)
             except Exception as error:
@@ -121,12 +121,12 @@ class ReplicatedHolding(Holding):
         self.device.order()
 
     def _gather(self, works: list[object]) -> None:
-        # In an order that is the same on every rank, whatever chunks a rank's stock had for it.
+        # In an order that is the same on every rank, whatever chunks a rank's chunk pool had for it.
         order = {r: position for position, r in enumerate(self.ranges)}
         waiting = sorted(self._waiting, key=lambda each: (order[each[0]], each[1]))
         for r, index, mark in waiting[len(works) :]:
             with self.device.after(mark):
-                self._ranks.gather(self.device.view(r.adoption.addresses, *r.gathered(index)), works)
+                self._ranks.gather(self.device.view(r.layout.addresses, *r.gathered(index)), works)
 
     def _load_alone(self) -> None:
         copies: list[Copy] = []

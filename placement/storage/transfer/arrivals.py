@@ -1,4 +1,4 @@
-"""What comes to the device at one border: which chunks wait for memory, in order, and the start of their copies."""
+"""What comes to the device at one phase transition: which chunks wait for memory, in order, and the start of their copies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from placement.devices.base import Device
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.replicated.range import SharedRange
-from placement.storage.transfer.chunk_pool import Stock
+from placement.storage.transfer.chunk_pool import ChunkPool
 
 WINDOW = 2
 """Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 97 to 99 % of both directions."""
@@ -27,27 +27,27 @@ class Arrivals:
     """Chunks of holdings on their way to the device.
 
     Args:
-        stock: where their memory comes from.
-        together: see `Exchange`.
+        chunk_pool: where their memory comes from.
+        collective: see `Exchange`.
     """
 
-    def __init__(self, device: Device, stock: Stock, *, together: bool) -> None:
+    def __init__(self, device: Device, chunk_pool: ChunkPool, *, collective: bool) -> None:
         self._device = device
-        self._stock = stock
-        self._together = together
-        self._full: deque[tuple[Holding, Range, int]] = deque()
-        self._tails: deque[tuple[Holding, Range, int]] = deque()
+        self._chunk_pool = chunk_pool
+        self._collective = collective
+        self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
+        self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
         """Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
         self._burst = 0
         """Chunks of the last burst."""
-        self.brought_bytes: Counter[Holding] = Counter()
+        self.brought_bytes: Counter[ManagedStorage] = Counter()
         """Copied, by holding."""
 
     def __bool__(self) -> bool:
         """Whether any chunk still waits for memory."""
         return bool(self._full or self._tails)
 
-    def expect(self, holding: Holding, ranges: Iterable[Range]) -> None:
+    def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
         """Every chunk of these ranges will come, after what is expected already."""
         for r in ranges:
             for index, size in enumerate(r.chunk_sizes):
@@ -84,14 +84,14 @@ class Arrivals:
         run = itertools.takewhile(lambda each: each[1] is r, itertools.islice(waiting, longest))
         wanted = [index for _, _, index in run]
         sizes = [r.chunk_sizes[index] for index in wanted]
-        served = self._stock.count(sizes, fresh)
+        served = self._chunk_pool.count(sizes, fresh)
         if not served:
             return 0, 0
-        created = served - min(served, self._stock.count(sizes, 0))
-        chunks = self._stock.take(sizes[:served])
+        created = served - min(served, self._chunk_pool.count(sizes, 0))
+        chunks = self._chunk_pool.take(sizes[:served])
         r.chunks.update(zip(wanted, chunks, strict=False))
-        self._device.map(r.adoption.addresses, chunks, r.starts[first])
-        self.brought_bytes[holding] += holding.bring(r, wanted[:served], together=self._together)
+        self._device.map(r.layout.addresses, chunks, r.starts[first])
+        self.brought_bytes[holding] += holding.bring(r, wanted[:served], collective=self._collective)
         for _ in range(served):
             waiting.popleft()
         return served, created
@@ -104,5 +104,5 @@ class Arrivals:
         burst is long: four ranks load 8.6 GB in 63 ms, and in 67 to 70 where half is mapped first.
         """
         waiting = self._full or self._tails
-        is_gathered = self._together and any(isinstance(r, SharedRange) and r.shares.world_size > 1 for _, r, _ in waiting)
+        is_gathered = self._collective and any(isinstance(r, SharedRange) and r.shares.world_size > 1 for _, r, _ in waiting)
         return _GATHERED if is_gathered else self._burst * _GROWTH or _FIRST

@@ -1,4 +1,4 @@
-"""Chunks between two owners: what one handle gave up at a border, the next may take."""
+"""Chunks between two owners: what one handle gave up at a phase transition, the next may take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from placement.core.errors import DeviceMemoryError
 from placement.devices.base import Chunk, Device
 
 
-class Stock:
-    """The chunks of one border.
+class ChunkPool:
+    """The chunks of one phase transition.
 
-    Nothing goes back to the driver before `release`, so that a border that fails maps back what was given up and allocates
+    Nothing goes back to the driver before `release`, so that a phase transition that fails maps back what was given up and allocates
     nothing. A chunk that an interrupt drops on the way is freed by its own death.
     """
 
@@ -21,7 +21,7 @@ class Stock:
         self._chunks: dict[int, OrderedDict[int, Chunk]] = {}
         """By size, then by identity, oldest first: handles of hundreds of ranges leave as many tails."""
         self.room_bytes = 0
-        """What may be taken from the driver before anything goes back to it: what the budget leaves when a border begins."""
+        """What may be taken from the driver before anything goes back to it: what the budget leaves when a phase transition begins."""
 
     def __iter__(self) -> Iterator[Chunk]:
         return (chunk for chunks in self._chunks.values() for chunk in chunks.values())
@@ -34,7 +34,7 @@ class Stock:
         return sum([chunk.nbytes for chunk in self])
 
     def give(self, chunks: Iterable[Chunk]) -> None:
-        """Add chunks that are behind no address any more; a chunk that is in stock already is not added again."""
+        """Add chunks that are behind no address any more; a chunk that is in the pool already is not added again."""
         for chunk in chunks:
             self._chunks.setdefault(chunk.nbytes, OrderedDict()).setdefault(id(chunk), chunk)
 
@@ -89,7 +89,7 @@ class Stock:
         return chunk
 
     def release(self) -> None:
-        """Return everything to the driver: the border is decided."""
+        """Return everything to the driver: the phase transition is decided."""
         chunks = list(self)
         try:
             self._chunks = {}  # out of the stock first: a released chunk must never be handed out again

@@ -4,7 +4,7 @@ What leaves is copied chunk by chunk; as soon as a chunk has arrived on the host
 addresses and, if somebody comes, put behind the new ones. So a swap needs the larger of both sides and `WINDOW` chunks more.
 
 The order of every step keeps each chunk's bytes complete somewhere: a chunk is vacated after its bytes are in the slab, a
-holding's decision falls after its last chunk, and `Holding.settle` makes good whatever an error or interrupt leaves.
+holding's decision falls after its last chunk, and `ManagedStorage.make_consistent` makes good whatever an error or interrupt leaves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from placement.devices.base import Device, Mark
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
-from placement.storage.transfer.chunk_pool import Stock
-from placement.storage.transfer.result import Moved
+from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Span, Verifier
 
 _BATCH = 2
@@ -41,7 +41,7 @@ _GROWTH = 3
 
 
 def nothing() -> None:
-    """In place of what could be done meanwhile."""
+    """In place of what could be done in the meantime."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class _Batch:
 class _Leaving:
     """One holding that goes to the host."""
 
-    holding: Holding
+    holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     is_first: bool = False
     """Whether state was taken in for good, whose old memory torch now caches."""
@@ -81,48 +81,48 @@ class _Leaving:
     chosen: Mapping[Range, Span] = field(default_factory=dict)
     """What the verifier asks about, by range."""
 
-    def take_in_newborn(self) -> None:
+    def take_in_new(self) -> None:
         """Start saving what was born since the last offload."""
-        self.fresh, self.is_first = self.holding.take_in_newborn(drops=self.dropped is not None)
+        self.fresh, self.is_first = self.holding.take_in_new(drops=self.dropped is not None)
         self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
 
 class Exchange:
-    """One border's moves.
+    """One phase transition's moves.
 
     Args:
-        stock: where chunks go that nobody takes, and come from.
+        chunk_pool: where chunks go that nobody takes, and come from.
         room_bytes: what may be taken from the driver before anything was given up.
         early_release: give chunks that nobody is waiting for back to the driver while the rest is still being copied. Going back
             after a failure may then have to ask the driver for memory.
         dropping: holdings whose gradients die when they leave, instead of being saved.
         verifier: what is asked about the bytes that arrive.
-        together: the ranks of the group will agree on what comes: a replicated holding may leave a part of its bytes to them.
-        meanwhile: called once the link has work, where anything leaves.
+        collective: the ranks of the group will agree on what comes: a replicated holding may leave a part of its bytes to them.
+        while_copying: called once the link has work, where anything leaves.
     """
 
     def __init__(
         self,
         device: Device,
-        stock: Stock,
+        chunk_pool: ChunkPool,
         *,
         verifier: Verifier,
         room_bytes: int,
         early_release: bool = False,
-        dropping: Collection[Holding] = (),
-        together: bool = False,
-        meanwhile: Callable[[], None] = nothing,
+        dropping: Collection[ManagedStorage] = (),
+        collective: bool = False,
+        while_copying: Callable[[], None] = nothing,
     ) -> None:
         self._device = device
-        self._meanwhile = meanwhile
-        self._stock = stock
+        self._while_copying = while_copying
+        self._chunk_pool = chunk_pool
         self._verifier = verifier
         self._dropping = dropping
         self._room_bytes = room_bytes
         self._early_release = early_release
-        self._arrivals = Arrivals(device, stock, together=together)
+        self._arrivals = Arrivals(device, chunk_pool, collective=collective)
 
-    def run(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
+    def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         """Offload the ones and load the others. Holdings that are there already are left alone.
 
         Returns when everything that leaves is complete on the host and its memory vacated. What comes may still be on the
@@ -139,23 +139,24 @@ class Exchange:
             moved = self._offload(out, into)
             moved |= self._load(into)
         except BaseException as error:
-            # Who gives memory up first, so that who needs it back finds it. Who cannot settle now is settled at the next border.
+            # Storages that give memory up come first, so that those that need it back find it. One that cannot be made consistent
+            # now is tried again at the next phase transition.
             for holding in sorted((*out, *into), key=lambda each: each.on_device):
                 try:
-                    holding.settle(self._stock)
-                except Exception as unsettled:
-                    error.add_note(f"placement: {holding.name!r} could not go back yet: {unsettled}")
+                    holding.make_consistent(self._chunk_pool)
+                except Exception as failure:
+                    error.add_note(f"placement: {holding.name!r} could not go back yet: {failure}")
             raise
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
     # --- what leaves
 
-    def _offload(self, holdings: Sequence[Holding], coming: Sequence[Holding]) -> dict[Holding, Moved]:
+    def _offload(self, holdings: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         if holdings:
             self._device.sync()
         for holding in (*holdings, *coming):
-            holding.begin_move(self._stock)
+            holding.begin_move(self._chunk_pool)
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(holdings, coming)
@@ -163,16 +164,16 @@ class Exchange:
         parts = self._start(leaving)
         # Only now look at every tensor of every object, and only then vacate: what was loaded from a state dict may lie in the same memory.
         for each in leaving:
-            each.take_in_newborn()
+            each.take_in_new()
         for holding in coming:
-            self._arrivals.expect(holding, holding.adopted.take_in_from_elsewhere())
+            self._arrivals.expect(holding, holding.storages.take_in_from_elsewhere())
         for each, rest in zip(leaving, parts, strict=True):
-            for _ in rest:  # the device works at the next answer meanwhile
+            for _ in rest:  # the device works at the next answer in the meantime
                 self._vacate(each, waits=False)
         for each in leaving:
             self._vacate(each, waits=True)
         if leaving:
-            self._device.wait(self._device.mark("to_host"))  # newborn state has no chunks of its own to wait for
+            self._device.wait(self._device.mark("to_host"))  # new state has no chunks of its own to wait for
         for each in leaving:
             self._verifier.check_newborn(each.holding, each.fresh)
         return self._decide(leaving)
@@ -191,7 +192,7 @@ class Exchange:
             for part in parts:
                 deque(part, maxlen=0)
         if leaving:
-            self._meanwhile()
+            self._while_copying()
         return parts
 
     def _vacate(self, leaving: _Leaving, *, waits: bool) -> None:
@@ -201,32 +202,32 @@ class Exchange:
             if batch.mark is not None:
                 self._device.wait(batch.mark)
             self._verifier.check_host(leaving.holding, batch.cut(leaving.chosen), leaving.on_host)
-            leaving.holding.vacate(batch.range, batch.first, batch.last, self._stock)
+            leaving.holding.vacate(batch.range, batch.first, batch.last, self._chunk_pool)
             if self._early_release and not self._arrivals:
-                self._stock.release()
+                self._chunk_pool.release()
             self._arrivals.fill(fresh=0, longest=_BATCH)
 
-    def _dropped(self, holding: Holding) -> tuple[Range, ...] | None:
+    def _dropped(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
         return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
 
-    def _limit_room(self, leaving: Sequence[Holding], coming: Sequence[Holding]) -> None:
+    def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """However much is free, a swap takes the window beside the larger side and leaves the rest to others."""
         if leaving and coming:
-            gain = sum(each.adopted.device_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
-            self._stock.room_bytes = min(self._stock.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
+            gain = sum(each.storages.device_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
+            self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
-    def _decide(self, leaving: Sequence[_Leaving]) -> dict[Holding, Moved]:
+    def _decide(self, leaving: Sequence[_Leaving]) -> dict[ManagedStorage, MoveResult]:
         """Everything that leaves is complete on the host."""
         moved = {}
         for each in leaving:
             found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
-            each.holding.settle(self._stock)
+            each.holding.make_consistent(self._chunk_pool)
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
             each.fresh = ()  # its claims hold the storages
         for each in leaving:
-            each.holding.adopted.count_uses()
+            each.holding.storages.count_uses()
         if any(each.is_first for each in leaving):
             self._device.trim()  # what torch freed would stay in its cache, invisible to other processes
         return moved
@@ -240,7 +241,7 @@ class Exchange:
         for r in ranges:
             known = None if r.prints is None else r.prints.cpu()
             # A readonly module's gradients may change.
-            is_kept = r.is_shared or (holding.readonly and known is not None and not r.loose)
+            is_kept = r.is_shared or (holding.readonly and known is not None and not r.transient)
             count = len(r.chunk_sizes)
             now = torch.empty(count, dtype=torch.int64, device="cpu")
             leaving.on_host[r] = known if is_kept and known is not None else now
@@ -265,8 +266,8 @@ class Exchange:
                 leaving.skipped_bytes += sum(r.used_sizes[first:last]) - copied
                 yield
 
-    def _ask(self, holding: Holding, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
-        return self._device.ask(holding.adopted.fingerprint(r, first, last))
+    def _ask(self, holding: ManagedStorage, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
+        return self._device.ask(holding.storages.fingerprint(r, first, last))
 
     def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
         """Enqueue the copies of what is dirty. Batches are as long as whoever waits for them allows."""
@@ -286,7 +287,7 @@ class Exchange:
 
     # --- what comes
 
-    def _load(self, holdings: Sequence[Holding]) -> dict[Holding, Moved]:
+    def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:
             self._arrivals.bring_more()
         if holdings:
@@ -296,5 +297,5 @@ class Exchange:
             self._verifier.check_device(holding)
         for holding in complete:
             holding.commit_load()
-            holding.settle(self._stock)
-        return {holding: Moved(copied_bytes=self._arrivals.brought_bytes[holding]) for holding in holdings}
+            holding.make_consistent(self._chunk_pool)
+        return {holding: MoveResult(copied_bytes=self._arrivals.brought_bytes[holding]) for holding in holdings}

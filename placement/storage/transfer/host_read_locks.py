@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 
 
-class Loans:
+class HostReadLocks:
     """The loans of one object's host copy. Lent and waited for by the thread that moves the object, given back by any."""
 
     def __init__(self) -> None:
-        self._open: tuple[Loan, ...] = ()
+        self._open: tuple[HostReadLock, ...] = ()
 
-    def lend(self) -> Loan:
+    def lend(self) -> HostReadLock:
         """The host copy will be read until the loan is given back."""
-        loan = Loan()
+        loan = HostReadLock()
         self._open = (*(each for each in self._open if not each.is_over), loan)
         return loan
 
@@ -28,7 +28,7 @@ class Loans:
         self._open = ()
 
 
-class Loan:
+class HostReadLock:
     """The right to read one host copy."""
 
     def __init__(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 
 
-def mirror(holding: Holding) -> None:
+def mirror(holding: ManagedStorage) -> None:
     """Copy what changed on the device into the host copy, as an offload would; nothing moves and nothing is given up.
 
     It takes no memory, and what it copied the next offload need not copy again. Gradients are left out, and so is what was born since
@@ -16,14 +16,14 @@ def mirror(holding: Holding) -> None:
     """
     if not holding.on_device or holding.readonly:  # the host copy of a readonly object is always right
         return
-    holding.loans.wait()
+    holding.host_read_locks.wait()
     holding.device.sync()
     prints: list[tuple[Range, torch.Tensor]] = []
     for r in holding.ranges:
-        if r.loose or r.claims is not None:
+        if r.transient or r.claims is not None:
             continue
         known = None if r.prints is None else r.prints.cpu()
-        now = holding.adopted.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+        now = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index in range(len(now)) if known is None or int(now[index]) != int(known[index])]
         if changed:
             r.prints = None  # from here on the slab is neither the old content nor the new

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MoveResult:
     """What a move did, in bytes, and how long it took."""
 
     seconds: float = 0.0
@@ -15,7 +15,7 @@ class Moved:
     rewritten_chunks: int = 0
     """Chunks of a readonly object whose bytes changed on the device."""
     stray_references: int = 0
-    strays: str = ""
+    stray_names: str = ""
     """The tensors that somebody else holds, by name."""
     brought_back: str = ""
     """The tensors that were found in other memory than theirs on the device, by name."""

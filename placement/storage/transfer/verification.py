@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from placement.core.errors import IntegrityError
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.scanner import byte_view
 from placement.storage.transfer.fingerprint import fingerprints
@@ -43,7 +43,7 @@ class Verifier:
         r, index = self._random.choice([(r, index) for r, _, count in whole for index in range(count)])
         return [(r, index, index + 1)]
 
-    def note(self, holdings: Iterable[Holding]) -> None:
+    def note(self, holdings: Iterable[ManagedStorage]) -> None:
         """Fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so that its stay is covered."""
         if self._mode == "always":
             for holding in holdings:
@@ -51,7 +51,7 @@ class Verifier:
                     if r.prints is None and not holding.on_device and r.claims is None:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
-    def check_host(self, holding: Holding, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
+    def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
         """Before the memory of an offload's chunks is given up: the host has what the device has.
 
         Args:
@@ -70,7 +70,7 @@ class Verifier:
                     "It stays on the device, complete; its next offload copies them again."
                 )
 
-    def check_newborn(self, holding: Holding, fresh: Iterable[Range]) -> None:
+    def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
         """The same for storages on their way to their first place; they are compared byte by byte.
 
         Raises:
@@ -82,13 +82,13 @@ class Verifier:
         for r, index in arrived:
             assert r.claims is not None
             claim = r.claims[index]
-            if not byte_view(claim.storage).cpu().equal(r.slab.view(r.adoption.offsets[index], claim.nbytes)):
+            if not byte_view(claim.storage).cpu().equal(r.slab.view(r.layout.offsets[index], claim.nbytes)):
                 raise IntegrityError(
                     f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
                     "It stays on the device, complete."
                 )
 
-    def check_device(self, holding: Holding) -> None:
+    def check_device(self, holding: ManagedStorage) -> None:
         """Before a load is decided: the device has what the host copy had when it was written. Waits for the copies.
 
         Raises:
@@ -97,7 +97,7 @@ class Verifier:
         """
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
-            bad = _different(holding.adopted.fingerprint(r, first, last).cpu(), wanted, first)
+            bad = _different(holding.storages.fingerprint(r, first, last).cpu(), wanted, first)
             if not bad:
                 continue
             spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
@@ -114,9 +114,9 @@ class Verifier:
             raise IntegrityError(holding.lost)
 
 
-def _mend(holding: Holding, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
+def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
     """Have chunks of the host copy written again: at once where no offload would (readonly), else by the next offload."""
-    found = [holding.adopted.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
+    found = [holding.storages.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
     if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
         holding.device.copy(r.copies(bad), "to_host")
         holding.device.wait(holding.device.mark("to_host"))

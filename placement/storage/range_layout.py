@@ -57,7 +57,7 @@ class Claim:
         return self.storage.nbytes()
 
 
-class Adoption:
+class RangeLayout:
     """Places for storages in a range of their own, with poison behind them. Made by `prepare`; nothing has moved yet.
 
     Attributes:
@@ -130,7 +130,7 @@ class Adoption:
         self._homes.clear()
 
 
-def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses] | None = None) -> Adoption:
+def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses] | None = None) -> RangeLayout:
     """Reserve a place for every storage, with poison behind it. No tensor is touched.
 
     Args:
@@ -141,11 +141,11 @@ def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Ad
             lies in a private memory pool; or torch's allocator is set up in a way that does not work with a range.
         DeviceMemoryError: no addresses.
     """
-    return Adoption(device, claims, reserve or device.reserve)
+    return RangeLayout(device, claims, reserve or device.reserve)
 
 
 def expected_bytes(device: Device, sizes: Sequence[int]) -> int:
-    """Upper bound of `Adoption.nbytes` for storages of these sizes on the range's device."""
+    """Upper bound of `RangeLayout.nbytes` for storages of these sizes on the range's device."""
     packed = _pack(sizes, 0)[1]
     if device.torch_device.type == "cuda" and not _can_swap():
         return max(packed, plan(sizes)[1])

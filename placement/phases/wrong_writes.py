@@ -1,4 +1,4 @@
-"""Writes into offloaded memory: looked for at every border, and kept until one of them raises."""
+"""Writes into offloaded memory: looked for at every phase transition, and kept until one of them raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.journal import Journal
 from placement.devices.base import Device, WrittenPoison
 from placement.registration.handle import Handle
-from placement.storage.managed import Holding
+from placement.storage.managed import ManagedStorage
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
 
 _NAMES = 8
@@ -76,9 +76,9 @@ class WrongWrites:
         named = "; ".join(what for name, what in self.findings if name is not None)
         self._found = {}
         return IntegrityError(
-            f"something wrote into the memory of an offloaded handle since the last border{named and ': '}{named}; what it wrote is lost, "
-            "every value of a handle is as it was. Look for writes outside a phase that has it on the device (EMA updates, initialisers, "
-            "clipped or unscaled gradients, late collectives); manager.audit() names what is offloaded."
+            f"something wrote into the memory of an offloaded handle since the last phase transition{named and ': '}{named}; what it "
+            "wrote is lost, every value of a handle is as it was. Look for writes outside a phase that has it on the device (EMA "
+            "updates, initialisers, clipped or unscaled gradients, late collectives); manager.audit() names what is offloaded."
         )
 
     def count(self, error: WrittenWhileOffloaded) -> None:
@@ -114,10 +114,10 @@ class WrongWrites:
         end = place.start + place.nbytes
         for handle in self._handles.values():
             for r in () if handle.holding is None else handle.holding.ranges:
-                if r.adoption.addresses is place.addresses:
+                if r.layout.addresses is place.addresses:
                     yield handle.name, [each.name for each in r.placed if each.offset < end and place.start < each.offset + each.nbytes]
 
-    def _offloaded(self) -> Iterator[tuple[Handle, Holding]]:
+    def _offloaded(self) -> Iterator[tuple[Handle, ManagedStorage]]:
         for handle in self._handles.values():
             if handle.holding is not None and not handle.holding.on_device:
                 yield handle, handle.holding

@@ -1,4 +1,4 @@
-"""One border: a plan is asked for, agreed on, leased for and carried out; or everything goes back."""
+"""One phase transition: a plan is asked for, agreed on, leased for and carried out; or everything goes back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from placement.core.journal import Journal
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device, DeviceMemory
-from placement.group.vote import Together
+from placement.group.vote import GroupVote
 from placement.phases import plan_checks
 from placement.phases.budget import check_fits, without_surplus
-from placement.phases.lease_client import Leased, giving_way
-from placement.phases.open_phase import Open, innermost
+from placement.phases.lease_client import LeaseClient, giving_way
+from placement.phases.open_phase import OpenPhase, innermost
 from placement.phases.planner import Planner
 from placement.phases.reconciler import Reconciler
-from placement.phases.stray_writes import WrongWrites
+from placement.phases.wrong_writes import WrongWrites
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
@@ -25,21 +25,22 @@ from placement.storage.offloaded.changes import WrittenWhileOffloaded
 if TYPE_CHECKING:
     from placement.group.lease import Lease
 
-class Wanted(NamedTuple):
+
+class PhaseRequest(NamedTuple):
     """A phase that is to begin."""
 
     name: str
     only: tuple[str, ...] | None
     enclosing: Plan
     """Where those belong that `only` leaves out, but for what is kept."""
-    around: tuple[Open, ...]
+    around: tuple[OpenPhase, ...]
     """The phases around it, outermost first."""
     kept: frozenset[str]
     """What the phase before wanted kept."""
 
 
-class Crossing:
-    """Carries out the plans of one manager, and measures before and after. What phases are open is `Borders`' affair.
+class PlanExecutor:
+    """Carries out the plans of one manager, and measures before and after. What phases are open is `PhaseStack`' affair.
 
     Args:
         lease: None where the device is not shared under leases.
@@ -53,7 +54,7 @@ class Crossing:
         journal: Journal,
         registry: Registry,
         reconciler: Reconciler,
-        together: Together,
+        vote: GroupVote,
         lease: Lease | None,
     ) -> None:
         self._device = device
@@ -61,15 +62,15 @@ class Crossing:
         self._registry = registry
         self._handles = registry.handles
         self._reconciler = reconciler
-        self._together = together
+        self._together = vote
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
-        self.leased = Leased(lease, device, self._handles, self.planner, self._give_way)
+        self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
-        """On the device although the last border wanted them off it."""
+        """On the device although the last phase transition wanted them off it."""
         self.peak_bytes = 0
 
-    def advance(self, action: str, wanted: Wanted) -> Plan:
+    def advance(self, action: str, wanted: PhaseRequest) -> Plan:
         """Make the plan for a phase and carry it out, all or nothing. The memory was measured just now.
 
         Args:
@@ -93,7 +94,7 @@ class Crossing:
         if (written := self.writes.take()) is not None:
             raise written
         self._journal.decisions.update(decisions)
-        room_bytes = self.leased.take(name, plan, room_bytes)
+        room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
         try:
@@ -101,33 +102,31 @@ class Crossing:
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
-        if self._journal.num_changes != before:  # asking torch and the driver is much of what a border costs that moves nothing
+        if self._journal.num_changes != before:  # asking torch and the driver is much of what a phase transition costs that moves nothing
             self.measure()
-        self.leased.settle(name)
+        self.lease_client.settle(name)
         return plan
 
-    def join(
-        self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Callable[[Plan], None] | None = None
-    ) -> None:
+    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Callable[[Plan], None] | None = None) -> None:
         """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing; with `agree` on all ranks."""
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
-        self.writes.look(wait=False)  # an owner may have to be loaded; what was written is raised at the next border of a phase
+        self.writes.look(wait=False)  # an owner may have to be loaded; what was written is raised at the next phase transition
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        room_bytes = self.leased.take(name, plan, room_bytes)
+        room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)
         self.measure()
-        self.leased.settle(name)
+        self.lease_client.settle(name)
 
-    def retreat(self, plan: Plan, name: str, *, patiently: bool = False, together: bool = False) -> list[Exception]:
+    def retreat(self, plan: Plan, name: str, *, patiently: bool = False, collective: bool = False) -> list[Exception]:
         """Bring every handle as far towards a plan as it goes, and count what stays behind.
 
         Args:
             name: of the phase that is open afterwards.
             patiently: other processes are waited for, where they have the memory that the plan needs.
-            together: `complete` is called once the other ranks of the group have said how far they came.
+            collective: `complete` is called once the other ranks of the group have said how far they came.
         """
-        within, failures = (self.leased.within_deadline if patiently else self.leased.within_reach)(name, plan)
+        within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
         before = self._journal.num_changes
         leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
         try:
@@ -135,34 +134,34 @@ class Crossing:
                 self.writes.look_at_poison(wait=True)
         except Exception as error:
             failures.append(error)
-        failures += self._reconciler.retreat(self._handles, within, together=together, meanwhile=self._device.compare_poison)
+        failures += self._reconciler.retreat(self._handles, within, collective=collective, while_copying=self._device.compare_poison)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
         self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
-            self.leased.trim()
-        if self.leased.is_shared or self._journal.num_changes != before:
+            self.lease_client.trim()
+        if self.lease_client.is_shared or self._journal.num_changes != before:
             self.measure()
-        self.leased.settle(name)
+        self.lease_client.settle(name)
         self.writes.look_at_poison(wait=leaves)  # as at an entry: what moves nothing waits for nothing
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures
 
-    def complete(self, *, together: bool) -> list[Exception]:
+    def complete(self, *, collective: bool) -> list[Exception]:
         """See `Reconciler.complete`."""
-        return self._reconciler.complete(self._handles, together=together)
+        return self._reconciler.complete(self._handles, collective=collective)
 
     @property
     def memory(self) -> DeviceMemory:
-        """As measured at the last border."""
+        """As measured at the last phase transition."""
         return self.planner.memory
 
     def budget_bytes(self, name: str) -> int:
         """Device bytes that the handles may hold together in a phase, as things are now."""
-        return self.leased.within(self.planner.budget_bytes(name))
+        return self.lease_client.within(self.planner.budget_bytes(name))
 
     def measure(self) -> None:
         """What others, and handles that others move, have on the device now, and the most of all handles together so far."""
@@ -172,7 +171,7 @@ class Crossing:
         self.planner.measure_state()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
 
-    def _ask(self, wanted: Wanted) -> tuple[View, Plan]:
+    def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
         chosen = plan_checks.meant(wanted.only, self._handles)
         if chosen is None:
@@ -181,7 +180,7 @@ class Crossing:
         plan = plan.limited_to(chosen, plan_checks.with_kept(wanted.enclosing, taken_over, self._handles))
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
-    def _needed(self, wanted: Wanted) -> Plan:
+    def _needed(self, wanted: PhaseRequest) -> Plan:
         """What the phase needs of those that `only` names, and of the others the phase around it, which may have an `only` too."""
         needed = self.planner.needed(IDLE, None, wanted.kept)
         levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
@@ -194,7 +193,7 @@ class Crossing:
     def _give_way(self) -> None:
         """Take every handle off the device, because this process is about to wait for others that may be waiting for it."""
         failures = self._reconciler.retreat(self._handles, giving_way(self._handles))
-        self.leased.trim()
+        self.lease_client.trim()
         self.measure()
         if failures:
             raise failures[0]

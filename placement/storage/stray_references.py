@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from placement.storage.range import Placed, Range, storage_use_count
+from placement.storage.range import PlacedStorage, Range, storage_use_count
 from placement.storage.scanner import alias_tables, known_aliases
 
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
-"""How long strays are waited for before somebody complains of them, where there is a process group."""
+"""How long stray references are waited for before somebody complains of them, where there is a process group."""
 
 
-def uncounted(ranges: Iterable[Range]) -> list[Placed]:
+def uncounted(ranges: Iterable[Range]) -> list[PlacedStorage]:
     """The storages of which it is not known yet how many references they have by right."""
     return [entry for r in ranges if r.counted is None for entry in r.placed if entry.use_count == 0]
 
@@ -47,11 +47,11 @@ def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
         storages, uses = r.counted
         counts = list(map(storage_use_count, storages))
         seen = (r.counted, tables, counts)
-        if seen == r.without_strays:
+        if seen == r.without_stray_references:
             continue
         surplus = list(map(operator.sub, counts, map(operator.add, known_aliases(storages), uses)))
-        r.without_strays = seen if max(surplus, default=0) <= 0 else None
-        if r.without_strays is None:
+        r.without_stray_references = seen if max(surplus, default=0) <= 0 else None
+        if r.without_stray_references is None:
             found |= {each.name: n for each, n in zip(r.placed, surplus, strict=True) if n > 0 and each.ref.cdata not in lasting}
     return found
 
