@@ -28,9 +28,9 @@ def held(handles: Iterable[Handle]) -> Iterator[list[HostReadLock]]:
     host_read_locks: list[HostReadLock] = []
     try:
         for handle in handles:
-            if handle.holding is not None:
-                mirror(handle.holding)
-                host_read_locks.append(handle.holding.host_read_locks.lend())
+            if (holding := handle.holding) is not None:
+                mirror(holding)
+                host_read_locks.append(holding.host_read_locks.lend())
         yield host_read_locks
     except BaseException:
         for lock in host_read_locks:
@@ -51,7 +51,7 @@ def frozen(handle: Handle, value: Any) -> Any:
 
 
 def _frozen_part(handle: Handle, part: torch.Tensor) -> torch.Tensor:
-    shown = None if handle.holding is None else handle.holding.over_mirror(part)
+    shown = handle.storage.over_mirror(part)
     return part.detach().to("cpu", copy=True) if shown is None else shown
 
 

@@ -117,7 +117,7 @@ class Part(abc.ABC):
         if handle.object is None:
             gone = "the object is gone: it was garbage-collected" if handle.is_gone else "it is not built yet"
             raise NotResidentError(f"{handle.name!r} has no state to save or restore: {gone}")
-        lost = handle.broken or (handle.holding.lost if handle.holding is not None else None)
+        lost = handle.broken or handle.storage.lost
         if lost is not None:
             raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
         if handle.gathers is not None and any(is_off(each) for each in (handle, *handle.owners)):
@@ -214,19 +214,6 @@ def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
     return [(part.size(), part.dtype) for _, part in parts_of(tensor, "")]
-
-
-def wait_for_readers(handle: Handle) -> None:
-    """Whoever reads the host copy in another thread is through with it."""
-    if handle.holding is not None and not handle.holding.on_device:
-        handle.holding.host_read_locks.wait()
-
-
-def note_written(handle: Handle) -> None:
-    """The host copy is no longer what was fingerprinted."""
-    if handle.holding is not None and not handle.holding.on_device:
-        for r in handle.holding.ranges:
-            r.prints = None
 
 
 def fqn(module: Any, name: str) -> str:

@@ -17,12 +17,10 @@ from placement.checkpoint.base import (
     Shown,
     copy_over,
     fqn,
-    note_written,
     put,
     refuse_own_cuts,
     some,
     under,
-    wait_for_readers,
 )
 from placement.checkpoint.take_over import TakeOver, owns_memory
 from placement.core.errors import CheckpointError, NotResidentError
@@ -107,7 +105,7 @@ class _ModelChange(Change):
         self._extra = extra
 
     def begin(self) -> None:
-        wait_for_readers(self._handle)
+        self._handle.storage.wait_for_readers()
 
     def undo(self) -> None:
         """Nothing has begun."""
@@ -119,7 +117,7 @@ class _ModelChange(Change):
         takers = {fqn(module, f"{path}.{_EXTRA}".lstrip(".")): part for path, part in module.named_modules()} if self._extra else {}
         for key, value in self._extra.items():
             takers[key].set_extra_state(value)
-        note_written(self._handle)
+        self._handle.storage.note_written()
 
 
 def _is_extra(key: str) -> bool:

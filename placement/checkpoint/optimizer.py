@@ -197,7 +197,7 @@ class Optimizer(Part):
         return adapter
 
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach() if self.handle.holding is None else self.handle.holding.hand_out(tensor)
+        return tensor.detach() if (holding := self.handle.holding) is None else holding.hand_out(tensor)
 
     def _names(self) -> dict[int, str]:
         """Of every parameter of the modules that it steps, by identity. Where there are several owners the owner's name stands before,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from placement.checkpoint.base import Change, copy_over, mapped, note_written, same_values, wait_for_readers
+from placement.checkpoint.base import Change, copy_over, mapped, same_values
 from placement.core.errors import CheckpointError
 from placement.frameworks import megatron_hybrid
 from placement.ownership.optimizer import OptimizerAdapter
@@ -68,18 +68,13 @@ class StateChange(Change):
 
     def begin(self) -> None:
         handle, state = self._handle, self._optimizer.state
-        wait_for_readers(handle)
+        handle.storage.wait_for_readers()
         settings = {id(p): saved for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True) for p in group["params"]}
         placed = {key: self._placed(key, entry, settings.get(id(key), {})) for key, entry in self._entries.items()}
         self._before = dict(state)
         state.clear()
         state.update(placed)
-        if handle.holding is None:
-            return
-        if handle.holding.on_device:
-            handle.holding.storages.look()
-        else:
-            handle.holding.take_in_restored()
+        handle.storage.take_in_restored()
 
     def _placed(self, parameter: Any, entry: Any, settings: Mapping[str, Any]) -> Any:
         """A parameter's state with the new tensors on its device; of an offloaded one on the host, from where they are taken in."""
@@ -113,7 +108,7 @@ class StateChange(Change):
             copy_over(live, new)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             _take_settings(group, saved)
-        note_written(self._handle)
+        self._handle.storage.note_written()
 
 
 class OwnLoad(Change):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from placement.checkpoint.base import Change, Part, copy_over, note_written, same_values, wait_for_readers
+from placement.checkpoint.base import Change, Part, copy_over, same_values
 from placement.core.errors import CheckpointError
 from placement.registration.guards import is_off
 from placement.storage.offloaded.host_reads import from_host_copies
@@ -40,7 +40,7 @@ class TakeOver(Change):
 
     def begin(self) -> None:
         handle = self._part.handle
-        wait_for_readers(handle)
+        handle.storage.wait_for_readers()
         self._before = Before(handle)
         for live, new in self._own:
             copy_over(live, new)
@@ -52,11 +52,7 @@ class TakeOver(Change):
                 self._before.keep_objects()
         except Exception as error:
             raise CheckpointError(f"{self._subject()}, and that raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
-        if handle.holding is not None:
-            if is_off(handle):
-                handle.holding.take_in_restored()
-            else:
-                handle.holding.storages.look()
+        handle.storage.take_in_restored()
         if differing := self._differing():
             names = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
             raise CheckpointError(f"{self._subject()}. It ran, and {names} of the state dict is still not what was saved. {_UNCHANGED}")
@@ -64,10 +60,10 @@ class TakeOver(Change):
     def undo(self) -> None:
         if self._before is not None:
             self._before.put_back()
-            note_written(self._part.handle)
+            self._part.handle.storage.note_written()
 
     def finish(self) -> None:
-        note_written(self._part.handle)
+        self._part.handle.storage.note_written()
 
     def _subject(self) -> str:
         return (
@@ -115,12 +111,11 @@ class Before:
 def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
     """Whether a tensor that a handle's state dict shows is the handle's own memory, so that what is written there counts."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(handle)}
-    places = None if handle.holding is None else handle.holding.storages.by_address
 
     def owns(part: torch.Tensor) -> bool:
         if part.numel() == 0 or part.untyped_storage().data_ptr() in addresses:
             return True
-        return places is not None and places.find(part) is not None
+        return handle.storage.has_place(part)
 
     return lambda shown: all(owns(part) for _, part in parts_of(shown, ""))
 
@@ -137,7 +132,7 @@ def _memory(handle: Handle) -> list[torch.Tensor]:
     """The bytes of each storage with the module's values, where they are now."""
     found: dict[int, torch.Tensor] = {}
     for tensor in _tensors(handle):
-        host = handle.holding.over_host(tensor) if handle.holding is not None and is_off(handle) else None
+        host = handle.storage.over_host(tensor) if is_off(handle) else None
         storage = (tensor if host is None else host).untyped_storage()
         if storage.nbytes():
             found.setdefault(storage.data_ptr(), byte_view(storage))

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from placement.core.errors import BrokenHandleError, EngineError, EngineLost
-from placement.core.states import KV_CACHE, WEIGHTS
+from placement.core.errors import BrokenHandleError, EngineError, EngineLost, IntegrityError
+from placement.core.states import KV_CACHE, WEIGHTS, State
+from placement.storage.base import Storage
 
 _FREED_SHARE = 0.5
 """Of the bytes that a tag holds, how many the device must show free: others may take some at the same moment."""
@@ -36,8 +37,13 @@ class MovesTags(Protocol):
     def forget_cache(self) -> None: ...
 
 
-class Residency:
+class Residency(Storage):
     """What of an engine is on the device. Written with the manager's lock held; each field is replaced as a whole."""
+
+    tags: tuple[str, ...] = ()
+    stale: str | None = None
+    """Why the weights mean nothing and must be filled before use; None while they are valid."""
+    keeps_weights = True
 
     def __init__(
         self,
@@ -52,8 +58,7 @@ class Residency:
         self._engine = engine
         self.tags = tags
         self.resident = frozenset(tags) - frozenset(offloaded)
-        self.stale: str | None = None
-        """Why the weights mean nothing and must be filled before use; None while they are valid."""
+        self.stale = None
         self.doubt: str | None = None
         """Why it is not known what is on the device; None while it is."""
         self._given = dict(given)
@@ -96,6 +101,30 @@ class Residency:
         self._is_taken = False
 
     # --- what is asked
+
+    @property
+    def on_device(self) -> bool:
+        return bool(self.resident)
+
+    @property
+    def resident_tags(self) -> frozenset[str]:
+        return self.resident
+
+    @property
+    def offloaded_tags(self) -> frozenset[str]:
+        return self.offloaded
+
+    def is_consistent_in(self, state: State) -> bool:
+        """Never known without asking the engine, so a phase transition always does."""
+        return False
+
+    def check(self, name: str, state: State) -> None:
+        if self.doubt is None and self.on_device is (state is State.CPU_OFFLOADED):
+            raise IntegrityError(f"{name!r} is {state}, but of its tags {sorted(self.resident)} are on the device")
+
+    @property
+    def leftovers(self) -> str | None:
+        return f"its tags {', '.join(sorted(self.resident))} are on the device" if self.resident else None
 
     def bytes_by_tag(self) -> dict[str, int]:
         """Device bytes of each tag; 0 while not known."""

@@ -70,7 +70,7 @@ class Snapshots:
 
 def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     """One handle now. Takes no lock: each value is read once."""
-    counters, holding, residency = handle.counters, handle.holding, handle.residency
+    counters, storage = handle.counters, handle.storage
     return HandleSnapshot(
         name=handle.name,
         kind=handle.kind,
@@ -87,7 +87,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         resident_bytes=handle.resident_bytes,
         foreign_bytes=handle.foreign_bytes,
         host_bytes=handle.host_bytes,
-        host_pageable_bytes=holding.storages.host_pageable_bytes if holding is not None else 0,
+        host_pageable_bytes=storage.host_pageable_bytes,
         state_seconds=counters.seconds_by_state(time.monotonic()),
         transitions=dict(counters.transitions),
         failures=dict(counters.failures),
@@ -97,9 +97,9 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         last_transition_timestamp_seconds=counters.last_transition_timestamp_seconds,
         drift_bytes=handle.drift_bytes,
         stray_references=handle.stray_references,
-        resident_tags=() if residency is None else tuple(sorted(residency.resident)),
-        offloaded_tags=() if residency is None else tuple(sorted(residency.offloaded)),
-        stale=None if residency is None else residency.stale,
+        resident_tags=tuple(sorted(storage.resident_tags)),
+        offloaded_tags=tuple(sorted(storage.offloaded_tags)),
+        stale=storage.stale,
     )
 
 
@@ -122,9 +122,7 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
-    kept_by_framework = [
-        (h.name, name, nbytes) for h in handles.values() if h.holding is not None for name, nbytes in h.holding.adapter.kept_by_framework()
-    ]
+    kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.storage.framework_memory()]
     lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
@@ -139,7 +137,7 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
 
 def chunk_bytes(handles: Iterable[Handle]) -> int:
     """Bytes of chunks that the handles hold together (what they own in torch's memory not counted)."""
-    return sum(handle.holding.chunk_bytes for handle in handles if handle.holding is not None)
+    return sum(handle.storage.chunk_bytes for handle in handles)
 
 
 def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
@@ -150,15 +148,11 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
         handle.check_integrity()
     except IntegrityError as error:
         yield Finding(handle=handle.name, what="leak", detail=str(error))
+    if not belongs_on_device and (leftovers := handle.storage.leftovers) is not None:
+        yield Finding(handle=handle.name, what="leak", detail=f"{leftovers}, where it belongs off it")
     holding = handle.holding
-    if handle.residency is not None and not belongs_on_device and handle.residency.resident:
-        detail = f"its tags {', '.join(sorted(handle.residency.resident))} are on the device, where it belongs off it"
-        yield Finding(handle=handle.name, what="leak", detail=detail)
     if holding is None:
         return
-    if not belongs_on_device and handle.resident_bytes:
-        detail = f"{handle.resident_bytes:,} bytes on the device, where it belongs off it"
-        yield Finding(handle=handle.name, what="leak", detail=detail)
     drifted = holding.drifted()
     handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
     for name, nbytes in drifted:

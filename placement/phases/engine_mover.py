@@ -29,7 +29,7 @@ def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
     """The tags of an engine that a plan has on the device."""
     if not plan.on_device(handle.name):
         return frozenset()
-    return plan.parts.get(handle.name, frozenset(residency_of(handle).tags))
+    return plan.parts.get(handle.name, frozenset(handle.storage.tags))
 
 
 class EngineMover:

@@ -206,7 +206,7 @@ class PlanExecutor:
         """
         roles = self.planner.generating(name)
         for handle in self._handles.values():
-            stale = None if handle.residency is None else handle.residency.stale
+            stale = handle.storage.stale
             if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
                 raise EngineError(
                     f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "

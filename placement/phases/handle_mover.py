@@ -144,9 +144,7 @@ class HandleMover:
             raise PhaseError(f"{handle.name!r} is SYNCING on the device; it ends with {Trigger.END_SYNC}")
         if handle.residency is not None and trigger in _MOVES:
             return self.engines.move(handle, trigger)
-        if holding is None or handle.external:
-            return MoveResult()
-        if trigger not in _MOVES:
+        if holding is None or trigger not in _MOVES:
             return MoveResult()
         moved = self._moved.pop(handle, None)
         if moved is None:  # not part of a phase transition's exchange: recovery, or what the exchange could not do
@@ -256,10 +254,10 @@ class HandleMover:
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
         # The device answers again: nothing was lost by the error, because the decision had been stored before.
         if handle.residency is None:
-            handle.broken = None if holding is None else holding.lost
+            handle.broken = handle.storage.lost
         state, recorded = handle.state, handle.counters.state
         if state is not recorded:
             trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
             self.record(handle, trigger, recorded, state, time.monotonic(), MoveResult())
-        if holding is not None and holding.on_device is (state is State.CPU_OFFLOADED) and not handle.external and not handle.is_streaming:
+        if holding is not None and holding.on_device is (state is State.CPU_OFFLOADED) and not handle.is_streaming:
             handle.machine.fire(Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)

@@ -131,12 +131,14 @@ class LeaseClient:
     def _needs(self, name: str, plan: Plan) -> _Needs:
         built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
         staying = [handle for handle in built if plan.on_device(handle.name)]
-        wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - _unadopted_bytes(h) - _born_bytes(h) for h in staying)
+        wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - h.storage.unadopted_bytes - h.storage.born_bytes for h in staying)
         return _Needs(wanted + self._planner.working_bytes(name), wanted - self._held_bytes())
 
     def _held_bytes(self) -> int:
         """Device bytes that are the handles' alone, with what is to be born beside them: what they own in torch's memory counts there."""
-        return sum(h.resident_bytes - _unadopted_bytes(h) + _unborn_bytes(h) for h in self._handles.values() if not h.external)
+        storages = [handle.storage for handle in self._handles.values() if not handle.external]
+        still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
+        return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn
 
     def _coming(self, plan: Plan) -> list[str]:
         return [handle.name for handle in self._handles.values() if _lacks(handle, plan)]
@@ -144,7 +146,7 @@ class LeaseClient:
     def _without_coming(self, plan: Plan) -> Plan:
         for name in self._coming(plan):
             handle, state = self._handles[name], plan[name]
-            there = frozenset() if handle.residency is None else handle.residency.resident & wanted_tags(handle, plan)
+            there = handle.storage.resident_tags & wanted_tags(handle, plan)
             plan = plan.without(name)
             plan = plan.also(name, state, there) if there else plan.also(name, State.CPU_OFFLOADED)
         return plan
@@ -155,8 +157,7 @@ def giving_way(handles: Mapping[str, Handle]) -> Plan:
     targets: dict[str, State] = {}
     parts: dict[str, frozenset[str]] = {}
     for name, handle in handles.items():
-        residency = handle.residency
-        if residency is not None and not residency.keeps_weights and WEIGHTS in residency.resident:
+        if not handle.storage.keeps_weights and WEIGHTS in handle.storage.resident_tags:
             targets[name], parts[name] = handle.state, frozenset({WEIGHTS})
         else:
             targets[name] = handle.state if handle.external else State.CPU_OFFLOADED
@@ -166,17 +167,4 @@ def giving_way(handles: Mapping[str, Handle]) -> Plan:
 def _lacks(handle: Handle, plan: Plan) -> bool:
     if not handle.is_built or handle.external or not plan.on_device(handle.name):
         return False
-    return not handle.node[1] if handle.residency is None else not wanted_tags(handle, plan) <= handle.residency.resident
-
-
-def _unadopted_bytes(handle: Handle) -> int:
-    return 0 if handle.holding is None else handle.holding.resident_bytes - handle.holding.chunk_bytes
-
-
-def _unborn_bytes(handle: Handle) -> int:
-    """What the steps of an optimizer that is on the device have still to create there."""
-    return handle.holding.unborn_bytes - handle.holding.born_bytes if handle.holding is not None and handle.holding.on_device else 0
-
-
-def _born_bytes(handle: Handle) -> int:
-    return 0 if handle.holding is None else handle.holding.born_bytes
+    return not handle.node[1] or not wanted_tags(handle, plan) <= handle.storage.resident_tags

@@ -26,8 +26,8 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         gathers=handle.gathers is not None,
         built=handle.is_built,
         kept=handle.name in kept,
-        tags={} if handle.residency is None else handle.residency.bytes_by_tag(),
-        resident_tags=frozenset() if handle.residency is None else handle.residency.resident,
+        tags=handle.storage.bytes_by_tag(),
+        resident_tags=handle.storage.resident_tags,
     )
 
 
@@ -102,8 +102,7 @@ def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> se
 def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
     """A plan and what is kept: a keep carries what is on the device and loads nothing, of an engine the tags that are there."""
     for name in kept:
-        residency = handles[name].residency
-        plan = plan.also(name, State.GPU_RESIDENT, None if residency is None else residency.resident)
+        plan = plan.also(name, State.GPU_RESIDENT, handles[name].storage.resident_tags or None)
     return plan
 
 

@@ -109,9 +109,9 @@ class Planner:
 
     def measure_state(self) -> None:
         """What optimizers have in torch's memory, after `Handle.measure`."""
-        holdings = [h.holding for h in self._handles.values() if h.kind == "optimizer" and h.holding is not None]
-        self._born_bytes = sum(holding.born_bytes for holding in holdings)
-        self._state_bytes = self._born_bytes + sum(holding.unadopted_bytes for holding in holdings)
+        storages = [handle.storage for handle in self._handles.values() if handle.kind == "optimizer"]
+        self._born_bytes = sum(each.born_bytes for each in storages)
+        self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)
 
     def working_bytes(self, phase: str) -> int:
         """Device bytes to lease for a phase beside the handles': for activations, and what torch's allocator has cached."""

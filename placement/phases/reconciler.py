@@ -128,11 +128,11 @@ class Reconciler:
             collective: every rank does this now; else this one gets what is missing by itself.
         """
         for handle in handles:
-            if handle.holding is not None and not handle.holding.is_complete:
-                handle.holding.complete(collective=collective)
-                self._mover.verifier.check_device(handle.holding)
-                handle.holding.commit_load()
-                handle.holding.make_consistent(self._mover.chunk_pool)
+            if (holding := handle.holding) is not None and not holding.is_complete:
+                holding.complete(collective=collective)
+                self._mover.verifier.check_device(holding)
+                holding.commit_load()
+                holding.make_consistent(self._mover.chunk_pool)
 
     def _rest(self, handles: Mapping[str, Handle]) -> None:
         """Nothing moves. What a phase transition without a decision has left in the chunk pool goes back to the driver, as at any other."""
@@ -142,9 +142,10 @@ class Reconciler:
     def _finish(self, handles: Iterable[Handle]) -> None:
         """The phase transition is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
         for handle in handles:
-            if handle.holding in self._mover.dropping and handle.state is not State.TRAINING and handle.holding.on_device:
-                handle.holding.gradients.drop(zero_buffers=True)
-                handle.holding.storages.look()
+            holding = handle.holding
+            if holding is not None and holding in self._mover.dropping and handle.state is not State.TRAINING and holding.on_device:
+                holding.gradients.drop(zero_buffers=True)
+                holding.measure_unadopted()
         self._mover.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(
@@ -208,7 +209,7 @@ class Reconciler:
                         errors.append(error)
                         triggers.clear()
             if paths or errors:
-                errors += self._settle_all({name: h for name, h in handles.items() if h.holding is None or h.holding.is_complete})
+                errors += self._settle_all({name: h for name, h in handles.items() if h.storage.is_complete})
             self._finish(handles.values())
         finally:
             self._mover.end()
@@ -233,8 +234,8 @@ class Reconciler:
         while triggers and triggers[0] in step:
             trigger = triggers.pop(0)
             # State that a first step has born lies in torch's memory until the first offload: it has to count where that is to come.
-            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD] and handle.holding is not None and not handle.external:
-                handle.holding.storages.look()
+            if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
+                handle.storage.measure_unadopted()
             self._mover.fire(handle, trigger)
 
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
@@ -265,5 +266,5 @@ class Reconciler:
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
     """Whose gradients the plan drops as it takes them out of TRAINING."""
-    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING and not h.external]
+    leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
     return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)

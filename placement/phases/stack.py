@@ -431,7 +431,7 @@ class PhaseStack:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
             self._gone.popleft()  # only now: what failed is done again at the next phase transition
-        for handle in [h for h in self._handles.values() if h.holding is not None and h.holding.is_leaving]:
+        for handle in [each for each in self._handles.values() if each.storage.is_leaving]:
             self.forget(handle)  # an interrupt had stopped it
 
     def check_process(self) -> None:

@@ -113,14 +113,14 @@ class WrongWrites:
         """The handle that has its addresses there, and its tensors in these pages."""
         end = place.start + place.nbytes
         for handle in self._handles.values():
-            for r in () if handle.holding is None else handle.holding.ranges:
+            for r in handle.storage.ranges:
                 if r.layout.addresses is place.addresses:
                     yield handle.name, [each.name for each in r.placed if each.offset < end and place.start < each.offset + each.nbytes]
 
     def _offloaded(self) -> Iterator[tuple[Handle, ManagedStorage]]:
         for handle in self._handles.values():
-            if handle.holding is not None and not handle.holding.on_device:
-                yield handle, handle.holding
+            if (holding := handle.holding) is not None and holding.is_offloaded:
+                yield handle, holding
 
 
 def _listed(names: Sequence[str]) -> str:

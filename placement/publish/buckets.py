@@ -21,7 +21,7 @@ from placement.frameworks.weights import Reader, Weight
 from placement.ownership.module import ModuleAdapter
 from placement.publish.lora import Adapters
 from placement.publish.published import check_publishable, published
-from placement.storage.managed import ManagedStorage
+from placement.storage.base import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Publisher(Protocol):
     kind: str
     role: str | None
     counters: HandleCounters
-    holding: ManagedStorage | None
+    storage: Storage
     phase_now: Callable[[], str]
 
     @property
@@ -160,9 +160,7 @@ class _Sync:
 
     def _reader(self) -> Reader:
         handle = self._handle
-        if handle.holding is not None:
-            return Reader(handle.holding.device.torch_device, handle.holding.over_host if handle.is_streaming else None)
-        return Reader(handle.module_adapters()[0].compute_device)
+        return Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
 
     def _finish_with_the_others(self) -> None:
         """Closed early, here alone perhaps: take part in what is left to gather, so that ranks that go on wait for nobody."""

@@ -77,7 +77,7 @@ class _Guard:
 
 def is_off(handle: Handle) -> bool:
     """Whether the object's tensors are poison now."""
-    return handle.holding is not None and not handle.holding.on_device
+    return handle.storage.is_offloaded
 
 
 def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
@@ -164,18 +164,19 @@ class LoadGuard(_Guard):
 
     def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
         handle = self.handle()
-        if handle is None or handle.holding is None or not is_off(handle) or is_reading():  # then the host copy is what is written
+        holding = None if handle is None else handle.holding
+        if handle is None or holding is None or holding.on_device or is_reading():  # a reader writes into the host copy
             return
         if isinstance(given, tuple):  # in front of the method: its arguments
             given = next(iter((*given, *(rest[0].values() if rest else ()))), None)
         if handle.kind == "optimizer" and is_stateless(target) and is_stateless(given):
             return
         advice = _advise(handle, "load it inside manager.phase('restore')", "restore")
-        if lies_in(given, handle.holding):
+        if lies_in(given, holding):
             # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads: told here, it is no riddle for the next phase
             # transition.
-            handle.holding.device.heal_poison()
-            handle.holding.forget_writes()
+            holding.device.heal_poison()
+            holding.forget_writes()
             advice += ". What torch has written in the meantime is lost, and every value is as it was"
         refuse(handle, "given a state dict", advice)
 
@@ -290,18 +291,18 @@ def _is_guarded(module: torch.nn.Module, handle: Handle) -> bool:
 
 
 def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: list[_Removable]) -> None:
-    if handle.holding is None:
+    if (holding := handle.holding) is None:
         for module in modules:
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
         earlier = [hook for hook in hooks if isinstance(hook, CallGuard)]
         calls = CallGuard(ForwardGuard(handle), [*(root for each in earlier for root in each.roots()), *modules])
         hooks.append(calls)
-        handle.holding.refuse_calls, handle.holding.allow_calls = calls.refuse, calls.allow
+        holding.refuse_calls, holding.allow_calls = calls.refuse, calls.allow
         for each in earlier:  # one guard for all modules of the handle
             each.remove()
             hooks.remove(each)
-        if not handle.holding.on_device:
+        if holding.is_offloaded:
             calls.refuse()
 
 

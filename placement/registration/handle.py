@@ -14,13 +14,14 @@ from placement.core.machine import HandleMachine, Node, TransitionCallbacks
 from placement.core.states import State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
+from placement.engines.residency import Residency
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.initial_step import no_initial_step
+from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
 from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
-    from placement.engines.residency import Residency
     from placement.ownership.module import ModuleAdapter
     from placement.publish.buckets import WeightInfo
     from placement.publish.lora import Adapters
@@ -52,9 +53,8 @@ class Handle:
         self.machine = HandleMachine(name, moves(self))
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
-        self.holding: ManagedStorage | None = None
-        self.residency: Residency | None = None
-        """Of an engine that places its own memory: the book of its tags, in place of a holding."""
+        self.storage: Storage = NotBuilt()
+        """Where its bytes are, whoever moves them."""
         self.guards: list[Any] = []
         self.phase_now: Callable[[], str] = str
         self.broken: str | None = None
@@ -67,7 +67,6 @@ class Handle:
         self.stray_names = ""
         """The storages that others held at the last offload, by name."""
         self.drift_bytes = 0
-        self._external_bytes = 0
         self.built_object: Any = None
         """What a `Lazy`'s factory made, and an engine: nobody else may hold it."""
         self._object: weakref.ref[Any] | None = None
@@ -86,24 +85,30 @@ class Handle:
         return self.machine.state
 
     @property
+    def holding(self) -> ManagedStorage | None:
+        """The storage where placement moves the bytes; None where the engine or the framework does, or there is no object."""
+        return self.storage if isinstance(self.storage, ManagedStorage) else None
+
+    @property
+    def residency(self) -> Residency | None:
+        """The storage of an engine that moves its own bytes; None of everything else."""
+        return self.storage if isinstance(self.storage, Residency) else None
+
+    @property
     def resident_bytes(self) -> int:
-        """Device bytes it holds now. Of an external handle what its tensors held there at the last phase transition."""
-        if self.residency is not None:
-            return self.residency.resident_bytes
-        return self._external_bytes if self.holding is None else self.holding.resident_bytes
+        """Device bytes that it holds now; of an external handle, what its tensors held there at the last phase transition."""
+        return self.storage.resident_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes it needs while it is on the device; of an optimizer with what its steps have still to create, as far as that can be
-        told."""
-        if self.residency is not None:
-            return self.residency.num_bytes
-        return 0 if self.holding is None else self.holding.num_bytes
+        """Device bytes that it needs while it is on the device. For an optimizer this includes state that its steps have still to create,
+        as far as its size can be told."""
+        return self.storage.num_bytes
 
     @property
     def host_bytes(self) -> int:
         """Host memory reserved for its copy."""
-        return 0 if self.holding is None else self.holding.storages.host_bytes
+        return self.storage.host_bytes
 
     @property
     def foreign_bytes(self) -> int:
@@ -113,7 +118,7 @@ class Handle:
     @property
     def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
         """Name and bytes of each of these, as of the last offload."""
-        return () if self.holding is None else self.holding.storages.kept_by_framework
+        return self.storage.kept_by_framework
 
     @property
     def external(self) -> bool:
@@ -139,20 +144,14 @@ class Handle:
     @property
     def is_streaming(self) -> bool:
         """SYNCING from the host copy, with nothing on the device."""
-        return self.state is State.SYNCING and not self.external and not self._on_device
-
-    @property
-    def _on_device(self) -> bool:
-        if self.residency is not None:
-            return bool(self.residency.resident)
-        return self.holding is not None and self.holding.on_device
+        return self.state is State.SYNCING and not self.storage.on_device
 
     @property
     def node(self) -> Node:
         """State and whether the bytes are on the device, as the machine's paths want it."""
         state = self.machine.state
         if state is State.SYNCING:
-            return state, self.external or self._on_device
+            return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
 
     def state_dict(self) -> Any:
@@ -232,7 +231,8 @@ class Handle:
     def detach(self) -> None:
         """Undo `attach`: the handle of a `Lazy` whose building failed has no object again, and none that could be collected."""
         self._object = self._gathers = None
-        self.built_object = self.adapter = self.holding = self.residency = None
+        self.built_object = self.adapter = None
+        self.storage = NotBuilt()
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
         """The adapters of its modules: of a module its own, of an engine each one's, of an optimizer and of what is not built none."""
@@ -246,13 +246,8 @@ class Handle:
         return (target,) if isinstance(target, torch.nn.Module) else ()
 
     def measure(self) -> None:
-        """Look at what an external handle has on the accelerator, each storage once, and for state that was born there. All else that we
-        place counts itself."""
-        if self.adapter is not None and self.adapter.external is not None:
-            storages = (owned.tensor.untyped_storage() for owned in self.adapter.owned())
-            self._external_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
-        elif self.holding is not None and self.holding.on_device:
-            self.holding.storages.measure_births()
+        """Bring up to date what changes without placement: what a framework has on the device, state that steps have created."""
+        self.storage.measure()
 
     @property
     def is_gone(self) -> bool:
@@ -271,14 +266,9 @@ class Handle:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether its state, its bytes and the journal agree, so that there is nothing to make good; of an engine never known."""
-        state, holding = self.state, self.holding
-        if self.residency is not None or self.broken is not None or self.counters.state is not state:
-            return False
-        if holding is None or self.external:
-            return True
-        on_device = holding.on_device if state is State.SYNCING else state is not State.CPU_OFFLOADED
-        return holding.is_consistent and holding.on_device is on_device
+        """Whether its state, its bytes and the journal agree, so that there is nothing to make good."""
+        state = self.state
+        return self.broken is None and self.counters.state is state and self.storage.is_consistent_in(state)
 
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:
@@ -286,8 +276,8 @@ class Handle:
 
     def look_for_strays(self) -> None:
         """See whether what others held at the last offload is still held; while on the device that cannot be told."""
-        if self.holding is not None and self.stray_references and not self.holding.on_device:
-            found = self.holding.lasting_stray_references()
+        if (holding := self.holding) is not None and self.stray_references and holding.is_offloaded:
+            found = holding.lasting_stray_references()
             self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 
     def check_integrity(self) -> None:
@@ -296,23 +286,8 @@ class Handle:
         Raises:
             IntegrityError: with the numbers that disagree.
         """
-        if self.residency is not None and self.broken is None and self._on_device is (self.state is State.CPU_OFFLOADED):
-            raise IntegrityError(f"{self.name!r} is {self.state}, but of its tags {sorted(self.residency.resident)} are on the device")
-        if self.holding is None or self.broken is not None:
+        if self.broken is not None:
             return
-        on_device = self.state is not State.CPU_OFFLOADED and not self.is_streaming
-        if self.state is State.CPU_OFFLOADED and self.holding.on_device:
-            raise IntegrityError(f"{self.name!r} is {self.state}, but its bytes are on the device")
-        for index, r in enumerate(self.holding.ranges):
-            sizes = tuple(r.chunks[position].nbytes for position in sorted(r.chunks))
-            wanted = r.chunk_sizes if on_device else ()
-            if sizes != wanted:
-                raise IntegrityError(
-                    f"{self.name!r} is {self.state}, so range {index} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
-                )
-            if r.slab.nbytes < r.nbytes:
-                raise IntegrityError(f"{self.name!r}: range {index} has {r.nbytes} bytes, its host slab only {r.slab.nbytes}")
-            if r.claims is not None:
-                raise IntegrityError(f"{self.name!r}: {len(r.claims)} storages were never moved into range {index}")
+        self.storage.check(self.name, self.state)
         if self.counters.state is not self.state:
             raise IntegrityError(f"{self.name!r} is {self.state}, but the journal's last record says {self.counters.state}")

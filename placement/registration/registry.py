@@ -25,6 +25,7 @@ from placement.registration.handle import Handle, Lazy
 from placement.registration.replication import check_can_be_replicated
 from placement.registration.unregistered import StepWatch
 from placement.storage.address_map import RANGES
+from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.storage import ReplicatedStorage
@@ -119,13 +120,11 @@ class Registry:
         self._unbind(handle)
         if self.handles.get(handle.name) is handle:
             del self.handles[handle.name]
-        if handle.residency is not None:
-            handle.residency.detach()
-        handle.holding = handle.residency = None
+        handle.storage.detach()
+        handle.storage = NotBuilt()
 
     def _unbind(self, handle: Handle) -> None:
-        if handle.holding is not None:
-            handle.holding.rehome()
+        handle.storage.unadopt()
         for hook in handle.guards:  # after what can fail: a handle that stays keeps its guards
             hook.remove()
         handle.guards = []
@@ -160,15 +159,17 @@ class Registry:
             self._take_over(handle, adapter.engine)
         elif adapter.external is None:
             if ranks is None:
-                handle.holding = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
+                handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
             else:
-                handle.holding = holding = ReplicatedStorage(self._device, adapter, handle.name, ranks)
+                handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, ranks)
             with torch.no_grad():
                 holding.adopt()
                 self._reserve_state(holding, adapter)
             if not self._has_warned and (reason := captured_collectives()) is not None:
                 self._has_warned = True
                 _logger.warning("%s", reason)
+        else:
+            handle.storage = ExternalStorage(adapter)
         handle.attach(target, adapter, self._when_gone)
         handle.strangers = handle.detached_parameters()
         handle.guards = guards.install(handle, adapter.key_objects())
@@ -180,7 +181,7 @@ class Registry:
         if handle.readonly and not engine.residency.keeps_weights:
             raise RegistrationError(f"{handle.name!r}: its weights are discarded by an offload, so it cannot be readonly")
         engine.residency.attach(lambda: self._device.memory().free_bytes)
-        handle.residency, handle.built_object = engine.residency, engine
+        handle.storage, handle.built_object = engine.residency, engine
 
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
         if isinstance(target, TaggedEngine):
@@ -198,7 +199,7 @@ class Registry:
         try:
             holding.storages.reserve(sizes or ())
         except HostMemoryError:
-            holding.rehome()
+            holding.unadopt()
             raise
 
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:

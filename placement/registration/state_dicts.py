@@ -37,7 +37,7 @@ class StateDictCall(MethodCall):
         handle = self._handle()
         if handle is None:
             return method(*args, **kwargs)
-        is_offloaded = any(each.holding is not None and each.holding.is_on_host for each in (handle, *handle.owners))
+        is_offloaded = any(each.storage.is_on_host for each in (handle, *handle.owners))
         if is_reading() or not is_offloaded:
             is_part = bool(args) or kwargs.get("destination") is not None  # called by a module around it, whose own call looks at it all
             found = method(*args, **kwargs)
@@ -126,12 +126,12 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
     Raises:
         NotResidentError: NaN in what was computed, and none in the host copies it was computed from.
     """
-    places = [each.holding.storages.by_address for each in (handle, *handle.owners) if each.holding is not None]
+    storages = [each.storage for each in (handle, *handle.owners)]
     computed = [
         (name, part)
         for path, value in nested_tensors(found, "")
         for name, part in parts_of(value, path.lstrip("."))
-        if has_bytes(part) and all(each.find(part) is None for each in places)
+        if has_bytes(part) and not any(each.has_place(part) for each in storages)
     ]
     wrong = [name for name, part in computed if _has_nan(part)]
     if wrong and not any(_has_nan(host) for each in (handle, *handle.owners) for host in _host_copies(each)):
@@ -144,9 +144,9 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
 
 def _host_copies(handle: Handle) -> list[torch.Tensor]:
     assert handle.adapter is not None
-    if handle.holding is None or not handle.holding.is_on_host:
+    if not handle.storage.is_on_host:
         return []
-    return [host for owned in handle.adapter.owned() if (host := handle.holding.over_host(owned.tensor)) is not None]
+    return [host for owned in handle.adapter.owned() if (host := handle.storage.over_host(owned.tensor)) is not None]
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

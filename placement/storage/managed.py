@@ -8,14 +8,16 @@ the decision names, and `make_consistent` brings the rest in line.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from placement.core.errors import DeviceMemoryError, IntegrityError
+from placement.core.states import State
 from placement.devices.base import Device
 from placement.storage import stray_references
 from placement.storage.address_map import RANGES
+from placement.storage.base import Storage, check_ranges
 from placement.storage.gradients import Gradients
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.offloaded.gradient_writes import NOTHING, Found
@@ -23,7 +25,7 @@ from placement.storage.range import Range
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.storage.transfer.result import MoveResult
-from placement.storage.unadopt import rehome
+from placement.storage.unadopt import unadopt
 from placement.tensors.owned import Adapter
 
 
@@ -31,8 +33,15 @@ def _no_calls() -> None:
     """There is nothing in the object that can be called."""
 
 
-class ManagedStorage:
+class ManagedStorage(Storage):
     """The bytes of one object: its ranges (see `ObjectStorages`), the decision on which side they count, and the moves between both."""
+
+    on_device = False
+    """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
+    lost: str | None = None
+    """Which values are lost, and since when; None while all are there. The storage then stays where it is until it leaves for good."""
+    is_leaving = False
+    """Whether leaving placement was begun: an interrupted `unadopt` must be called again before anything moves."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool) -> None:
         self.device = device
@@ -40,8 +49,6 @@ class ManagedStorage:
         self.name = name
         self.readonly = readonly
         self.storages = ObjectStorages(device, adapter, name, self)
-        self.on_device = False
-        """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
         self.refuse_calls: Callable[[], None] = _no_calls
         """Called before the decision that the bytes are on the host: from then on nobody can call what needs them."""
         self.allow_calls: Callable[[], None] = _no_calls
@@ -49,10 +56,6 @@ class ManagedStorage:
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()
         """When the host copy became the authoritative one (Unix time); while on the device, the last time."""
-        self.lost: str | None = None
-        """What of its values is lost, and since when; None while all are there. It then stays where it is until it leaves for good."""
-        self.is_leaving = False
-        """Whether it began to leave placement for good: an interrupted `rehome` must be called again before anything moves."""
         self._dropped: tuple[Range, ...] | None = None
         """Ranges of gradients that die with the decision of this offload; None: gradients move."""
         self.is_consistent = True
@@ -66,6 +69,10 @@ class ManagedStorage:
     @property
     def ranges(self) -> tuple[Range, ...]:
         return self.storages.by_address.ranges
+
+    @property
+    def is_offloaded(self) -> bool:
+        return not self.on_device
 
     @property
     def gradients(self) -> Gradients:
@@ -108,6 +115,45 @@ class ManagedStorage:
         """Of what it owns on the device, bytes in torch's own memory, as of the last look."""
         return self.storages.unadopted_bytes if self.on_device else 0
 
+    @property
+    def host_bytes(self) -> int:
+        return self.storages.host_bytes
+
+    @property
+    def host_pageable_bytes(self) -> int:
+        return self.storages.host_pageable_bytes
+
+    @property
+    def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
+        return self.storages.kept_by_framework
+
+    def framework_memory(self) -> Iterator[tuple[str, int]]:
+        return self.adapter.kept_by_framework()
+
+    def measure(self) -> None:
+        """See whether an optimizer's steps have created state. Looks at no tensor."""
+        if self.on_device:
+            self.storages.measure_births()
+
+    def measure_unadopted(self) -> None:
+        self.storages.look()
+
+    # --- checks
+
+    def is_consistent_in(self, state: State) -> bool:
+        on_device = self.on_device if state is State.SYNCING else state is not State.CPU_OFFLOADED
+        return self.is_consistent and self.on_device is on_device
+
+    def check(self, name: str, state: State) -> None:
+        if state is State.CPU_OFFLOADED and self.on_device:
+            raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
+        is_streaming = state is State.SYNCING and not self.on_device
+        check_ranges(name, state, self.ranges, on_device=state is not State.CPU_OFFLOADED and not is_streaming)
+
+    @property
+    def leftovers(self) -> str | None:
+        return f"{self.resident_bytes:,} bytes on the device" if self.resident_bytes else None
+
     # --- adopting
 
     def adopt(self) -> None:
@@ -120,11 +166,14 @@ class ManagedStorage:
         try:
             self.storages.adopt()
         except BaseException:
-            self.rehome()
+            self.unadopt()
             raise
 
     def take_in_restored(self) -> None:
-        """Adopt what was put into the offloaded object with its values (state from a checkpoint): they go straight to the host copy."""
+        """Adopt new state that a checkpoint has put into the object. While offloaded its bytes go straight to the host copy."""
+        if self.on_device:
+            self.storages.look()
+            return
         fresh = self.storages.take_in_to_stay()
         if fresh is not None:
             self.device.sync()
@@ -329,7 +378,19 @@ class ManagedStorage:
         """Take over what was zeroed; what else was written is reported."""
         self.storages.take_gradients(found)
 
-    # --- reading and leaving
+    # --- the host copy
+
+    def has_place(self, tensor: torch.Tensor) -> bool:
+        return self.storages.by_address.find(tensor) is not None
+
+    def wait_for_readers(self) -> None:
+        if not self.on_device:
+            self.host_read_locks.wait()
+
+    def note_written(self) -> None:
+        if not self.on_device:
+            for r in self.ranges:
+                r.prints = None
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same tensor over the host copy; None when its storage has no place there. Meaningful while offloaded."""
@@ -365,7 +426,7 @@ class ManagedStorage:
         """
         return self.storages.drifted(on_device=self.on_device)
 
-    def rehome(self) -> None:
+    def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges."""
         if not self.ranges:
             return
@@ -375,7 +436,7 @@ class ManagedStorage:
         if not self.on_device and self.is_consistent:  # nothing of it may leave with poison for values
             self.storages.put_back(self.storages.new_storages())
         self.is_leaving = True
-        rehome(self.device, self.adapter, self.storages, on_device=self.on_device)
+        unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)
         chunk_pool = ChunkPool(self.device)
         self.on_device = False
         for r in self.ranges:

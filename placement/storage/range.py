@@ -103,7 +103,7 @@ class Range:
         self.prints: torch.Tensor | None = None
         """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what was fingerprinted."""
         self.homes: dict[int, torch.UntypedStorage] = {}
-        """For `adopt.rehome`: what its storages, by address, are being given for memory as they leave for good."""
+        """For `adopt.unadopt`: what its storages, by address, are being given for memory as they leave for good."""
         self.is_shown = False
         """Whether a state dict has shown the slab, so that its holder may have written there: `prints` are of the time before."""
 

@@ -152,7 +152,7 @@ def expected_bytes(device: Device, sizes: Sequence[int]) -> int:
     return packed
 
 
-def rehome(
+def move_out(
     device: Device,
     storage: torch.UntypedStorage,
     aliases: Sequence[torch.Tensor],

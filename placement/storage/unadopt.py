@@ -15,7 +15,7 @@ from placement.tensors.owned import Adapter
 from placement.tensors.sparse import follow
 
 
-def rehome(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_device: bool) -> None:
+def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_device: bool) -> None:
     """Give every tensor ordinary storage with its values, on the device or on the host. The ranges are empty then, and still there.
 
     Idempotent, so that what an interrupt stopped can be done again.
@@ -40,7 +40,7 @@ def rehome(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_dev
             if storage is None or storage.data_ptr() != r.layout.addresses.base + entry.offset:
                 continue
             known = aliases.get(storage._cdata, [])
-            range_layout.rehome(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
+            range_layout.move_out(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
     follow(everything)
     storages.align_wrappers()
 

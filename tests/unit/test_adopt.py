@@ -269,7 +269,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice,
         if not claim.nbytes:
             continue
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        range_layout.rehome(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
+        range_layout.move_out(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
     del claim, claims, layout
     gc.collect()
     assert addresses() is None
@@ -291,7 +291,7 @@ def test_a_failed_fill_leaves_everything_in_the_range(device: SimulatedDevice, w
         raise OSError("no bytes")
 
     with pytest.raises(OSError, match="no bytes"):
-        range_layout.rehome(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
+        range_layout.move_out(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
     assert layout.is_in(0)
 
 

@@ -101,10 +101,10 @@ class ReplicatedStorage(ManagedStorage):
         super().make_consistent(chunk_pool)
         self._waiting.clear()
 
-    def rehome(self) -> None:
+    def unadopt(self) -> None:
         if self._shared() is not None:
             self._say(_LEFT)
-        super().rehome()
+        super().unadopt()
 
     def _get_rest(self, collective: bool, works: list[object]) -> None:
         """Idempotent with the same `works`, which are the collectives that have been issued."""
