@@ -32,17 +32,17 @@ class TransitionCallbacks(Protocol):
 class _Token:
     """The model that `transitions` drives: private, slotted, never registered with the shared machine (no cycle, no added methods)."""
 
-    __slots__ = ("_moves", "_state")
+    __slots__ = ("_callbacks", "_state")
 
-    def __init__(self, moves: TransitionCallbacks, initial: State) -> None:
-        self._moves = moves
+    def __init__(self, callbacks: TransitionCallbacks, initial: State) -> None:
+        self._callbacks = callbacks
         self._state = initial
 
     def _before(self, event: EventData) -> None:
-        self._moves.before(*_edge(event))
+        self._callbacks.before(*_edge(event))
 
     def _after(self, event: EventData) -> None:
-        self._moves.after(*_edge(event))
+        self._callbacks.after(*_edge(event))
 
 
 def _edge(event: EventData) -> tuple[Trigger, State, State]:
@@ -123,9 +123,9 @@ class HandleMachine:
 
     __slots__ = ("_name", "_token")
 
-    def __init__(self, name: str, moves: TransitionCallbacks) -> None:
+    def __init__(self, name: str, callbacks: TransitionCallbacks) -> None:
         self._name = name
-        self._token = _Token(moves, State.CPU_OFFLOADED)
+        self._token = _Token(callbacks, State.CPU_OFFLOADED)
 
     @property
     def state(self) -> State:

@@ -21,6 +21,7 @@ from placement.phases.wrong_writes import WrongWrites
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
+from placement.storage.transfer.load import ALONE, Load
 
 if TYPE_CHECKING:
     from placement.group.lease import Lease
@@ -62,7 +63,7 @@ class PlanExecutor:
         self._registry = registry
         self._handles = registry.handles
         self._reconciler = reconciler
-        self._together = vote
+        self._vote = vote
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
@@ -77,7 +78,7 @@ class PlanExecutor:
             action: what every rank of the group has to be about.
         """
         name, handles = wanted.name, self._handles
-        self.planner.least = self._together.propose(action, lambda: self.planner.budget_bytes(name))
+        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name))
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
@@ -98,7 +99,7 @@ class PlanExecutor:
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
         try:
-            self._reconciler.advance(handles, plan, room_bytes, self._together.agreement, self._together.go_on)
+            self._reconciler.advance(handles, plan, room_bytes, self._vote.agreement, self._vote.go_on)
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
@@ -118,13 +119,13 @@ class PlanExecutor:
         self.measure()
         self.lease_client.settle(name)
 
-    def retreat(self, plan: Plan, name: str, *, patiently: bool = False, collective: bool = False) -> list[Exception]:
+    def retreat(self, plan: Plan, name: str, *, patiently: bool = False, load: Load = ALONE) -> list[Exception]:
         """Bring every handle as far towards a plan as it goes, and count what stays behind.
 
         Args:
             name: of the phase that is open afterwards.
             patiently: other processes are waited for, where they have the memory that the plan needs.
-            collective: `complete` is called once the other ranks of the group have said how far they came.
+            load: with `TOGETHER`, `complete` is called once the other ranks of the group have said how far they came.
         """
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
         before = self._journal.num_changes
@@ -134,7 +135,7 @@ class PlanExecutor:
                 self.writes.look_at_poison(wait=True)
         except Exception as error:
             failures.append(error)
-        failures += self._reconciler.retreat(self._handles, within, collective=collective, while_copying=self._device.compare_poison)
+        failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=self._device.compare_poison)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
@@ -150,9 +151,9 @@ class PlanExecutor:
             failures.append(written)
         return failures
 
-    def complete(self, *, collective: bool) -> list[Exception]:
+    def complete(self, load: Load) -> list[Exception]:
         """See `Reconciler.complete`."""
-        return self._reconciler.complete(self._handles, collective=collective)
+        return self._reconciler.complete(self._handles, load)
 
     @property
     def memory(self) -> DeviceMemory:

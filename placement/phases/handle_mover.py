@@ -13,11 +13,13 @@ from placement.core.profiler_marks import Annotate, marker
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.phases.engine_mover import EngineMover
+from placement.phases.transition import Transition
 from placement.registration import guards
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
+from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier, Verify
 
@@ -46,9 +48,9 @@ class _Attempt:
 class HandleTransition:
     """What the machine of one handle calls around its transitions."""
 
-    def __init__(self, handle: Handle, moves: HandleMover) -> None:
+    def __init__(self, handle: Handle, mover: HandleMover) -> None:
         self._handle = handle
-        self._mover = moves
+        self._mover = mover
         self._attempt = _Attempt()
 
     def before(self, trigger: Trigger, source: State, target: State) -> None:
@@ -68,62 +70,58 @@ class HandleMover:
         self._journal = journal
         self._strict = strict
         self._mark = marker(annotate)
-        self.chunk_pool = ChunkPool(device)
+        self.transition = Transition(ChunkPool(device))
+        """The present one; between two of them one that may take nothing from the driver."""
         self.verifier = Verifier(verify)
         self.engines = EngineMover(journal, self.fire, self.record, target_of)
-        self.dropping: tuple[ManagedStorage, ...] = ()
-        """Whose gradients die at the present phase transition."""
-        self._while_copying: Callable[[], None] = nothing
-        self._moved: dict[Handle, MoveResult] = {}
-        """What the present phase transition's exchange has moved, until the handles' transitions take it over."""
-        self._complaints: list[Exception] = []
-        """What must be raised, but only once the phase transition is complete: raising at once would leave the handle half-way."""
+
+    @property
+    def chunk_pool(self) -> ChunkPool:
+        """The present transition's."""
+        return self.transition.chunk_pool
 
     def of(self, handle: Handle) -> HandleTransition:
         return HandleTransition(handle, self)
 
     # --- a phase transition
 
-    def begin(self, room_bytes: int, dropping: tuple[ManagedStorage, ...], while_copying: Callable[[], None] = nothing) -> None:
-        """A phase transition begins.
+    def begin(
+        self,
+        room_bytes: int = 0,
+        dropping: tuple[ManagedStorage, ...] = (),
+        while_copying: Callable[[], None] = nothing,
+        load: Load = ALONE,
+    ) -> None:
+        """Begin a phase transition with the chunks that the one before has left; the arguments are `Transition`'s.
 
         Args:
             room_bytes: by how much a swap may be ahead of what is on the device now.
-            while_copying: called while bytes are on their way to the host.
         """
-        self.chunk_pool.room_bytes = room_bytes
-        self.dropping, self._while_copying = dropping, while_copying
+        before = self.transition
+        chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
+        self.transition = Transition(chunk_pool, load, dropping, while_copying, complaints=before.complaints)
 
     def forget(self) -> None:
-        """Of the phase transition that is over, or was broken off. What was given up stays in the chunk pool."""
-        self._moved, self.dropping, self._while_copying = {}, (), nothing
+        """Forget the transition that is over, or was broken off, but for the chunks that were given up and for what must be raised."""
+        self.transition = Transition(self.transition.chunk_pool, complaints=self.transition.complaints)
 
     def end(self) -> None:
-        """The phase transition is over: nothing is remembered of it, and no memory is kept back."""
+        """End the phase transition: nothing is remembered of it, and no memory is kept back."""
         self.forget()
         self.chunk_pool.release()
 
-    def move_at_once(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False, collective: bool = False) -> None:
+    def move_at_once(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False) -> None:
         """The bytes of every load and offload that is due, in one exchange; the transitions that follow find them moved."""
         leaving = [handle for handle, triggers in paths if triggers[:1] == [Trigger.OFFLOAD] and handle.holding is not None]
         coming = [handle for handle, triggers in paths if triggers[:1] == [Trigger.LOAD] and handle.holding is not None]
         if not leaving and not coming:
             return
         try:
-            self._moved = self._exchange(leaving, coming, early_release=early_release, collective=collective)
+            self.transition.moved = self._exchange(leaving, coming, early_release=early_release, load=self.transition.load)
         except BaseException as error:
             for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
                 self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
-
-    def take_complaints(self) -> list[Exception]:
-        """What the phase transition must raise, now that it is complete."""
-        complaints, self._complaints = self._complaints, []
-        return complaints
-
-    def drop_complaints(self) -> None:
-        """The phase transition was undone, and what was to be raised with it."""
-        self._complaints = []
 
     # --- one transition
 
@@ -146,7 +144,7 @@ class HandleMover:
             return self.engines.move(handle, trigger)
         if holding is None or trigger not in _MOVES:
             return MoveResult()
-        moved = self._moved.pop(handle, None)
+        moved = self.transition.moved.pop(handle, None)
         if moved is None:  # not part of a phase transition's exchange: recovery, or what the exchange could not do
             moved = self._exchange([handle] if trigger is Trigger.OFFLOAD else [], [handle] if trigger is Trigger.LOAD else [])[handle]
         if handle.kind == "engine" and trigger is Trigger.OFFLOAD:
@@ -157,7 +155,7 @@ class HandleMover:
         return moved
 
     def _exchange(
-        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False, collective: bool = False
+        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False, load: Load = ALONE
     ) -> dict[Handle, MoveResult]:
         """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
@@ -168,9 +166,9 @@ class HandleMover:
             verifier=self.verifier,
             room_bytes=room_bytes,
             early_release=early_release,
-            dropping=self.dropping,
-            collective=collective,
-            while_copying=self._while_copying,
+            dropping=self.transition.dropping,
+            load=load,
+            while_copying=self.transition.while_copying,
         )
         texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]
         with self._mark(f"placement: {'; '.join(texts)}"):
@@ -178,10 +176,10 @@ class HandleMover:
         return dict.fromkeys((*leaving, *coming), MoveResult()) | {by_holding[holding]: each for holding, each in moved.items()}
 
     def _complain_of_immovable(self, handle: Handle, holding: ManagedStorage) -> None:
-        if holding in self.dropping:
+        if holding in self.transition.dropping:
             return
         for name, problem in holding.adapter.immovable():
-            self._complaints.append(
+            self.transition.complaints.append(
                 RegistrationError(f"{handle.name!r}: {name!r} {problem}. Everything else of it was offloaded; this stays where it is.")
             )
 
@@ -189,7 +187,7 @@ class HandleMover:
         """Note what must be raised once the phase transition is complete."""
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
         if moved.rewritten_chunks:
-            self._complaints.append(
+            self.transition.complaints.append(
                 IntegrityError(
                     f"{handle.name!r} is readonly, but {moved.rewritten_chunks} of its chunks changed on the device; the registered values "
                     "were kept. Register it without readonly=True if it is meant to be written."
@@ -197,7 +195,7 @@ class HandleMover:
             )
         if moved.brought_back:
             values = "their registered values, because it is readonly" if handle.readonly else "the values that they had there"
-            self._complaints.append(
+            self.transition.complaints.append(
                 IntegrityError(
                     f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
                     f"on the device (share_memory(), a torch.multiprocessing queue). They have their places again, and {values}; whoever "
@@ -205,7 +203,7 @@ class HandleMover:
                 )
             )
         if moved.stray_references and self._strict and self._last(handle):
-            self._complaints.append(
+            self.transition.complaints.append(
                 IntegrityError(
                     f"{handle.stray_references} references to storages of {handle.name!r} were alive at its offload "
                     f"({handle.stray_names}). "

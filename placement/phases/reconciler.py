@@ -20,6 +20,7 @@ from placement.phases.handle_mover import HandleMover, target_of
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.exchange import nothing
+from placement.storage.transfer.load import ALONE, TOGETHER, Load
 from placement.storage.transfer.verification import Verify
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
@@ -88,22 +89,22 @@ class Reconciler:
             if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
                 raise error
         handles, engines = _apart(handles)
-        collective, agree = agree is not None, agree or _nobody
+        load, agree = ALONE if agree is None else TOGETHER, agree or _nobody
         sources = {handle.name: handle.node for handle in handles.values()}
-        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan))
+        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), load=load)
         try:
             if True in [self._engines.leave(engine, plan) for engine in engines]:
                 agree(plan)
                 begin("move what is left")
-            self._march(handles.values(), lambda handle: target_of(handle, plan), collective=collective)
-            for complaint in self._mover.take_complaints():
+            self._march(handles.values(), lambda handle: target_of(handle, plan))
+            for complaint in self._mover.transition.take_complaints():
                 raise complaint
             agree(plan)
-            self._complete(handles.values(), collective=True)
+            self._complete(handles.values(), load)
             self._finish(handles.values())
         except CoordinatorLost as lost:  # what was given up stays ours, for whoever goes back later
             try:
-                self._complete(handles.values(), collective=False)
+                self._complete(handles.values(), ALONE)
             except Exception as error:
                 lost.add_note(f"placement: {error}")
             self._mover.forget()
@@ -121,15 +122,11 @@ class Reconciler:
         for engine in engines:  # and what changes state alone
             self._engines.come(engine, plan)
 
-    def _complete(self, handles: Iterable[Handle], *, collective: bool) -> None:
-        """Decide the loads that waited for the decision of the group.
-
-        Args:
-            collective: every rank does this now; else this one gets what is missing by itself.
-        """
+    def _complete(self, handles: Iterable[Handle], load: Load) -> None:
+        """Decide the loads that waited for the decision of the group. With `TOGETHER`, every rank of it does this now."""
         for handle in handles:
             if (holding := handle.holding) is not None and not holding.is_complete:
-                holding.complete(collective=collective)
+                load.finish(holding)
                 self._mover.verifier.check_device(holding)
                 holding.commit_load()
                 holding.make_consistent(self._mover.chunk_pool)
@@ -143,19 +140,24 @@ class Reconciler:
         """The phase transition is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
         for handle in handles:
             holding = handle.holding
-            if holding is not None and holding in self._mover.dropping and handle.state is not State.TRAINING and holding.on_device:
+            if (
+                holding is not None
+                and holding in self._mover.transition.dropping
+                and handle.state is not State.TRAINING
+                and holding.on_device
+            ):
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
         self._mover.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(
-        self, handles: Mapping[str, Handle], plan: Plan, *, collective: bool = False, while_copying: Callable[[], None] = nothing
+        self, handles: Mapping[str, Handle], plan: Plan, *, load: Load = ALONE, while_copying: Callable[[], None] = nothing
     ) -> list[Exception]:
         """Bring every handle as far towards its target as it goes.
 
         Args:
             while_copying: called while bytes are on their way to the host, if any are.
-            collective: the ranks of the group will be asked whether all of them came so far, and `complete` called with the answer.
+            load: with `TOGETHER` the ranks of the group are asked whether all of them came so far, and `complete` is called afterwards.
 
         Returns:
             What went wrong; empty when every handle is at its target.
@@ -165,28 +167,26 @@ class Reconciler:
             return []
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
-        errors += self._retreat_others(others, plan, collective, while_copying)
+        errors += self._retreat_others(others, plan, load, while_copying)
         # One that could not leave is not asked again, and waited for again, at the same phase transition.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
 
-    def complete(self, handles: Mapping[str, Handle], *, collective: bool) -> list[Exception]:
+    def complete(self, handles: Mapping[str, Handle], load: Load) -> list[Exception]:
         """After a retreat of ranks together: decide the loads that waited for the others. Returns what went wrong.
 
         Args:
-            collective: all of them came so far; else this rank gets what is missing by itself.
+            load: `TOGETHER` where all of them came so far; with `ALONE` this rank gets what is missing by itself.
         """
         try:
-            self._complete(handles.values(), collective=collective)
+            self._complete(handles.values(), load)
         except Exception as error:
             return [error, *self._settle_all(handles)]
         return []
 
-    def _retreat_others(
-        self, handles: Mapping[str, Handle], plan: Plan, collective: bool, while_copying: Callable[[], None]
-    ) -> list[Exception]:
+    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan, load: Load, while_copying: Callable[[], None]) -> list[Exception]:
         errors: list[Exception] = []
-        self._mover.begin(0, _leaving_training(handles.values(), plan), while_copying)
+        self._mover.begin(0, _leaving_training(handles.values(), plan), while_copying, load)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
             for handle in handles.values():
@@ -201,7 +201,7 @@ class Reconciler:
             for step in _STEPS:
                 if step is _STEPS[1]:
                     with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
-                        self._mover.move_at_once(paths, early_release=True, collective=collective)
+                        self._mover.move_at_once(paths, early_release=True)
                 for handle, triggers in paths:
                     try:
                         self._run(handle, triggers, step)
@@ -213,9 +213,9 @@ class Reconciler:
             self._finish(handles.values())
         finally:
             self._mover.end()
-        return errors + self._mover.take_complaints()
+        return errors + self._mover.transition.take_complaints()
 
-    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node], *, collective: bool = False) -> None:
+    def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
         """Fire every handle's path in an order that frees before it loads."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         for handle in handles:
@@ -225,7 +225,7 @@ class Reconciler:
                 paths.append((handle, wanted))
         for step in _STEPS:
             if step is _STEPS[1]:
-                self._mover.move_at_once(paths, collective=collective)
+                self._mover.move_at_once(paths)
             for handle, triggers in paths:
                 self._run(handle, triggers, step)
 
@@ -250,10 +250,10 @@ class Reconciler:
 
     def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
         """After a failed phase transition: every handle consistent first, then back to its source, with the chunks that were given up."""
-        for holding in self._mover.dropping:
+        for holding in self._mover.transition.dropping:
             if not holding.on_device:
                 cause.add_note(f"placement: the gradients of {holding.name!r} had been dropped by then, as the plan says")
-        self._mover.begin(0, ())  # what was given up is enough
+        self._mover.begin()  # with the chunks that were given up, which are enough
         for error in self._settle_all(handles):
             cause.add_note(f"placement: {error}")
         try:
@@ -261,7 +261,7 @@ class Reconciler:
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(handles)
-        self._mover.drop_complaints()
+        self._mover.transition.take_complaints()  # about what was undone
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:

@@ -26,6 +26,7 @@ from placement.phases.open_phase import Opener, OpenPhase, check_holder, innermo
 from placement.phases.reconciler import Reconciler
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
+from placement.storage.transfer.load import ALONE, TOGETHER
 
 if TYPE_CHECKING:
     from placement.group.agreement import Group
@@ -136,9 +137,9 @@ class PhaseStack:
                 self.kept = self._worth_keeping(opened)
                 plan = self._with_kept(plan)
                 is_patient = error is None or isinstance(error, Exception)
-                failures += self.executor.retreat(plan, _named(below), patiently=is_patient, collective=error is None)
+                failures += self.executor.retreat(plan, _named(below), patiently=is_patient, load=TOGETHER if error is None else ALONE)
                 failures = self._vote.left(describe("leave", opened.name, None), plan, failures, error)
-                failures += self.executor.complete(collective=not failures)
+                failures += self.executor.complete(ALONE if failures else TOGETHER)
             except BaseException as stopped:  # an interrupt in the middle of leaving: leave first, then let it out
                 try:
                     self.executor.retreat(self._plan_after(below)[0], _named(below))

@@ -43,14 +43,16 @@ class Lazy:
 class Handle:
     """What `Manager.register` returns. Made by the manager only; safe to read from any thread."""
 
-    def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool, moves: Callable[[Handle], TransitionCallbacks]) -> None:
+    def __init__(
+        self, name: str, *, kind: str, role: str | None, readonly: bool, callbacks: Callable[[Handle], TransitionCallbacks]
+    ) -> None:
         self.name = name
         self.kind = kind
         self.role = role
         self.readonly = readonly
         self.owners: tuple[Handle, ...] = ()
         self.counters = HandleCounters()
-        self.machine = HandleMachine(name, moves(self))
+        self.machine = HandleMachine(name, callbacks(self))
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()

@@ -50,7 +50,7 @@ class Registry:
         self._by_key: dict[int, Handle] = {}
         """Handles by the identity of their objects, which are alive as long as their handles are here."""
         self._device = device
-        self._moves_of = callbacks_of
+        self._callbacks_of = callbacks_of
         self._phase_now = phase_now
         self._when_gone = when_gone
         self._has_warned = False
@@ -75,7 +75,7 @@ class Registry:
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
-        handle = Handle(name, kind=kind, role=role, readonly=readonly, moves=self._moves_of)
+        handle = Handle(name, kind=kind, role=role, readonly=readonly, callbacks=self._callbacks_of)
         handle.phase_now = self._phase_now
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:

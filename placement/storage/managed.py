@@ -217,23 +217,26 @@ class ManagedStorage(Storage):
         self._may_have_stray_references = bool(self.storages.state_dict_tensors) or bool(self.stray_references())
         return fresh, stays
 
-    def bring(self, r: Range, indices: Sequence[int], *, collective: bool) -> int:
-        """Start the copies to the device for chunks (ascending) that were mapped just now. Returns the bytes to copy.
-
-        Args:
-            collective: the ranks of the group will agree on this load before it counts.
-        """
+    def bring(self, r: Range, indices: Sequence[int]) -> int:
+        """Start the copies to the device for chunks (ascending) that were mapped just now. Returns the bytes to copy."""
         copies = r.copies(indices)
         self.device.copy(copies, "to_device")
         return sum(copy.nbytes for copy in copies)
 
+    def bring_share(self, r: Range, indices: Sequence[int]) -> int:
+        """The same where the ranks of the group will vote on this load: what other ranks have is left to them."""
+        return self.bring(r, indices)
+
     @property
     def is_complete(self) -> bool:
-        """Of a load whose chunks have all been brought: whether every byte is on its way, so that it can be decided."""
+        """Whether every byte of a load is on its way, so that it can be decided."""
         return True
 
-    def complete(self, *, collective: bool) -> None:
-        """Start what is missing of a load that is not complete; see `ReplicatedStorage`."""
+    def complete_alone(self) -> None:
+        """Start what is missing of a load that is not complete, over the own link."""
+
+    def complete_together(self) -> None:
+        """Start what is missing of a load that is not complete; every rank of the group does this now."""
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None

@@ -59,9 +59,9 @@ class ReplicatedStorage(ManagedStorage):
         self._waiting.clear()
         super().begin_move(chunk_pool)
 
-    def bring(self, r: Range, indices: Sequence[int], *, collective: bool) -> int:
-        if not collective or not isinstance(r, SharedRange) or not self._may_gather():
-            return super().bring(r, indices, collective=collective)
+    def bring_share(self, r: Range, indices: Sequence[int]) -> int:
+        if not isinstance(r, SharedRange) or not self._may_gather():
+            return self.bring(r, indices)
         self._prepared = self._ranks.change
         self._say(self._prepared)
         brought = 0
@@ -77,21 +77,27 @@ class ReplicatedStorage(ManagedStorage):
     def is_complete(self) -> bool:
         return not self._waiting
 
-    def complete(self, *, collective: bool) -> None:
+    def complete_alone(self) -> None:
+        self._complete(gathers=False)
+
+    def complete_together(self) -> None:
         """Get what the other ranks have brought: by all-gather when all of them wait for it as well, else from the shared copy.
 
         Raises:
             RuntimeError: the device failed. The host copy is complete.
         """
+        self._complete(gathers=True)
+
+    def _complete(self, *, gathers: bool) -> None:
         works: list[object] = []
         try:
-            self._get_rest(collective, works)
+            self._get_rest(gathers, works)
         except Exception:
             raise
         except BaseException:  # an interrupt: the others are in their collectives, and wait for this rank's
             with suppress(Exception):
                 self._ranks.finish(works)
-            self._get_rest(collective, works)
+            self._get_rest(gathers, works)
             raise
         self._waiting.clear()
 
@@ -106,11 +112,11 @@ class ReplicatedStorage(ManagedStorage):
             self._say(_LEFT)
         super().unadopt()
 
-    def _get_rest(self, collective: bool, works: list[object]) -> None:
+    def _get_rest(self, gathers: bool, works: list[object]) -> None:
         """Idempotent with the same `works`, which are the collectives that have been issued."""
-        if not collective and self.alone is None:
+        if not gathers and self.alone is None:
             self._say(0)
-        if collective and self._all_are_ready():
+        if gathers and self._all_are_ready():
             try:
                 self._gather(works)
             except Exception as error:

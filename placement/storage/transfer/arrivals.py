@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.replicated.range import SharedRange
 from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.load import Load
 
 WINDOW = 2
 """Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 97 to 99 % of both directions."""
@@ -19,8 +19,6 @@ _FIRST = 1
 _GROWTH = 16
 """And how many times as many in each after it, up to all that wait. They are mapped under the copies of those before: on an H200 a chunk
 of 256 MiB takes 4.9 ms to copy, 0.09 ms to map."""
-_GATHERED = 2
-"""Chunks of a burst where ranks gather what comes: see `_next_burst`."""
 
 
 class Arrivals:
@@ -28,13 +26,13 @@ class Arrivals:
 
     Args:
         chunk_pool: where their memory comes from.
-        collective: see `Exchange`.
+        load: see `Exchange`.
     """
 
-    def __init__(self, device: Device, chunk_pool: ChunkPool, *, collective: bool) -> None:
+    def __init__(self, device: Device, chunk_pool: ChunkPool, load: Load) -> None:
         self._device = device
         self._chunk_pool = chunk_pool
-        self._collective = collective
+        self._load = load
         self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
         """Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
@@ -59,14 +57,14 @@ class Arrivals:
         return sum(nbytes <= room_bytes for nbytes in sizes)
 
     def bring_more(self) -> None:
-        """The next burst: memory from the stock or the driver, and the start of its copies. It may go over several ranges, however
+        """The next burst: memory from the pool or the driver, and the start of its copies. It may go over several ranges, however
         small, because what gives the link work is the burst as a whole."""
         self._burst = left = min(self._next_burst(), len(self._full or self._tails))
         while left:
             left -= self._bring(left, longest=left)[0]
 
     def fill(self, *, fresh: int, longest: int) -> None:
-        """Put memory behind what comes next and start its copies: from the stock, and up to `fresh` chunks from the driver.
+        """Put memory behind what comes next and start its copies: from the pool, and up to `fresh` chunks from the driver.
 
         Args:
             longest: chunks that are mapped together.
@@ -91,18 +89,12 @@ class Arrivals:
         chunks = self._chunk_pool.take(sizes[:served])
         r.chunks.update(zip(wanted, chunks, strict=False))
         self._device.map(r.layout.addresses, chunks, r.starts[first])
-        self.brought_bytes[holding] += holding.bring(r, wanted[:served], collective=self._collective)
+        self.brought_bytes[holding] += self._load.start(holding, r, wanted[:served])
         for _ in range(served):
             waiting.popleft()
         return served, created
 
     def _next_burst(self) -> int:
-        """How many chunks to bring together. The first few start the link; the longer it has work, the more may be mapped.
-
-        Where N ranks gather, each brings 1/N of a chunk, which covers hardly more than the mapping of that chunk: on a host of four
-        busy H200s 1.7 ms of copying, 1.3 ms of creating and mapping. There the link has work from the first chunk on only if no
-        burst is long: four ranks load 8.6 GB in 63 ms, and in 67 to 70 where half is mapped first.
-        """
-        waiting = self._full or self._tails
-        is_gathered = self._collective and any(isinstance(r, SharedRange) and r.shares.world_size > 1 for _, r, _ in waiting)
-        return _GATHERED if is_gathered else self._burst * _GROWTH or _FIRST
+        """How many chunks to bring together. The first few start the link; the longer it has work, the more may be mapped."""
+        gathered = self._load.burst(r for _, r, _ in self._full or self._tails)
+        return gathered or self._burst * _GROWTH or _FIRST

@@ -14,14 +14,17 @@ class ChunkPool:
 
     Nothing goes back to the driver before `release`, so that a phase transition that fails maps back what was given up and allocates
     nothing. A chunk that an interrupt drops on the way is freed by its own death.
+
+    Args:
+        room_bytes: device bytes that the driver may be asked for before anything goes back to it: what the budget leaves.
+        left_by: the pool of a transition that ended without a decision; its chunks are in this pool now.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device
-        self._chunks: dict[int, OrderedDict[int, Chunk]] = {}
+        self._chunks: dict[int, OrderedDict[int, Chunk]] = {} if left_by is None else left_by._chunks
         """By size, then by identity, oldest first: handles of hundreds of ranges leave as many tails."""
-        self.room_bytes = 0
-        """What may be taken from the driver before anything goes back to it: what the budget leaves when a phase transition begins."""
+        self.room_bytes = room_bytes
 
     def __iter__(self) -> Iterator[Chunk]:
         return (chunk for chunks in self._chunks.values() for chunk in chunks.values())
@@ -39,7 +42,7 @@ class ChunkPool:
             self._chunks.setdefault(chunk.nbytes, OrderedDict()).setdefault(id(chunk), chunk)
 
     def count(self, sizes: Sequence[int], fresh: int) -> int:
-        """How many of these sizes, from the first on, the stock can serve with at most `fresh` chunks from the driver."""
+        """How many of these sizes, from the first on, the pool can serve with at most `fresh` chunks from the driver."""
         held = {size: len(self._chunks.get(size, ())) for size in set(sizes)}
         for served, size in enumerate(sizes):
             if held[size]:
@@ -57,10 +60,10 @@ class ChunkPool:
                 held.pop(id(chunk), None)
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
-        """Chunks of exactly these sizes: from the stock, the rest from the driver.
+        """Chunks of exactly these sizes: from the pool, the rest from the driver.
 
         Raises:
-            DeviceMemoryError: the driver has not enough; the stock is as before.
+            DeviceMemoryError: the driver has not enough; the pool is as before.
         """
         taken: list[Chunk] = []
         try:
@@ -92,7 +95,7 @@ class ChunkPool:
         """Return everything to the driver: the phase transition is decided."""
         chunks = list(self)
         try:
-            self._chunks = {}  # out of the stock first: a released chunk must never be handed out again
+            self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
             self.room_bytes += sum([chunk.nbytes for chunk in chunks])
             self._device.release(*chunks)
         except BaseException:  # an interrupt: its traceback would keep them, and their memory, from who goes back

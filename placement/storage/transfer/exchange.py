@@ -22,6 +22,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
 from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Span, Verifier
 
@@ -97,7 +98,7 @@ class Exchange:
             after a failure may then have to ask the driver for memory.
         dropping: holdings whose gradients die when they leave, instead of being saved.
         verifier: what is asked about the bytes that arrive.
-        collective: the ranks of the group will agree on what comes: a replicated holding may leave a part of its bytes to them.
+        load: over which links the bytes of what comes are brought.
         while_copying: called once the link has work, where anything leaves.
     """
 
@@ -110,7 +111,7 @@ class Exchange:
         room_bytes: int,
         early_release: bool = False,
         dropping: Collection[ManagedStorage] = (),
-        collective: bool = False,
+        load: Load = ALONE,
         while_copying: Callable[[], None] = nothing,
     ) -> None:
         self._device = device
@@ -120,7 +121,7 @@ class Exchange:
         self._dropping = dropping
         self._room_bytes = room_bytes
         self._early_release = early_release
-        self._arrivals = Arrivals(device, chunk_pool, collective=collective)
+        self._arrivals = Arrivals(device, chunk_pool, load)
 
     def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         """Offload the ones and load the others. Holdings that are there already are left alone.
