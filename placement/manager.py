@@ -21,8 +21,8 @@ from placement.devices.select import select_device
 from placement.phases import audit
 from placement.phases.open_phase import here
 from placement.phases.phase import PhaseContext
-from placement.phases.policy_lookup import resolve_policy
 from placement.phases.stack import PhaseStack
+from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
 from placement.registration.replication import Replication
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
     """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
-    if sys.is_finalizing() or os.getpid() != stack.pid:
+    if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
     stack.is_closing = True
     try:
-        if not stack.is_closed:
+        if not stack.lock.is_closed:
             _leave_all(stack, entered)
     finally:
         _close_all(servers)
@@ -168,7 +168,7 @@ class Manager:
             HostMemoryError, DeviceMemoryError: no memory for it; the object is as before.
         """
         registry = self._stack.registry
-        with self._trying_to_register(replicated), self._stack.transition():
+        with self._trying_to_register(replicated), self._stack.lock.transition():
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, readonly, replicated) as replicas:
@@ -183,11 +183,11 @@ class Manager:
 
     def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
         """A change of the group where the ranks share the handle, also when it is refused before it begins."""
-        return nullcontext() if replicated is False else self._stack.attempt(self._replication.together, begins=True, own=True)
+        return nullcontext() if replicated is False else self._stack.lock.attempt(self._replication.together, begins=True, own=True)
 
     def unregister(self, handle: Handle | str) -> None:
         """Forget a handle. The same tensor objects get ordinary storage: on the device while resident, else on the host."""
-        with self._stack.transition():
+        with self._stack.lock.transition():
             found = self._stack.known(handle if isinstance(handle, str) else handle.name)
             dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
             if dependent:
@@ -200,7 +200,7 @@ class Manager:
         Raises:
             PhaseError: a phase is open.
         """
-        if self._stack.is_closed:
+        if self._stack.lock.is_closed:
             _close_all(self._servers)  # in case an interrupt kept an earlier call from it
             return
         last = self.snapshot()
@@ -252,7 +252,7 @@ class Manager:
                 self._entered.pop()
 
     def _last_entered(self, what: str) -> PhaseContext:
-        with self._stack.attempt(own=True):
+        with self._stack.lock.attempt(own=True):
             if not self._entered:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")
         return self._entered[-1]
@@ -273,7 +273,7 @@ class Manager:
             ValueError: `group` is no group, it is in doubt, or this manager was made without one.
             Exception: a handle could not be brought in line; the old group stays.
         """
-        with self._stack.transition():
+        with self._stack.lock.transition():
             self._stack.rejoin(group)
             self._replication.rejoin(group)
 
@@ -288,7 +288,7 @@ class Manager:
 
         What was written into offloaded memory is found again at each audit, until the next phase transition raises it.
         """
-        with self._stack.transition():
+        with self._stack.lock.transition():
             plan, writes = self._stack.base_plan(), self._stack.executor.writes
             writes.look(wait=True, at_counters=True)
             return audit.audit(self.handles, plan, self.device, writes.findings)
@@ -299,7 +299,7 @@ class Manager:
         Raises:
             IntegrityError: with the numbers that disagree.
         """
-        with self._stack.transition():
+        with self._stack.lock.transition():
             audit.check_integrity(self.handles, self.device)
 
     def serve(
@@ -328,13 +328,13 @@ class Manager:
         from placement.observe.nvml import OtherProcesses
         from placement.observe.server import MetricsServer
 
-        self._stack.check_process()
+        self._stack.lock.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
         if self._snapshots.others is None:
             self._snapshots.others = OtherProcesses(self.device.uuid)
         snapshots, stack = self._snapshots, self._stack  # not the manager, which the server would keep alive
-        server = MetricsServer(snapshots.take, is_over=lambda: stack.is_closed, journal=self.journal, port=port, address=address)
+        server = MetricsServer(snapshots.take, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)
         try:
             server.announce(self.settings.discovery if discovery is None else discovery, identity)

@@ -69,7 +69,7 @@ def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         CheckpointError: a handle cannot be saved so (the message says how it can), or the files cannot be written. On every rank.
         NotResidentError, BrokenHandleError: a handle that `only` names has no values.
     """
-    with manager._stack.transition():
+    with manager._stack.lock.transition():
         state = _collect(manager, only, process_group)
         with _torch_errors(f"saving to {os.fspath(path)!r}"):
             torch_save(state, checkpoint_id=path, process_group=process_group, no_dist=not dist.is_initialized())
@@ -89,7 +89,7 @@ def async_save(
     Returns:
         Done when this rank's files and the metadata are written; its `result()` raises CheckpointError when they were not.
     """
-    with manager._stack.transition():
+    with manager._stack.lock.transition():
         with _together(process_group):
             for handle in _chosen(manager, only):
                 if handle.gathers is not None:
@@ -125,7 +125,7 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         PhaseError: a handle is publishing its weights.
         NotResidentError: a handle is not built yet, or its object wants to take state over itself and is offloaded.
     """
-    with manager._stack.transition():
+    with manager._stack.lock.transition():
         background.drain()
         parts: dict[str, Part] = {}
         given: dict[str, Any] = {}

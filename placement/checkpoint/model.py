@@ -9,19 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from placement.checkpoint.base import (
-    Change,
-    Part,
-    Path,
-    Read,
-    Shown,
-    copy_over,
-    fqn,
-    put,
-    refuse_own_cuts,
-    some,
-    under,
-)
+from placement.checkpoint.base import Change, Part, Path, Read, Shown, copy_over, fqn, put, refuse_own_cuts, some, under
 from placement.checkpoint.take_over import TakeOver, owns_memory
 from placement.core.errors import CheckpointError, NotResidentError
 from placement.core.torch_modes import without_modes

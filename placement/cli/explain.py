@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from placement.core.errors import PolicyError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, Plan, State, View
-from placement.phases.policy_lookup import policy_names, resolve_policy
+from placement.planning.policy_lookup import policy_names, resolve_policy
 
 if TYPE_CHECKING:
     from placement.core.states import Policy

@@ -11,13 +11,13 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device, DeviceMemory
 from placement.group.vote import GroupVote
-from placement.phases import plan_checks
-from placement.phases.budget import check_fits, without_surplus
 from placement.phases.lease_client import LeaseClient, giving_way
 from placement.phases.open_phase import OpenPhase, innermost
-from placement.phases.planner import Planner
 from placement.phases.reconciler import Reconciler
 from placement.phases.wrong_writes import WrongWrites
+from placement.planning import plan_checks
+from placement.planning.budget import check_fits, without_surplus
+from placement.planning.planner import Planner
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.offloaded.changes import WrittenWhileOffloaded

@@ -72,7 +72,7 @@ class Phase:
         context = self._context()
         if context is None:
             raise self._entered_before()
-        with context._stack.attempt(begins=True):
+        with context._stack.lock.attempt(begins=True):
             if context._was_entered:
                 raise self._entered_before()
             context._was_entered = True
@@ -108,7 +108,7 @@ class Phase:
         context = self._context()
         if context is None:
             raise self._was_over(what)
-        with context._stack.attempt(own=own, error=error):
+        with context._stack.lock.attempt(own=own, error=error):
             yield self._require_open(what)
 
     def _require_open(self, what: str) -> PhaseContext:
@@ -140,7 +140,7 @@ class PhaseContext(Phase):
         try:
             self._wanted = (checked(name), names_of(only), holder)
         except Exception:
-            with stack.attempt(begins=True):
+            with stack.lock.attempt(begins=True):
                 raise
         self._was_entered = False
 

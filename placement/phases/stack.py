@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from placement.core.errors import CoordinatorLost, PhaseError, PlacementError, PolicyError
+from placement.core.errors import CoordinatorLost, PhaseError, PolicyError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
-from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.group.vote import GroupVote, describe
-from placement.phases import plan_checks
 from placement.phases.executor import PhaseRequest, PlanExecutor
 from placement.phases.open_phase import Opener, OpenPhase, check_holder, innermost
 from placement.phases.reconciler import Reconciler
+from placement.phases.transition_lock import TransitionLock
+from placement.planning import plan_checks
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.transfer.load import ALONE, TOGETHER
@@ -60,10 +57,7 @@ class PhaseStack:
         self._handles = self.registry.handles
         self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
         self._planner = self.executor.planner
-        self._lock = threading.RLock()
-        self._busy = False
-        self.pid = os.getpid()
-        self.is_closed = False
+        self.lock = TransitionLock(device, self._vote, self._sweep, lambda: all(each.is_abandoned for each in self.open_phases))
         self.is_closing = False
         """Whether the manager is going: objects that are gone by now went with it, and nobody has to be told."""
         self.open_phases: tuple[OpenPhase, ...] = ()
@@ -75,7 +69,7 @@ class PhaseStack:
         return _named(self.open_phases)
 
     def enter(self, phase: Opener, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
-        with self.transition():
+        with self.lock.transition():
             check_holder(self.open_phases, name)
             open_phases, outer = self.open_phases, self.phase_name
             enclosing, kept = self._plan_around(open_phases), self.kept
@@ -97,7 +91,7 @@ class PhaseStack:
                 raise
 
     def switch(self, phase: Opener, name: str, only: tuple[str, ...] | None) -> None:
-        with self.transition():
+        with self.lock.transition():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.open_phases[:-1]
             enclosing, kept = self._plan_around(below), self.kept
@@ -121,7 +115,7 @@ class PhaseStack:
                 raise
 
     def leave(self, phase: Opener, error: BaseException | None) -> None:
-        with self.transition():
+        with self.lock.transition():
             if isinstance(error, GeneratorExit) and self._is_around_others(phase):
                 return
             if error is not None:
@@ -187,69 +181,7 @@ class PhaseStack:
             with suppress(Exception):  # a frozen dataclass takes no note
                 error.add_note(f"placement: {type(failure).__name__}: {failure}")
 
-    # --- one phase transition
-
-    @contextmanager
-    def attempt(
-        self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
-    ) -> Iterator[None]:
-        """While a phase transition is tried: whatever stops it, also before it begins, every rank of the group hears of it, once.
-
-        Args:
-            vote: as whom to tell the group; None: as whoever enters and leaves phases.
-            begins: this rank may come to it after it has skipped phase transitions of the others, unless it is in a phase.
-            own: the rank that fails raises its own error; else all of them raise the same.
-            error: that a phase is left with.
-        """
-        vote = self._vote if vote is None else vote
-        if vote.is_alone or os.getpid() != self.pid:  # a forked child is no rank
-            yield
-            return
-        with self._lock:
-            if self._busy:  # inside a phase transition, which tells of itself
-                yield
-                return
-            is_outermost = all(each.is_abandoned for each in self.open_phases)
-            with vote.attempt(catches_up=begins and is_outermost, error=error):
-                try:
-                    yield
-                except BaseException as raised:
-                    if (told := self._tell(vote, raised, own)) is not None:
-                        raise told from raised
-                    raise
-
-    def _tell(self, vote: GroupVote, error: BaseException, own: bool) -> BaseException | None:
-        self._busy = True  # what is collected in between must not begin a phase transition
-        try:
-            told = vote.failed(error, waits=not own)
-        finally:
-            self._busy = False
-        return None if own else told
-
-    @contextmanager
-    def transition(self) -> Iterator[None]:
-        """One phase transition at a time, in the right process, with the dead swept out and nothing captured."""
-        with self._lock:
-            self.check_process()
-            if self._busy:
-                raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition")
-            grad_was_on = torch.is_grad_enabled()
-            try:
-                try:
-                    self._busy = True
-                    if self._device.is_capturing():
-                        raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
-                    with without_modes(), torch.inference_mode(False), torch.no_grad():
-                        self._sweep_gone()
-                        self._sweep_abandoned()
-                        yield
-                finally:
-                    self._busy = False
-            finally:
-                # Again, because an interrupt can fall between the end of the body and the first one, or inside torch's own switch.
-                self._busy = False
-                if torch.is_grad_enabled() is not grad_was_on:
-                    torch.set_grad_enabled(grad_was_on)
+    # --- where everything belongs
 
     def _plan_after(self, below: tuple[OpenPhase, ...]) -> tuple[Plan, list[Exception]]:
         """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
@@ -326,11 +258,11 @@ class PhaseStack:
         Raises:
             PhaseError: a phase is open.
         """
-        if self.is_closed:
+        if self.lock.is_closed:
             return
         self.is_closing = True
         try:
-            with self.transition():
+            with self.lock.transition():
                 if self.open_phases:
                     raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
                 self._look_for_writes(wait=True)
@@ -338,7 +270,7 @@ class PhaseStack:
                     self.forget(handle)
                 self._device.close()
                 self.executor.lease_client.close()
-                self.is_closed = True
+                self.lock.is_closed = True
                 if (written := self.executor.writes.take()) is not None:
                     logger.error("closed: %s", written)
         finally:
@@ -389,16 +321,10 @@ class PhaseStack:
     def abandon(self, phase: Opener) -> None:
         """A phase's context was dropped while open (a generator never finished): leave it, now or at the next phase transition."""
         opened = phase._open
-        if opened is None or os.getpid() != self.pid or sys.is_finalizing():
+        if opened is None or os.getpid() != self.lock.pid or sys.is_finalizing():
             return
         opened.is_abandoned = True
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._busy:
-                    with self.transition():
-                        pass
-            finally:
-                self._lock.release()
+        self.lock.sweep_if_free()
 
     def _leave_inner(self, phase: Opener) -> None:
         """An exception passes through a phase: what is open inside cannot be left by its own `with` any more."""
@@ -413,6 +339,10 @@ class PhaseStack:
             return False
         self.open_phases[self.open_phases.index(phase._open)].is_abandoned = True
         return True
+
+    def _sweep(self) -> None:
+        self._sweep_gone()
+        self._sweep_abandoned()
 
     def _sweep_abandoned(self) -> None:
         while self.open_phases and self.open_phases[-1].is_abandoned:
@@ -434,15 +364,6 @@ class PhaseStack:
             self._gone.popleft()  # only now: what failed is done again at the next phase transition
         for handle in [each for each in self._handles.values() if each.storage.is_leaving]:
             self.forget(handle)  # an interrupt had stopped it
-
-    def check_process(self) -> None:
-        if os.getpid() != self.pid:
-            raise PlacementError(
-                f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "
-                "Make a manager of its own there."
-            )
-        if self.is_closed:
-            raise PlacementError("this manager is closed")
 
     def known(self, name: str) -> Handle:
         handle = self._handles.get(name)

@@ -19,6 +19,7 @@ ROOMS = (
     "engines",
     "group",
     "registration",
+    "planning",
     "phases",
     "manager",
     "testing",

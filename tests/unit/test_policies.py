@@ -13,7 +13,7 @@ import placement
 import placement.policies
 from placement import HandleView, Plan, PolicyError, State, View
 from placement.core.states import PHASES, WORKER_ROLES
-from placement.phases.policy_lookup import resolve_policy
+from placement.planning.policy_lookup import resolve_policy
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING

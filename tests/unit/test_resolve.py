@@ -15,7 +15,7 @@ import pytest
 import placement
 import placement.policies
 from placement import Plan, PolicyError, View
-from placement.phases.policy_lookup import GROUP, SHIPPED, policy_names, resolve_policy
+from placement.planning.policy_lookup import GROUP, SHIPPED, policy_names, resolve_policy
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 
 
@@ -204,5 +204,5 @@ class TestLayers:
                 assert not name.startswith("placement.policies"), f"{file.name} imports {name}"
 
     def test_importing_placement_and_resolve_loads_no_policy(self) -> None:
-        code = "import sys, placement, placement.phases.policy_lookup; placement.Manager; sys.exit('placement.policies' in sys.modules)"
+        code = "import sys, placement, placement.planning.policy_lookup; placement.Manager; sys.exit('placement.policies' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": str(PACKAGE.parent)}).returncode == 0

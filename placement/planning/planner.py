@@ -11,8 +11,8 @@ from placement.core.settings import Settings
 from placement.core.states import IDLE, HandleView, Plan, View
 from placement.devices.base import DeviceMemory
 from placement.group.budgets import LeastBudget
-from placement.phases import plan_checks
-from placement.phases.budget import Budget
+from placement.planning import plan_checks
+from placement.planning.budget import Budget
 from placement.registration.handle import Handle
 
 _HISTORY = 64

@@ -1,0 +1,125 @@
+"""One phase transition at a time: in one thread, in the process that made the manager, and outside of graph captures."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from placement.core.errors import PhaseError, PlacementError
+from placement.core.torch_modes import without_modes
+from placement.devices.base import Device
+from placement.group.vote import GroupVote
+
+
+class TransitionLock:
+    """The lock of one manager.
+
+    Args:
+        vote: tells the ranks of the group about transitions that failed here.
+        sweep: leaves abandoned phases and forgets collected objects; called at the beginning of every transition.
+        is_outside: whether no phase is open, so that this rank may come late to what the others do.
+    """
+
+    def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
+        self._device = device
+        self._vote = vote
+        self._sweep = sweep
+        self._is_outside = is_outside
+        self._lock = threading.RLock()
+        self._is_busy = False
+        """Whether a transition is under way. What runs inside it (a policy, a factory, a collection) must not begin another."""
+        self.pid = os.getpid()
+        self.is_closed = False
+
+    @contextmanager
+    def attempt(
+        self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
+    ) -> Iterator[None]:
+        """Tell every rank of the group, once, if what is inside fails, even where it fails before a transition begins.
+
+        Args:
+            vote: who tells the group; None: the one that phases are entered and left with.
+            begins: a phase is about to begin. Outside of all phases this rank may have skipped transitions of the others.
+            own: the rank that fails raises its own error; else all of them raise the same.
+            error: the exception with which a phase is left.
+        """
+        vote = self._vote if vote is None else vote
+        if vote.is_alone or os.getpid() != self.pid:  # a forked child is no rank
+            yield
+            return
+        with self._lock:
+            if self._is_busy:  # the transition around this one tells the group
+                yield
+                return
+            with vote.attempt(catches_up=begins and self._is_outside(), error=error):
+                try:
+                    yield
+                except BaseException as raised:
+                    if (told := self._tell(vote, raised, own)) is not None:
+                        raise told from raised
+                    raise
+
+    def _tell(self, vote: GroupVote, error: BaseException, own: bool) -> BaseException | None:
+        self._is_busy = True  # objects that are collected while this waits must not begin a transition
+        try:
+            told = vote.failed(error, waits=not own)
+        finally:
+            self._is_busy = False
+        return None if own else told
+
+    @contextmanager
+    def transition(self) -> Iterator[None]:
+        """Hold the lock for one phase transition, without torch's modes and with nothing abandoned left.
+
+        Raises:
+            PhaseError: this is inside another transition, or a CUDA graph is being captured.
+            PlacementError: the manager is closed, or belongs to another process.
+        """
+        with self._lock:
+            self.check_process()
+            if self._is_busy:
+                raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition")
+            grad_was_on = torch.is_grad_enabled()
+            try:
+                try:
+                    self._is_busy = True
+                    if self._device.is_capturing():
+                        raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
+                    with without_modes(), torch.inference_mode(False), torch.no_grad():
+                        self._sweep()
+                        yield
+                finally:
+                    self._is_busy = False
+            finally:
+                # Again, because an interrupt can fall between the end of the body and the first one, or inside torch's own switch.
+                self._is_busy = False
+                if torch.is_grad_enabled() is not grad_was_on:
+                    torch.set_grad_enabled(grad_was_on)
+
+    def sweep_if_free(self) -> None:
+        """Sweep now, unless a transition is under way in this or another thread: the next one sweeps then."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._is_busy:
+                    with self.transition():
+                        pass
+            finally:
+                self._lock.release()
+
+    def check_process(self) -> None:
+        """Refuse what a forked child, or anybody after `close`, must not do.
+
+        Raises:
+            PlacementError: the manager is closed, or belongs to another process.
+        """
+        if os.getpid() != self.pid:
+            raise PlacementError(
+                f"this manager belongs to process {self.pid}; a forked child has neither its device memory nor its host copies. "
+                "Make a manager of its own there."
+            )
+        if self.is_closed:
+            raise PlacementError("this manager is closed")
