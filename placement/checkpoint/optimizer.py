@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_cuts, some, under
-from placement.checkpoint.optimizer_state import Changes, HybridLoad, OwnLoad, StateChange, settings_of
+from placement.checkpoint.optimizer_state import Changes, OwnLoad, StateChange, StateOfItsOwn, settings_of
 from placement.core.errors import CheckpointError, NotResidentError
 from placement.core.loaded_classes import is_a
 from placement.core.torch_modes import without_modes
-from placement.frameworks import megatron_hybrid
+from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_guard, is_off
 from placement.tensors.plain import rewrapped
@@ -43,11 +43,11 @@ class Optimizer(Part):
         groups: list[dict[str, Any]] = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
             for optimizer in self._optimizers(names):
-                own = megatron_hybrid.exported(optimizer) if megatron_hybrid.is_hybrid(optimizer) else optimizer.state
-                for owner, entry in own.items():
+                own = own_state(optimizer)
+                for owner, entry in (optimizer.state if own is None else own.exported()).items():
                     state[names.get(id(owner), str(owner))] = mapped(entry, self._shown)
                 for group in optimizer.param_groups:
-                    settings = megatron_hybrid.settings(group) if megatron_hybrid.is_hybrid(optimizer) else group
+                    settings = group if own is None else own.settings(group)
                     groups.append({key: value for key, value in settings.items() if key != "params"})
                     groups[-1]["params"] = [names[id(parameter)] for parameter in group["params"]]
         for name, entry in state.items():
@@ -101,15 +101,15 @@ class Optimizer(Part):
                 raise self._error(f"state of {name!r}", "belongs to a parameter that the optimizer does not step")
         changes: list[Change] = []
         for optimizer in optimizers:
-            if megatron_hybrid.is_hybrid(optimizer):
+            if (own := own_state(optimizer)) is not None:
                 state = {
                     parameter: given["state"].get(names[id(parameter)], {})
                     for each in optimizer.param_groups
                     for parameter in each["params"]
                 }
-                for parameter, problem in megatron_hybrid.problems(optimizer, state):
+                for parameter, problem in own.problems(state):
                     raise self._error(f"state of {names[id(parameter)]!r}", problem)
-                changes.append(HybridLoad(optimizer, state, [groups[names[id(each["params"][0])]] for each in optimizer.param_groups]))
+                changes.append(StateOfItsOwn(own, state, [groups[names[id(each["params"][0])]] for each in optimizer.param_groups]))
             elif _loads_itself(optimizer):
                 if is_off(self.handle):
                     raise NotResidentError(

@@ -10,7 +10,7 @@ import torch
 
 from placement.checkpoint.base import Change, copy_over, mapped, same_values
 from placement.core.errors import CheckpointError
-from placement.frameworks import megatron_hybrid
+from placement.frameworks.base import OwnState
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_off
 from placement.tensors.plain import local_device, nested_tensors, parts_of, rewrapped
@@ -183,11 +183,11 @@ class _Before:
             live.copy_(bytes_before)
 
 
-class HybridLoad(Change):
-    """State for Megatron's HybridDeviceOptimizer: written into what is there, where its own load builds everything anew."""
+class StateOfItsOwn(Change):
+    """State of an optimizer that hides it: written into what is there by the framework's knowledge of it (see `OwnState`)."""
 
-    def __init__(self, optimizer: Any, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        self._optimizer, self._state, self._groups = optimizer, state, groups
+    def __init__(self, own: OwnState, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        self._own, self._state, self._groups = own, state, groups
 
     def begin(self) -> None:
         """Everything has been checked, and nothing has to be set aside."""
@@ -196,7 +196,7 @@ class HybridLoad(Change):
         """Nothing has begun."""
 
     def finish(self) -> None:
-        megatron_hybrid.restore(self._optimizer, self._state, self._groups)
+        self._own.restore(self._state, self._groups)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

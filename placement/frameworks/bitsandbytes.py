@@ -1,21 +1,19 @@
-"""Weights that bitsandbytes quantised: payload in the parameter, statistics in objects beside it.
-
-torchao's quantised weights need nothing here: they are wrappers that list what they wrap.
-"""
+"""Weights that bitsandbytes quantised: payload in the parameter, statistics in objects beside it; and its 8-bit optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from placement.core.loaded_classes import is_a
-from placement.frameworks.base import Framework
+from placement.frameworks.base import Framework, Named
 from placement.tensors.owned import Owned
 from placement.tensors.plain import has_bytes, reference
 
 _WEIGHTS = "bitsandbytes.nn.modules"
+_OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
 
 
 class Bitsandbytes(Framework):
@@ -24,6 +22,21 @@ class Bitsandbytes(Framework):
     Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its statistics, which bitsandbytes
     shares among all weights of the process. Its `state_dict()` computes with both (`item()`, `clone()`), in every state of ours.
     """
+
+    carriers = (Named(_WEIGHTS, "Params4bit"), Named(_WEIGHTS, "Int8Params"))
+
+    @classmethod
+    def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
+        if not _OPTIMIZER.is_of(optimizer) or not getattr(optimizer, "is_paged", False):
+            return None
+        found = " with is_paged, whose state lies in managed memory that the driver pages between host and device,"
+        return found, "use the optimizer that is not paged: placement offloads it"
+
+    @classmethod
+    def optimizer_tables(cls, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tables that an 8-bit optimizer gives to the state of every parameter; a loaded state brings others."""
+        if _OPTIMIZER.is_of(optimizer):
+            yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root: Callable[[], torch.nn.Module | None] = reference(root)
@@ -72,22 +85,6 @@ class Bitsandbytes(Framework):
     def _found(self) -> Iterator[tuple[str, Any]]:
         root = self._root()
         return _weights(root) if root is not None else iter(())
-
-
-def copied_parameters(objects: Iterable[object]) -> dict[int, torch.Tensor]:
-    """By the identity of a CPU copy that torchao's `CPUOffloadOptimizer` steps, the module's own parameter."""
-    found: dict[int, torch.Tensor] = {}
-    optimizer: Any
-    for optimizer in objects:
-        if is_a(optimizer, "torchao.optim.cpu_offload", "CPUOffloadOptimizer"):
-            found |= {id(copy): own for own, copy in optimizer.param_d2h_map.items()}
-    return found
-
-
-def code_tables(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tables that an 8-bit optimizer of bitsandbytes gives to the state of every parameter; a loaded state brings others."""
-    if is_a(optimizer, "bitsandbytes.optim.optimizer", "Optimizer8bit"):
-        yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 
 
 def _weights(root: torch.nn.Module) -> Iterator[tuple[str, Any]]:

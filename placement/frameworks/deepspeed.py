@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from placement.core.loaded_classes import is_a
-from placement.frameworks.base import Framework
+from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
 from placement.tensors.owned import Owned
 from placement.tensors.plain import nested_tensors, reference
@@ -20,30 +20,8 @@ _GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
 _FLAT = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat", "averaged_gradients")
 
 
-def is_zero(obj: object) -> bool:
-    """Whether an object is an optimizer of DeepSpeed's own, which flattens what it steps (ZeRO 1 to 3, bf16, fp16)."""
-    return is_a(obj, "deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
-
-
-def model_parameters(objects: Iterable[object]) -> list[torch.Tensor]:
-    """The model's own parameters that DeepSpeed's optimizers among `objects` step through flat copies."""
-    found: dict[int, torch.Tensor] = {}
-    for obj in objects:
-        if is_zero(obj):
-            for name in _GROUPS:
-                found |= {id(each): each for _, each in nested_tensors(vars(obj).get(name), name)}
-    return list(found.values())
-
-
-def offloaded(optimizer: object) -> frozenset[str]:
-    """What DeepSpeed has offloaded of an optimizer and its model ("lp_params", "hp_params", "optim_states", ...)."""
-    if not is_zero(optimizer):
-        return frozenset()
-    return frozenset(str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ()))
-
-
-def advice(names: Iterable[str]) -> str:
-    return f"DeepSpeed has offloaded {', '.join(sorted(names))}; call engine.reload_states() first"
+_ZERO = Named("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
+"""An optimizer of DeepSpeed's own, which flattens what it steps (ZeRO 1 to 3, bf16, fp16)."""
 
 
 class PartitionedWeight(Weight):
@@ -66,6 +44,28 @@ class PartitionedWeight(Weight):
 class DeepSpeed(Framework):
     """An engine whose optimizer is DeepSpeed's own. One without (ZeRO stage 0 in float32) is a plain module."""
 
+    wrappers = (Wrapper(Named("deepspeed.runtime.engine", "DeepSpeedEngine"), "module"),)
+    external_optimizers = (
+        Advised(Named("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"), "DeepSpeed's CPU Adam keeps its state on the CPU"),
+        Advised(Named("deepspeed.ops.adagrad.cpu_adagrad", "DeepSpeedCPUAdagrad"), "DeepSpeed's CPU Adagrad keeps its state on the CPU"),
+        Advised(Named("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion"), "DeepSpeed's CPU Lion keeps its state on the CPU"),
+        Advised(_ZERO, "DeepSpeed moves its state itself (offload_states, reload_states)"),
+    )
+
+    @classmethod
+    def flattened_parameters(cls, objects: Sequence[object]) -> Sequence[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for obj in objects:
+            if _ZERO.is_of(obj):
+                for name in _GROUPS:
+                    found |= {id(each): each for _, each in nested_tensors(vars(obj).get(name), name)}
+        return list(found.values())
+
+    @classmethod
+    def optimizer_away(cls, optimizer: object) -> str | None:
+        names = _offloaded(optimizer)
+        return _advice(names) if names else None
+
     def __init__(self, engine: Any) -> None:
         self._engine: Callable[[], Any] = reference(engine)
 
@@ -73,7 +73,7 @@ class DeepSpeed(Framework):
     def find(cls, root: torch.nn.Module) -> Framework | None:
         engines = (part for part in root.modules() if is_a(part, "deepspeed.runtime.engine", "DeepSpeedEngine"))
         engine: Any = next(engines, None)
-        return cls(engine) if engine is not None and (is_zero(engine.optimizer) or engine.zero_optimization_stage() > 0) else None
+        return cls(engine) if engine is not None and (_ZERO.is_of(engine.optimizer) or engine.zero_optimization_stage() > 0) else None
 
     @property
     def external(self) -> str | None:
@@ -81,8 +81,8 @@ class DeepSpeed(Framework):
 
     def away(self) -> str | None:
         engine = self._engine()
-        away = offloaded(engine.optimizer) if engine is not None else frozenset()
-        return advice(away) if "lp_params" in away else None
+        away = _offloaded(engine.optimizer) if engine is not None else frozenset()
+        return _advice(away) if "lp_params" in away else None
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         engine = self._engine()
@@ -105,3 +105,14 @@ class DeepSpeed(Framework):
         for name, tensor in itertools.chain(flat, parts):
             if isinstance(tensor, torch.Tensor):
                 yield Owned(name, tensor)
+
+
+def _offloaded(optimizer: object) -> frozenset[str]:
+    """What DeepSpeed has offloaded of an optimizer and its model ("lp_params", "hp_params", "optim_states", ...)."""
+    if not _ZERO.is_of(optimizer):
+        return frozenset()
+    return frozenset(str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ()))
+
+
+def _advice(names: Iterable[str]) -> str:
+    return f"DeepSpeed has offloaded {', '.join(sorted(names))}; call engine.reload_states() first"

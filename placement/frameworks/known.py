@@ -1,23 +1,36 @@
-"""The frameworks that are known, one file each."""
+"""The frameworks that are known: those that ship with placement, those of entry points, and those that a program has added."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
 import torch
 
-from placement.frameworks.base import Framework
+from placement.core.errors import RegistrationError
+from placement.frameworks.accelerate import Accelerate
+from placement.frameworks.base import Framework, OwnState
 from placement.frameworks.bitsandbytes import Bitsandbytes
-from placement.frameworks.ddp import DDP
 from placement.frameworks.deepspeed import DeepSpeed
-from placement.frameworks.fsdp1 import FSDP1
-from placement.frameworks.fsdp2 import FSDP2
-from placement.frameworks.megatron import MegatronDDP
-from placement.frameworks.megatron_fsdp import MegatronFSDPShards
+from placement.frameworks.megatron.ddp import Megatron
+from placement.frameworks.megatron.fsdp import MegatronFSDPShards
+from placement.frameworks.pytorch.ddp import DDP
+from placement.frameworks.pytorch.fsdp1 import FSDP1
+from placement.frameworks.pytorch.fsdp2 import FSDP2
+from placement.frameworks.pytorch.wrappers import TorchWrappers
+from placement.frameworks.torchao import TorchAO
 from placement.frameworks.transformer_engine import TransformerEngine
 from placement.frameworks.veomni import VeOmni
+from placement.tensors import plain
 
-FRAMEWORKS: tuple[type[Framework], ...] = (
+GROUP = "placement.frameworks"
+"""Entry points: each names a subclass of `Framework`."""
+
+_SHIPPED: tuple[type[Framework], ...] = (
     FSDP2,
-    MegatronDDP,
+    Megatron,
     MegatronFSDPShards,
     DDP,
     FSDP1,
@@ -25,9 +38,116 @@ FRAMEWORKS: tuple[type[Framework], ...] = (
     Bitsandbytes,
     VeOmni,
     TransformerEngine,
+    TorchAO,
+    Accelerate,
+    TorchWrappers,
 )
+_added: list[type[Framework]] = []
+
+
+def add(framework: type[Framework]) -> None:
+    """Make a framework known to this process, for objects that are registered from now on.
+
+    Raises:
+        TypeError: it is no subclass of `Framework`.
+    """
+    given: object = framework
+    if not isinstance(given, type) or not issubclass(given, Framework):
+        raise TypeError(f"a framework is a subclass of placement.frameworks.base.Framework, not {framework!r}")
+    if framework not in _added:
+        _added.append(framework)
+        _forget()
+
+
+def remove(framework: type[Framework]) -> None:
+    """Undo `add`. Objects that are registered already keep what they have."""
+    _added.remove(framework)
+    _forget()
+
+
+def _forget() -> None:
+    for cached in (frameworks, answering):
+        cached.cache_clear()
+    frameworks()
+
+
+@functools.cache
+def frameworks() -> tuple[type[Framework], ...]:
+    """All of them; the first that answers a question is believed.
+
+    Raises:
+        RegistrationError: an entry point cannot be imported, or names no framework.
+    """
+    found = [*_SHIPPED, *_added]
+    for point in entry_points(group=GROUP):
+        try:
+            framework = point.load()
+            if not issubclass(framework, Framework):
+                raise TypeError(f"{framework!r} is no subclass of placement.frameworks.base.Framework")
+        except Exception as error:
+            raise RegistrationError(f"entry point {point.name!r} of the group {GROUP!r} ({point.value}) cannot be used: {error}") from error
+        found.append(framework)
+    plain.set_carriers((named.module, named.name) for each in found for named in each.carriers)
+    return tuple(dict.fromkeys(found))
+
+
+@functools.cache
+def answering(question: str) -> tuple[type[Framework], ...]:
+    """The frameworks that answer a question (a class attribute or class method of `Framework`) in a way of their own.
+
+    Most questions are asked for every object at every phase transition, and most frameworks have nothing to say.
+    """
+
+    def answer(framework: type[Framework]) -> Any:
+        found = getattr(framework, question)
+        return getattr(found, "__func__", found)
+
+    return tuple(each for each in frameworks() if answer(each) is not answer(Framework))
 
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
     """The frameworks that had a hand in a module tree."""
-    return [found for found in (cls.find(root) for cls in FRAMEWORKS) if found is not None]
+    return [found for found in (cls.find(root) for cls in answering("find")) if found is not None]
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """What a module is without the wrappers around it."""
+    wrappers = [wrapper for each in answering("wrappers") for wrapper in each.wrappers]
+    while (inner := next((wrapper.inner for wrapper in wrappers if wrapper.cls.is_of(module)), None)) is not None:
+        module = module._modules[inner]  # type: ignore[assignment]
+    return module
+
+
+def has_own_export(part: torch.nn.Module) -> bool:
+    """Whether only its framework's own export publishes what a module shards."""
+    return any(named.is_of(part) for each in answering("with_own_export") for named in each.with_own_export)
+
+
+def own_state(optimizer: object) -> OwnState | None:
+    """See `Framework.own_state`."""
+    return next((found for each in answering("own_state") if (found := each.own_state(optimizer)) is not None), None)
+
+
+def holds_optimizers(obj: object) -> bool:
+    """See `Framework.holds_optimizers`."""
+    return any(each.holds_optimizers(obj) for each in answering("holds_optimizers"))
+
+
+def stepped_for(objects: Sequence[object]) -> dict[int, torch.Tensor]:
+    """See `Framework.stepped_for`."""
+    return {key: own for each in answering("stepped_for") for key, own in each.stepped_for(objects).items()}
+
+
+def optimizer_tables(optimizer: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """See `Framework.optimizer_tables`."""
+    return (found for each in answering("optimizer_tables") for found in each.optimizer_tables(optimizer))
+
+
+def optimizer_scalars(objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """See `Framework.optimizer_scalars`."""
+    return (found for each in answering("optimizer_scalars") for found in each.optimizer_scalars(objects))
+
+
+def reading_methods(obj: object) -> list[str]:
+    """See `Framework.reading_methods`."""
+    return [name for each in answering("reading_methods") for name in each.reading_methods(obj)]

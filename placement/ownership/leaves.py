@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from placement.frameworks import megatron_hybrid
-from placement.frameworks.bitsandbytes import code_tables
+from placement.frameworks.known import optimizer_tables, own_state
 from placement.tensors.plain import nested_tensors
 
 WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dict", "optim_dict")
@@ -54,7 +53,7 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
 
 
 def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
-    if megatron_hybrid.is_hybrid(obj):  # what it holds is new after every load; its own state shows theirs, by the model's parameters
+    if own_state(obj) is not None:  # what it holds is its own affair, and new after every load
         return
     fields = dict(getattr(obj, "__dict__", {}))
     for name in WRAPPING:
@@ -108,7 +107,7 @@ def state_of(leaf: Leaf) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Te
                 yield f"{label}.{key}", str(key), group, value
             elif isinstance(value, (list, tuple, Mapping)):
                 yield from ((name, str(key), group, tensor) for name, tensor in nested_tensors(value, f"{label}.{key}"))
-    yield from ((leaf.path + name, name, last[1], tensor) for name, tensor in code_tables(leaf.optimizer))
+    yield from ((leaf.path + name, name, last[1], tensor) for name, tensor in optimizer_tables(leaf.optimizer))
 
 
 def wrapper_of(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:

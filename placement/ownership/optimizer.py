@@ -10,18 +10,10 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.frameworks import deepspeed, megatron_hybrid
-from placement.frameworks.bitsandbytes import copied_parameters
-from placement.frameworks.megatron import (
-    chunk_parameters,
-    is_megatron_optimizer,
-    main_parameters,
-    model_parameters,
-    scalars_of,
-    storages_of,
-)
+from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
 from placement.ownership.detect import external_optimizer, refuse_optimizer
 from placement.ownership.leaves import WRAPPING, Leaf, find, is_all_born, is_born, parameters_of, state_of, wrapper_of
+from placement.ownership.main_parameters import main_parameters, storages_of
 from placement.ownership.twin import Unborn, unborn_state
 from placement.tensors.owned import Adapter, Owned, Seen
 from placement.tensors.plain import is_plain, parts_of, plain_parts, problem_of, reference, with_index
@@ -62,8 +54,7 @@ class OptimizerAdapter(Adapter):
         """As far as it could be told at the last `expected_sizes`."""
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
-        # Megatron's wrappers hold no optimizer where this rank has nothing to step.
-        is_optimizer = bool(leaves) or any(is_megatron_optimizer(obj) for obj in objects)
+        is_optimizer = bool(leaves) or any(map(holds_optimizers, objects))
         is_scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
         if not is_optimizer or is_scheduler or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
@@ -105,7 +96,7 @@ class OptimizerAdapter(Adapter):
         """What is remembered of a walk; None where the next one must be a whole one again."""
         objects, leaves = self._look()
         optimizers = [leaf.optimizer for leaf in leaves]
-        if self._external is not None or any(map(is_megatron_optimizer, objects)) or not SteadyState.fits(optimizers):
+        if self._external is not None or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
         staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
         if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
@@ -119,7 +110,7 @@ class OptimizerAdapter(Adapter):
         self._sparse = []
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
-        models = model_parameters(objects)
+        models = stepped_for(objects)
         seen = {id(parameter) for parameter in parameters}
         theirs = {id(own): own for own in (models.get(id(each), each) for each in parameters)}.values()
         storages = {part.untyped_storage()._cdata for each in theirs for _, part in plain_parts(each, "")}
@@ -128,8 +119,8 @@ class OptimizerAdapter(Adapter):
             for main in main_parameters(parameters, models):
                 yield from self._plain(main, storages)
         for leaf in leaves:
-            if megatron_hybrid.is_hybrid(leaf.optimizer):
-                for held in megatron_hybrid.tensors(leaf.optimizer, leaf.path):
+            if (own := own_state(leaf.optimizer)) is not None:
+                for held in own.tensors(leaf.path):
                     seen.add(id(held.tensor))
                     yield held
             for name, key, group, tensor in state_of(leaf):
@@ -166,14 +157,14 @@ class OptimizerAdapter(Adapter):
 
     def borrowed(self) -> Iterator[torch.Tensor]:
         objects, leaves = self._look()
-        models = model_parameters(objects)
+        models = stepped_for(objects)
         storages = storages_of(models.values())
         for main in main_parameters(parameters_of(leaves), models):
             if main.tensor.untyped_storage()._cdata in storages:
                 yield main.tensor
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        return ((name, scalar.nbytes) for name, scalar in scalars_of(self._look()[0]) if scalar.device == self._device)
+        return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(self._look()[0]) if scalar.device == self._device)
 
     def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
         """Whether a CPU tensor of the state is there by right.
@@ -231,15 +222,17 @@ class OptimizerAdapter(Adapter):
         Of a main parameter or a shard the module's own; of an optimizer that is sharded over ranks also those that other ranks step.
         """
         objects, leaves = self._look()
-        if flattened := deepspeed.model_parameters(objects):
+        flattened = [own for each in answering("flattened_parameters") for own in each.flattened_parameters(objects)]
+        if flattened:
             return flattened
-        models = model_parameters(objects) | copied_parameters(objects)
-        known = itertools.chain((models.get(id(each), each) for each in parameters_of(leaves)), chunk_parameters(objects))
+        models = stepped_for(objects)
+        further = (own for each in answering("further_parameters") for own in each.further_parameters(objects))
+        known = itertools.chain((models.get(id(each), each) for each in parameters_of(leaves)), further)
         return list({id(own): own for own in known}.values())
 
     def away(self) -> str | None:
-        names = deepspeed.offloaded(self._root())
-        return deepspeed.advice(names) if names else None
+        root = self._root()
+        return next((reason for each in answering("optimizer_away") if (reason := each.optimizer_away(root)) is not None), None)
 
     def state_is_born(self) -> bool:
         """Whether any optimizer found in the object has state: true from the first step, or from the constructor (Adagrad)."""
@@ -259,7 +252,7 @@ class OptimizerAdapter(Adapter):
             return ()
         found: list[Unborn] = []
         objects, leaves = self._look()
-        given = model_parameters(objects)
+        given = stepped_for(objects)
         for leaf in leaves:
             if is_all_born(leaf.optimizer, given):
                 continue

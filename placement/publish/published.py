@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from contextlib import suppress
 
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.core.loaded_classes import is_a
+from placement.frameworks.known import has_own_export
 from placement.frameworks.weights import Weight, weight_of
 from placement.publish import lora
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Skeleton, key_of, named_places
-
-_OWN_EXPORT = (
-    ("megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
-    ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
-)
-"""Classes that cut their DTensors at places of their own, where torch would gather something else."""
 
 
 def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weight]]:
@@ -67,8 +60,9 @@ def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str,
     Raises:
         RegistrationError: which weight, why, and what to do; on all ranks alike.
     """
-    for part, (where, cls) in itertools.product(root.modules(), _OWN_EXPORT):
-        if is_a(part, where, cls):
+    for part in root.modules():
+        if has_own_export(part):
+            cls = type(part).__name__
             raise RegistrationError(f"{name!r}: {cls} cuts its parameters at places of its own; publish them with its own export")
     for weight_name, weight in weights:
         if (problem := weight.problem) is not None:

@@ -12,29 +12,8 @@ from typing import Any
 
 import torch
 
-from placement.core.loaded_classes import is_a
-from placement.frameworks.known import frameworks_of
+from placement.frameworks.known import frameworks_of, unwrapped
 from placement.frameworks.weights import Weight, weight_of
-
-_WRAPPERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
-    ("megatron.core.distributed.data_parallel_base", "_BaseDataParallel", "module"),
-    ("megatron.core.transformer.module", "Float16Module", "module"),
-    ("megatron_fsdp.megatron_fsdp", "MegatronFSDP", "module"),
-    ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP", "module"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine", "module"),
-)
-"""Classes that add nothing but a level of names, and the name of what they wrap."""
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What a module is without the wrappers around it."""
-    while (inner := next((name for where, cls, name in _WRAPPERS if is_a(module, where, cls)), None)) is not None:
-        module = module._modules[inner]  # type: ignore[assignment]
-    return module
 
 
 class Copier(abc.ABC):

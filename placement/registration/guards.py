@@ -18,7 +18,7 @@ from placement.core.call_guard import CHECKS, CallGuard
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.loaded_classes import is_a
 from placement.core.states import State
-from placement.frameworks.megatron import reading_methods
+from placement.frameworks.known import reading_methods
 from placement.registration.initial_step import undo_initial_step
 from placement.registration.method_call import MethodCall
 from placement.registration.state_dicts import StateDictCall, is_stateless, lies_in, shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,23 @@ from placement.core.loaded_classes import loaded_class
 
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs an adapter of its own.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Classes whose bytes lie in the tensor's own storage, as a plain one's. What they keep beside it their framework's adapter finds.
-_CARRIERS = (("bitsandbytes.nn.modules", "Params4bit"), ("bitsandbytes.nn.modules", "Int8Params"))
+_carriers: set[tuple[str, str]] = set()
+
+
+def set_carriers(classes: Iterable[tuple[str, str]]) -> None:
+    """Say which further classes (module and name) have their bytes in the tensor's own storage, as a plain tensor has.
+
+    What they keep beside it their framework finds.
+    """
+    _carriers.clear()
+    _carriers.update(classes)
+    is_plain_type.cache_clear()
 
 
 @functools.cache
 def is_plain_type(cls: type) -> bool:
     """Whether tensors of a class have their bytes in their own storage, and nowhere else that we do not know."""
-    known = (loaded_class(*each) for each in _CARRIERS)
+    known = (loaded_class(*each) for each in _carriers)
     return cls in PLAIN_TYPES or any(carrier is not None and issubclass(cls, carrier) for carrier in known)
 
 

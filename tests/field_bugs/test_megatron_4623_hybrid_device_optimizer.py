@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import placement
 from placement import Manager, PhaseError
-from placement.frameworks import megatron_hybrid
+from placement.frameworks.megatron import hybrid as megatron_hybrid
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.frameworks import needs
 from tests.ranks import Ranks

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from placement.core.loaded_classes import loaded_class
-from placement.frameworks.base import Framework
+from placement.frameworks.base import Framework, Named, Wrapper
 from placement.tensors.owned import Owned
 from placement.tensors.plain import nested_tensors
 
 
 class DDP(Framework):
     """Every `DistributedDataParallel` of a module tree."""
+
+    wrappers = (Wrapper(Named("torch.nn.parallel.distributed", "DistributedDataParallel"), "module"),)
 
     def __init__(self, parts: dict[str, Any]) -> None:
         self._reducers = [_Reducer(f"{path}." if path else "", part) for path, part in parts.items()]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from placement.core.loaded_classes import is_a
+from placement.frameworks.base import Named, OwnState
 from placement.tensors.owned import Owned
 from placement.tensors.plain import is_wrapper, parts_of, plain_parts, rewrapped
 
@@ -21,9 +21,29 @@ MASTER = "master_param"
 _COPIES = ("param_to_fp32_param", "gpu_params_map_cpu_copy")
 
 
-def is_hybrid(obj: object) -> bool:
-    """Whether it is a HybridDeviceOptimizer."""
-    return is_a(obj, "megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
+HYBRID = Named("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
+
+
+class HybridState(OwnState):
+    """The state of one HybridDeviceOptimizer."""
+
+    def __init__(self, hybrid: Any) -> None:
+        self._hybrid = hybrid
+
+    def tensors(self, path: str) -> Iterator[Owned]:
+        return tensors(self._hybrid, path)
+
+    def exported(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return exported(self._hybrid)
+
+    def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return settings(group)
+
+    def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
+        return problems(self._hybrid, given)
+
+    def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        restore(self._hybrid, given, groups)
 
 
 def tensors(hybrid: Any, name: str) -> Iterator[Owned]:

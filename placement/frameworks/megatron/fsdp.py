@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from placement.core.loaded_classes import loaded_class
-from placement.frameworks.base import Framework
-from placement.frameworks.megatron import drop_global_buffer
+from placement.frameworks.base import Framework, Named, Wrapper
+from placement.frameworks.megatron.ddp import drop_global_buffer
 from placement.tensors.owned import Owned
 
 _MODULES = ("megatron_fsdp.megatron_fsdp", "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
@@ -23,6 +23,9 @@ _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsd
 
 class MegatronFSDPShards(Framework):
     """Every MegatronFSDP in a module tree."""
+
+    wrappers = tuple(Wrapper(Named(module, "MegatronFSDP"), "module") for module in _MODULES)
+    with_own_export = tuple(Named(module, "MegatronFSDP") for module in _MODULES)
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)

@@ -14,8 +14,8 @@ import torch
 
 from placement.core.errors import PhaseError
 from placement.core.loaded_classes import loaded_class
-from placement.frameworks.base import Framework
-from placement.frameworks.fsdp1_weights import flat_weights
+from placement.frameworks.base import Framework, Named, Wrapper
+from placement.frameworks.pytorch.fsdp1_weights import flat_weights
 from placement.frameworks.weights import Weight
 from placement.tensors.owned import Owned
 
@@ -25,6 +25,8 @@ _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 class FSDP1(Framework):
     """Every `FullyShardedDataParallel` of a module tree; those without parameters of their own have no handle."""
+
+    wrappers = (Wrapper(Named("torch.distributed.fsdp", "FullyShardedDataParallel"), "_fsdp_wrapped_module"),)
 
     def __init__(self, parts: dict[str, Any]) -> None:
         # Kept, because walking a large model takes as long as everything else here: wrapping comes before registering.

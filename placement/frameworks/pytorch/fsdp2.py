@@ -8,7 +8,7 @@ storage, and gathers from it. So the storage is what has a place, and nothing is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ class FSDP2(Framework):
     Between phases all of them are sharded. Torch leaves the root unsharded after a forward, so `parameters()` shows tensors then
     that are gone at the next reshard, which is not recursive either: each part is told.
     """
+
+    @classmethod
+    def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
+        """Parameters whose local part lies on the CPU beside an accelerator are under CPUOffloadPolicy."""
+        local = [getattr(parameter, "_local_tensor", None) for parameter in parameters]
+        if compute_device.type != "cpu" and local and all(part is not None and part.device.type == "cpu" for part in local):
+            return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
+        return None
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)

@@ -1,4 +1,4 @@
-"""Megatron-Core: the contiguous buffers of its DistributedDataParallel, and the main parameters of its optimizers.
+"""Megatron-Core: the contiguous buffers of its DistributedDataParallel.
 
 Parameters and gradients of a model are views of a few large buffers, and so are the shards that the distributed optimizer steps, where
 they have the type of the model. A storage is moved once, wherever it is looked at from, so every one of these aliases survives.
@@ -7,36 +7,31 @@ they have the type of the model. A storage is moved once, wherever it is looked 
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from placement.core.loaded_classes import is_a, loaded_class
-from placement.frameworks.base import Framework
+from placement.core.loaded_classes import loaded_class
+from placement.frameworks.base import Named, Wrapper
+from placement.frameworks.megatron.optimizers import MegatronOptimizers
 from placement.tensors.owned import Owned
 
-_GRADIENTS = ("grad", "decoupled_grad")
-_READING = (
-    "sharded_state_dict",
-    "save_parameter_state",
-    "load_parameter_state",
-    "reload_model_params",
-    "offload_to_cpu",
-    "restore_from_cpu",
-)
 
+class Megatron(MegatronOptimizers):
+    """The buffers behind Megatron's DistributedDataParallel, gradients that are kept in `main_grad`, and Megatron's optimizers."""
 
-class MegatronDDP(Framework):
-    """The buffers behind Megatron's DistributedDataParallel, and gradients that are kept in `main_grad`."""
+    wrappers = (
+        Wrapper(Named("megatron.core.distributed.data_parallel_base", "_BaseDataParallel"), "module"),
+        Wrapper(Named("megatron.core.transformer.module", "Float16Module"), "module"),
+    )
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
 
     @classmethod
-    def find(cls, root: torch.nn.Module) -> MegatronDDP | None:
+    def find(cls, root: torch.nn.Module) -> Megatron | None:
         if any(_ddps(root)) or any(isinstance(getattr(each, "main_grad", None), torch.Tensor) for each in root.parameters()):
             return cls(root)
         return None
@@ -143,73 +138,3 @@ def drop_global_buffer() -> None:
     buffer = getattr(getattr(state, "_GLOBAL_MEMORY_BUFFER", None), "buffer", None)
     if isinstance(buffer, dict):
         buffer.clear()
-
-
-# --- optimizers
-
-
-def is_megatron_optimizer(obj: object) -> bool:
-    """Whether it is one of Megatron's wrappers of an optimizer. One that has nothing to step on this rank holds none."""
-    cls = loaded_class("megatron.core.optimizer.optimizer", "MegatronOptimizer")
-    return cls is not None and isinstance(obj, cls)
-
-
-def model_parameters(objects: Iterable[object]) -> dict[int, torch.Tensor]:
-    """By the identity of what an inner optimizer steps in a parameter's place (a shard, a main parameter in float32): the parameter."""
-    found: dict[int, torch.Tensor] = {}
-    for obj in filter(is_megatron_optimizer, objects):
-        for stepped, models in (
-            ("shard_fp32_from_float16_groups", "model_float16_groups"),
-            ("shard_float16_groups", "model_float16_groups"),
-            ("shard_fp32_groups", "model_fp32_groups"),
-            ("fp32_from_float16_groups", "float16_groups"),
-        ):
-            for ours, theirs in zip(getattr(obj, stepped, ()), getattr(obj, models, ()), strict=False):
-                # None where the inner optimizer itself keeps the main parameter.
-                found.update({id(own): model for own, model in zip(ours, theirs, strict=False) if own is not None})
-    return found
-
-
-def chunk_parameters(objects: Iterable[object]) -> Iterator[torch.Tensor]:
-    """The parameters of the model chunks that Megatron's optimizers are for, those included that other ranks step."""
-    for obj in filter(is_megatron_optimizer, objects):
-        for chunk in getattr(obj, "model_chunks", ()):
-            yield from chunk.parameters()
-
-
-def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.Tensor]) -> Iterator[Owned]:
-    """What is stepped in place of a model's parameters, by index, and its gradients."""
-    if not models:
-        return
-    with warnings.catch_warnings():  # a shard of a float32 parameter is a view inside a graph, whose `.grad` is None until the first step
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        found = [
-            (index, main, [(name, getattr(main, name, None)) for name in _GRADIENTS])
-            for index, main in enumerate(stepped)
-            if id(main) in models
-        ]
-    for index, main, gradients in found:
-        yield Owned(f"main.{index}", main)
-        yield from (Owned(f"main.{index}.{name}", each, True) for name, each in gradients if each is not None)
-
-
-def storages_of(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """The storages of modules' parameters and of their gradients, wherever a framework keeps them."""
-    tensors = (getattr(each, name, None) for each in parameters for name in ("data", "grad", "main_grad"))
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
-
-
-def reading_methods(obj: object) -> list[str]:
-    """Methods of Megatron's that read or write an object's tensors past every hook of torch."""
-    if is_megatron_optimizer(obj):
-        return [name for name in _READING if callable(getattr(type(obj), name, None))]
-    return ["sharded_state_dict"] if is_a(obj, "megatron.core.transformer.module", "MegatronModule") else []
-
-
-def scalars_of(objects: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Loss scales and overflow flags: a few bytes that forward and backward read, so that they stay where they are."""
-    for obj in filter(is_megatron_optimizer, objects):
-        for owner in (obj, getattr(obj, "grad_scaler", None)):
-            for name, value in getattr(owner, "__dict__", {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{type(owner).__name__}.{name}", value

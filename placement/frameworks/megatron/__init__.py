@@ -1,0 +1,1 @@
+"""Megatron-Core: its DistributedDataParallel, its optimizers, and Megatron-FSDP."""

@@ -1,0 +1,27 @@
+"""torchao: its CPU-offloaded optimizer. Its quantised weights need nothing here: they are wrappers that list what they wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from placement.frameworks.base import Advised, Framework, Named
+
+_OFFLOADED = Named("torchao.optim.cpu_offload", "CPUOffloadOptimizer")
+
+
+class TorchAO(Framework):
+    """`CPUOffloadOptimizer` steps copies on the CPU."""
+
+    external_optimizers = (Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),)
+
+    @classmethod
+    def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        optimizer: Any
+        for optimizer in objects:
+            if _OFFLOADED.is_of(optimizer):
+                found |= {id(copy): own for own, copy in optimizer.param_d2h_map.items()}
+        return found
