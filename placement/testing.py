@@ -10,6 +10,7 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
+from placement.devices.adoption import Adopter
 from placement.devices.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
 from placement.devices.simulated.device import SimulatedDevice
 
@@ -94,6 +95,10 @@ class Faults(Device):
         if name == "device":  # not set yet: a copy or an unpickled object asks before there is one
             raise AttributeError(name)
         return getattr(self.device, name)
+
+    @property
+    def adopter(self) -> Adopter:
+        return self.device.adopter
 
     @property
     def uuid(self) -> str:

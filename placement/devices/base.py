@@ -20,6 +20,8 @@ from typing import Literal
 
 import torch
 
+from placement.devices.adoption import Adopter
+
 POISON_WORD = bytes.fromhex("ff ff ff ff ff ff f7 ff")
 """What poison consists of, over and over: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
 
@@ -164,6 +166,11 @@ class Device(abc.ABC):
     """The size of a full chunk, a multiple of the granularity."""
     pinned_limit_bytes: int | None = None
     """Most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
+
+    @property
+    def adopter(self) -> Adopter:
+        """How storages get a place in this device's ranges."""
+        return Adopter(self.torch_device)
 
     @property
     def uuid(self) -> str:

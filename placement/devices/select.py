@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import entry_points
 
 import torch
 
@@ -10,22 +11,26 @@ from placement.core.errors import PlacementError
 from placement.devices.base import Device
 from placement.devices.cuda.driver import refuse_rocm
 
-_CUDA = re.compile(r"cuda(?::(\d+))?")
+GROUP = "placement.devices"
+"""Entry points by the kind of a device: each names a callable that takes the device's whole name ("npu:1") and returns a `Device`."""
+_NAME = re.compile(r"([A-Za-z_]\w*)(?::(\d+))?")
 
 
 def select_device(name: str, *, is_tight: bool = False) -> Device:
-    """The device called "auto", "cuda" or "cuda:N".
+    """The device called "auto", "cuda", "cuda:N", or by the name of an entry point of the group `placement.devices`, also with ":N".
 
     Args:
         is_tight: its memory was portioned out, so that a swap may have little room beside the larger side.
 
     Raises:
         ValueError: no such name.
-        PlacementError: this process has no accelerator, one that is not supported, or lacks what its virtual memory needs.
+        PlacementError: this process has no accelerator, one that is not supported, or lacks what its virtual memory needs; or an entry
+            point cannot be used.
     """
-    match = _CUDA.fullmatch(name)
-    if name != "auto" and match is None:
-        raise ValueError(f'device {name!r} is not known; write "auto", "cuda:0", or pass a Device: placement.testing.SimulatedDevice')
+    match = _NAME.fullmatch(name)
+    kind = "" if match is None else match[1]
+    if kind not in ("auto", "cuda") or name.startswith("auto:"):
+        return _from_entry_point(name, kind)
     refuse_rocm(name)
     if not torch.cuda.is_available():
         raise PlacementError(
@@ -34,6 +39,23 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
         )
     from placement.devices.cuda.device import CHUNK_BYTES, TIGHT_CHUNK_BYTES, CudaDevice
 
-    index = match.group(1) if match is not None else None
+    index = match[2] if match is not None else None
     chunk_bytes = TIGHT_CHUNK_BYTES if is_tight else CHUNK_BYTES
     return CudaDevice(torch.cuda.current_device() if index is None else int(index), chunk_bytes=chunk_bytes)
+
+
+def _from_entry_point(name: str, kind: str) -> Device:
+    points = entry_points(group=GROUP)
+    point = next((each for each in points if each.name == kind), None)
+    if point is None:
+        known = ", ".join(f'"{each}"' for each in sorted({"auto", "cuda:0", *(each.name for each in points)}))
+        raise ValueError(f"device {name!r} is not known; write one of {known}, or pass a Device: placement.testing.SimulatedDevice")
+    try:
+        device = point.load()(name)
+    except Exception as error:
+        raise PlacementError(
+            f"device {name!r}: entry point {point.name!r} of the group {GROUP!r} ({point.value}) failed: {error}"
+        ) from error
+    if not isinstance(device, Device):
+        raise PlacementError(f"device {name!r}: entry point {point.name!r} ({point.value}) gave {device!r}, which is no placement Device")
+    return device

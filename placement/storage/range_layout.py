@@ -1,38 +1,29 @@
 """How a storage gets its place in a range, once, and how it leaves again.
 
 The unit is the storage: what points into it (views, tied weights, saved tensors of a live graph, references held in C++)
-follows. Three ways, chosen storage by storage:
-
-* swap: the storage exchanges its pointer with one that lies in the range (torch 2.13 on).
-* pool: a CUDA storage where torch cannot swap; see `cuda_pool`. Torch counts it in `memory_allocated()`.
-* rebind: a storage on another device than the range's (born on the CPU). It cannot follow, so every tensor that uses it is
-  given a new storage by `.data =`. An unknown tensor would stay behind with the old bytes, so an unknown one is refused.
+follows. The device's `Adopter` chooses the way, storage by storage. A storage that is rebound (one born on the CPU, for an
+accelerator) cannot follow, and an unknown tensor would stay behind with the old bytes, so an unknown one is refused.
 
 Everything here runs outside inference mode, on one thread at a time.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from placement.core.errors import RegistrationError
+from placement.devices import adoption
+from placement.devices.adoption import Pool, Way
 from placement.devices.base import Addresses, Device
-from placement.devices.cuda import pool
-from placement.devices.cuda.lifetime import uninterrupted
-from placement.devices.cuda.pool_plan import plan
 from placement.tensors.owned import Owned
 
 _ALIGNMENT = 512
 _SMALL_ALIGNMENT = 64
 """Of storages below `_SMALL`; enough for every vector load, and thousands of scalars stay small."""
 _SMALL = 4096
-
-Way = Literal["swap", "pool", "rebind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +62,21 @@ class RangeLayout:
         self._device = device
         self._claims = tuple(claims)
         self._sizes = tuple(claim.nbytes for claim in claims)
-        self.ways: tuple[Way, ...] = tuple(_way(device, claim.storage) for claim in claims)
+        self.ways: tuple[Way, ...] = tuple(device.adopter.way(claim.storage) for claim in claims)
         for claim, way in zip(self._claims, self.ways, strict=True):
             if way == "rebind":
                 _refuse_unknown(claim)
-        if "cuda" in {claim.storage.device.type for claim in claims}:
-            pool.refuse_private([(claim.name, claim.storage) for claim in claims if claim.storage.device.type == "cuda"])
+        device.adopter.refuse([(claim.name, claim.storage) for claim in claims])
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
-        used = plan([self._sizes[i] for i in pooled])[1]
+        used = device.adopter.pooled_bytes([self._sizes[i] for i in pooled])
         packed, self.nbytes = _pack([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
         self.addresses: Addresses = reserve(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
-        self._pool: pool.PoolRange | None = None
+        self._pool: Pool | None = None
         self._pool_index = {claim: index for index, claim in enumerate(pooled)}
         if pooled:
             sizes = [self._sizes[i] for i in pooled]
-            self._pool = pool.PoolRange(device.torch_device, self.addresses, sizes, self)
+            self._pool = device.adopter.pool(self.addresses, sizes, self)
             for i, index in self._pool_index.items():
                 packed[i] = self._pool.offsets.get(index, 0)
         self.offsets: tuple[int, ...] = tuple(packed)
@@ -146,10 +136,7 @@ def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Ad
 
 def expected_bytes(device: Device, sizes: Sequence[int]) -> int:
     """Upper bound of `RangeLayout.nbytes` for storages of these sizes on the range's device."""
-    packed = _pack(sizes, 0)[1]
-    if device.torch_device.type == "cuda" and not _can_swap():
-        return max(packed, plan(sizes)[1])
-    return packed
+    return max(_pack(sizes, 0)[1], device.adopter.pooled_bytes(sizes))
 
 
 def move_out(
@@ -178,13 +165,8 @@ def move_out(
     if nbytes == 0:
         return
     follows = storage.device == target_device == device.torch_device
-    if follows and not _can_swap() and target_device.type == "cuda" and storage.resizable():
-        # Lack of memory shows here, before anything is given up: the next lines get this block.
-        reserved = torch.UntypedStorage(nbytes, device=target_device)
-        uninterrupted(
-            functools.partial(storage.resize_, 0), functools.partial(reserved.resize_, 0), functools.partial(storage.resize_, nbytes)
-        )
-        pool.leave(storage)
+    if follows and device.adopter.way(storage) == "pool":
+        device.adopter.reallocate(storage)
         fill(_bytes_of(storage))
         return
     homes = {} if homes is None else homes
@@ -192,7 +174,7 @@ def move_out(
     if home is None:
         home = torch.UntypedStorage(nbytes, device=target_device)
         fill(_bytes_of(home))
-    if follows and _can_swap():
+    if follows and adoption.can_swap():
         storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
     else:
         homes[storage.data_ptr()] = home
@@ -201,24 +183,12 @@ def move_out(
 
 def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
     """Give a storage the memory of another, whatever its size is now, for everybody who uses it. False where torch cannot."""
-    if storage.device != home.device or not _can_swap():
+    if storage.device != home.device or not adoption.can_swap():
         return False
     if storage.nbytes() != home.nbytes():  # torch exchanges memory of one size, or with an empty storage
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
     storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
     return True
-
-
-def _can_swap() -> bool:
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def _way(device: Device, storage: torch.UntypedStorage) -> Way:
-    if storage.device != device.torch_device:
-        return "rebind"
-    if _can_swap():
-        return "swap"
-    return "pool" if storage.device.type == "cuda" and storage.resizable() else "rebind"
 
 
 def _pack(sizes: Sequence[int], start: int) -> tuple[list[int], int]:

@@ -24,7 +24,7 @@ from torch import nn
 
 import placement
 from placement import checkpoint
-from placement.storage import range_layout
+from placement.devices import adoption
 from placement.storage.offloaded.host_reads import is_reading
 from placement.tensors.plain import nested_tensors
 from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
@@ -205,7 +205,7 @@ class RegisterFromElsewhere(Register):
     every_point = True
 
     def run(self, tracing: Tracing) -> None:
-        with mock.patch.object(range_layout, "_can_swap", return_value=False):
+        with mock.patch.object(adoption, "can_swap", return_value=False):
             super().run(tracing)
 
 
@@ -231,11 +231,11 @@ class UnregisterToElsewhere(Unregister):
     every_point = True
 
     def run(self, tracing: Tracing) -> None:
-        with mock.patch.object(range_layout, "_can_swap", return_value=False):
+        with mock.patch.object(adoption, "can_swap", return_value=False):
             super().run(tracing)
 
     def check(self) -> None:
-        with mock.patch.object(range_layout, "_can_swap", return_value=False):
+        with mock.patch.object(adoption, "can_swap", return_value=False):
             super().check()
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager, NotResidentError, PhaseError, RegistrationError
+from placement.devices import adoption
 from placement.policies import Colocated
-from placement.storage import range_layout
 from placement.testing import assert_nothing_resident
 from tests.sharded.megatron_worker import Kind, Program, buffers, build, inner, make_manager, optimize, start, stepped, wrap
 from tests.sharded.modules import replaced
@@ -51,7 +51,7 @@ def aliases(kind: Kind, can_swap: bool) -> None:
                 for view in views:
                     view.add_(1.0)
             assert all(as_bytes(parameter) != old for parameter, old in zip(parameters, before, strict=True))
-        with mock.patch.object(range_layout, "_can_swap", return_value=can_swap):
+        with mock.patch.object(adoption, "can_swap", return_value=can_swap):
             manager.close()
         assert storages(views) <= storages(buffer.param_data for buffer in buffers(program.model))
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import placement
 from placement import IntegrityError, RegistrationError, State
+from placement.devices import adoption
 from placement.policies import Colocated
-from placement.storage import range_layout
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
 from tests.sharded import fsdp2_worker as worker
@@ -55,12 +55,12 @@ def test_several_groups_in_one_module(two_ranks: Ranks) -> None:
 
 
 def _without_swapping() -> None:
-    can_swap = range_layout._can_swap
-    range_layout._can_swap = lambda: False
+    can_swap = adoption.can_swap
+    adoption.can_swap = lambda: False
     try:
         training.compare(worker.plain_fsdp2, steps=3)
     finally:
-        range_layout._can_swap = can_swap
+        adoption.can_swap = can_swap
 
 
 def test_where_storages_cannot_be_swapped(two_ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from placement.core.errors import PlacementError, RegistrationError
+from placement.devices import adoption
 from placement.devices.base import Chunk, Copy
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.pool_plan import plan
@@ -33,7 +34,7 @@ def device() -> SimulatedDevice:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of a CPU storage; an older torch has only the second."""
     if request.param == "rebind":
-        monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
+        monkeypatch.setattr(adoption, "can_swap", lambda: False)
     return str(request.param)
 
 
@@ -131,7 +132,7 @@ def test_unknown_aliases_and_a_live_graph_follow_a_swap(device: SimulatedDevice)
 def test_rebinding_refuses_a_storage_with_an_unknown_user(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, hold: Callable[[torch.nn.Module], Any]
 ) -> None:
-    monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
+    monkeypatch.setattr(adoption, "can_swap", lambda: False)
     model = torch.nn.Linear(4, 4, bias=False)
     model.scaled = torch.nn.Parameter(model.weight.data.t())
     before = model.weight.data_ptr(), model.weight.detach().clone()
@@ -157,14 +158,14 @@ def test_rebinding_refuses_a_storage_with_an_unknown_user(
     ],
 )
 def test_rebinding_refuses_lazy_views(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, odd: Callable[[], torch.Tensor]) -> None:
-    monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
+    monkeypatch.setattr(adoption, "can_swap", lambda: False)
     tensor = odd()
     with pytest.raises(RegistrationError, match="conjugated or negated"):
         range_layout.prepare(device, claims_of({"odd": tensor}))
 
 
 def test_a_tensor_of_another_storage_is_no_alias(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
+    monkeypatch.setattr(adoption, "can_swap", lambda: False)
     one, other = torch.ones(3), torch.ones(3)
     with pytest.raises(RegistrationError, match="another storage"):
         range_layout.prepare(device, [Claim("one", one.untyped_storage(), (one, other))])

@@ -22,8 +22,8 @@ from torch import nn
 from torch.ao import quantization
 
 from placement import IntegrityError, RegistrationError
+from placement.devices import adoption
 from placement.devices.base import Addresses
-from placement.storage import range_layout
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
 
@@ -77,7 +77,7 @@ def _addresses(worker: Worker) -> list[int]:
 def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """After a step, on a torch that can exchange the memory of storages and on one that cannot."""
     if not request.param:
-        monkeypatch.setattr(range_layout, "_can_swap", lambda: False)
+        monkeypatch.setattr(adoption, "can_swap", lambda: False)
     made = Worker()
     with made.manager.phase("train"):
         learn(made.net, made.adam)

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.devices.adoption import Adopter
 from placement.devices.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 from placement.devices.cuda import pool
+from placement.devices.cuda.adoption import CudaAdopter
 from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
 from placement.devices.cuda.driver import Driver
 from placement.devices.cuda.lifetime import Life, Lives, uninterrupted
@@ -84,6 +86,10 @@ class CudaDevice(Device):
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
+
+    @property
+    def adopter(self) -> Adopter:
+        return CudaAdopter(self.torch_device)
 
     @property
     def uuid(self) -> str:

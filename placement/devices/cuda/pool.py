@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
-from placement.devices.base import Addresses
+from placement.devices.adoption import AddressRange
 from placement.devices.cuda.lifetime import uninterrupted
 from placement.devices.cuda.pool_plan import SMALL_SEGMENT, plan
 
@@ -61,7 +61,7 @@ class PoolRange:
         RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.
     """
 
-    def __init__(self, device: torch.device, addresses: Addresses, sizes: Sequence[int], owner: object) -> None:
+    def __init__(self, device: torch.device, addresses: AddressRange, sizes: Sequence[int], owner: object) -> None:
         _refuse_settings()
         self._device = device
         self._owner = weakref.ref(owner)

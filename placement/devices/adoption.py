@@ -1,0 +1,77 @@
+"""How torch's storages get a place in the ranges of a device. A device with a way of its own has an `Adopter` of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+Way = Literal["swap", "pool", "rebind"]
+"""How one storage gets to its place:
+
+* swap: the storage exchanges its pointer with one that lies in the range (torch 2.13 on). Everybody who uses it follows.
+* pool: the storage is resized to nothing and back inside a memory pool over the range. Everybody who uses it follows.
+* rebind: every tensor that is known to use the storage is given a new one by `.data =`. A tensor that is not known stays behind.
+"""
+
+
+def can_swap() -> bool:
+    """Whether this torch can exchange the memory of two storages."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+class AddressRange(Protocol):
+    """Device addresses, as `Device.reserve` gives them."""
+
+    base: int
+    nbytes: int
+
+
+class Pool(Protocol):
+    """Memory of torch's allocator over a range."""
+
+    @property
+    def offsets(self) -> Mapping[int, int]:
+        """Bytes from the start of the range, by the index of the size that the pool was made for. Empty storages have none."""
+
+    def take(self, index: int, storage: torch.UntypedStorage) -> None:
+        """Give a storage its place. Idempotent."""
+
+
+class Adopter:
+    """Adoption as any torch device allows it: by swapping, else by rebinding."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def way(self, storage: torch.UntypedStorage) -> Way:
+        """How a storage gets into a range of this device."""
+        return "swap" if storage.device == self.device and can_swap() else "rebind"
+
+    def refuse(self, storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
+        """Refuse storages, given with their names, whose memory somebody relies on who would not follow.
+
+        Raises:
+            RegistrationError: which one, and what to do.
+        """
+
+    def pooled_bytes(self, sizes: Sequence[int]) -> int:
+        """The length of a range for storages of these sizes that come by a pool; 0 where none do."""
+        return 0
+
+    def pool(self, addresses: AddressRange, sizes: Sequence[int], owner: object) -> Pool:
+        """A pool over a range of `pooled_bytes(sizes)`. As long as `owner` lives, storages may still come.
+
+        Raises:
+            RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.
+        """
+        raise NotImplementedError(f"storages of {self.device} are adopted without a pool")
+
+    def reallocate(self, storage: torch.UntypedStorage) -> None:
+        """Give a storage that came by a pool ordinary memory of the same size, with whatever bytes.
+
+        Raises:
+            torch.OutOfMemoryError: no memory; everything is as before.
+        """
+        raise NotImplementedError(f"storages of {self.device} are adopted without a pool")

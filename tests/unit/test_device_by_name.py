@@ -1,0 +1,69 @@
+"""Devices of other packages, found by the name of an entry point."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import placement
+from placement.testing import assert_nothing_resident
+
+SOURCE = """
+from placement.testing import SimulatedDevice
+
+def opened(name):
+    device = SimulatedDevice(1 << 20, chunk_bytes=4096)
+    device.name = name
+    return device
+
+def broken(name):
+    raise RuntimeError("no driver")
+
+def wrong(name):
+    return name
+"""
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package as if it were installed, with three kinds of devices."""
+    (tmp_path / "lab_devices.py").write_text(SOURCE)
+    info = tmp_path / "lab_devices-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-devices\nVersion: 1.0\n")
+    lines = [f"{kind} = lab_devices:{kind}" for kind in ("opened", "broken", "wrong")]
+    (info / "entry_points.txt").write_text("\n".join(["[placement.devices]", *lines]) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lab_devices", raising=False)
+
+
+@pytest.mark.parametrize("name", ["opened", "opened:3"])
+@pytest.mark.usefixtures("devices")
+def test_a_device_of_another_package_is_found_by_name(name: str) -> None:
+    manager = placement.Manager(device=name)
+    assert manager.device.name == name
+    model = nn.Linear(2, 2)
+    before = model.weight.tolist()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        assert model.weight.tolist() == before
+    assert_nothing_resident(manager)
+
+
+@pytest.mark.usefixtures("devices")
+def test_an_error_names_the_entry_point() -> None:
+    with pytest.raises(placement.PlacementError, match=r"device 'broken:0': entry point 'broken'.*lab_devices:broken.*no driver"):
+        placement.Manager(device="broken:0")
+    with pytest.raises(placement.PlacementError, match=r"gave 'wrong', which is no placement Device"):
+        placement.Manager(device="wrong")
+
+
+@pytest.mark.usefixtures("devices")
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"device 'tpu:0' is not known; write one of \"auto\", \"broken\", \"cuda:0\", \"opened\", \"wrong\""
+    ):
+        placement.Manager(device="tpu:0")
