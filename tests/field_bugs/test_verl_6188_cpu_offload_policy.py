@@ -6,7 +6,6 @@ parameters to the device and back. They are found for what they are, tracked, gu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from placement import Handle, PhaseError, RegistrationError, State
+from placement import PhaseError, RegistrationError, State
+from placement.storage.base import ExternalStorage
 from placement.tensors.owned import Adapter, Owned
 from placement.testing import assert_nothing_resident
 from tests.ranks import Ranks
@@ -126,12 +126,11 @@ class _Elsewhere(Adapter):
 
 
 def test_bytes_on_the_accelerator_are_measured_each_storage_once() -> None:
-    handle = Handle("actor", kind="module", role="actor", readonly=False, moves=lambda _: contextlib.nullcontext())  # type: ignore[arg-type,return-value]
     adapter = _Elsewhere()
-    assert handle.resident_bytes == 0
-    handle.attach(adapter, adapter, lambda _: None)
-    handle.measure()
-    assert (handle.resident_bytes, handle.num_bytes) == (40, 0)
+    storage = ExternalStorage(adapter)
+    assert storage.resident_bytes == 0
+    storage.measure()
+    assert (storage.resident_bytes, storage.num_bytes, storage.external_reason) == (40, 0, "a framework")
     adapter.there = torch.empty(1, device="meta")
-    handle.measure()
-    assert handle.resident_bytes == 4
+    storage.measure()
+    assert storage.resident_bytes == 4
