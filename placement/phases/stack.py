@@ -111,7 +111,7 @@ class PhaseStack:
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name)
-                self._went_back(error, opened.plan)
+                self._went_back(error, self._with_kept(opened.plan))
                 raise
 
     def leave(self, phase: Opener, error: BaseException | None) -> None:
@@ -136,6 +136,7 @@ class PhaseStack:
                 failures += self.executor.complete(ALONE if failures else TOGETHER)
             except BaseException as stopped:  # an interrupt in the middle of leaving: leave first, then let it out
                 try:
+                    self._expire_keeps()
                     self.executor.retreat(self._plan_after(below)[0], _named(below))
                 finally:
                     self._vote.failed(stopped)
@@ -347,6 +348,7 @@ class PhaseStack:
     def _sweep_abandoned(self) -> None:
         while self.open_phases and self.open_phases[-1].is_abandoned:
             gone, below = self.open_phases[-1], self.open_phases[:-1]
+            self._expire_keeps()  # this exit offloads what a phase inside had kept, and carries nothing of its own
             failures = self.executor.retreat(self._plan_after(below)[0], _named(below))
             self._vote.abandoned(gone.name)
             self.open_phases = below  # only now: what an interrupt stops is done again at the next phase transition

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View
+from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View, testing
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.model.architectures import Plain, backward, state_of
 
@@ -160,3 +160,71 @@ def test_a_state_dict_of_ours_may_be_assigned_to_the_module() -> None:
     del saved
     assert all(torch.equal(tensor, before[name]) for name, tensor in actor.state_dict().items())
     assert net.head.weight.isnan().all()
+
+
+ON_IN_EVAL = {"eval": State.GPU_RESIDENT, "log_prob": State.GPU_RESIDENT}
+"""For `Table`: on the device in these phases, off it in all others."""
+
+
+def _kept(manager: Manager) -> list[str]:
+    return [handle.name for handle in manager.snapshot().handles if handle.kept]
+
+
+@pytest.mark.parametrize("inner_ends", ["before", "after"])
+def test_a_keep_expires_when_the_phase_around_it_is_abandoned(inner_ends: str) -> None:
+    manager, device = manager_on(Table(**ON_IN_EVAL))
+    net = Plain()
+    actor = manager.register("actor", net)
+    outer = manager.phase("rollout")
+    outer.__enter__()
+    with manager.phase("eval") as inner:
+        inner.keep(actor)
+        if inner_ends == "after":
+            del outer
+            gc.collect()
+    if inner_ends == "before":
+        assert _kept(manager) == ["actor"]
+        del outer
+        gc.collect()
+    assert manager.phase_name == "idle"
+    assert _kept(manager) == []
+    assert manager.snapshot().expired_keeps == 1
+    device.fail("create")
+    with pytest.raises(DeviceMemoryError):
+        manager.enter("eval")
+    assert actor.state is State.CPU_OFFLOADED
+
+
+def test_a_switch_that_fails_leaves_what_was_kept_on_the_device() -> None:
+    manager, device = manager_on(Table(**ON_IN_EVAL))
+    net, other = Plain(), Plain()
+    actor = manager.register("actor", net)
+    with manager.phase("rollout") as outer:
+        with manager.phase("eval") as inner:
+            inner.keep(actor)
+        ref = manager.register("ref", other)
+        device.fail("create")
+        with pytest.raises(DeviceMemoryError):
+            outer.switch("log_prob")
+        assert _kept(manager) == ["actor"]
+        assert actor.state is State.GPU_RESIDENT
+        assert ref.state is State.CPU_OFFLOADED
+        outer.switch("log_prob")
+        assert manager.snapshot().expired_keeps == 0
+
+
+def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, device = manager_on(Table(**ON_IN_EVAL))
+    net, other = Plain(), Plain()
+    actor = manager.register("actor", net)
+    manager.register("ref", other)
+    monkeypatch.setitem(testing._ERRORS, "sync", KeyboardInterrupt)
+    phase = manager.phase("eval")
+    phase.__enter__().keep(actor)
+    device.fail("sync")
+    with pytest.raises(KeyboardInterrupt):
+        phase.__exit__(None, None, None)
+    assert device.fired == 1
+    assert actor.state is State.CPU_OFFLOADED
+    assert _kept(manager) == []
+    assert manager.snapshot().expired_keeps == 1
