@@ -212,7 +212,7 @@ def test_bad_input(shared: Path) -> None:
         ({"deadline_seconds": 0}, "more than 0"),
         ({"tags": ("weights", "lora")}, "unknown tags 'lora'"),
         ({"tag_bytes": {"cuda_graph": 1}}, "unknown tags 'cuda_graph'; this engine's: weights, kv_cache"),
-        ({"tag_bytes": {"weights": "12 apples"}}, "no number of bytes"),
+        ({"tag_bytes": {"weights": "12 apples"}}, "is not a number of bytes"),
         ({"weights": "sleep"}, "'sleep' is none of keep, discard"),
         ({"verify": "no"}, "'no' is none of"),
         ({"deadline_seconds": float("inf")}, "more than 0 and finite"),

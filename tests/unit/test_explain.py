@@ -145,7 +145,7 @@ def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--budget", "lots"], "'lots' is no number of bytes"), (["--settings", "absent.toml"], "absent")],
+    [(["--budget", "lots"], "'lots' is not a number of bytes"), (["--settings", "absent.toml"], "absent")],
 )
 def test_the_command_says_what_it_cannot_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(*words) == 2
