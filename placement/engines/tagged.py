@@ -21,11 +21,11 @@ from placement.engines.residency import Residency
 from placement.tensors.owned import Adapter, Owned
 
 InFlight = Literal["wait", "abort"]
-"""What happens to requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""
+"""The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""
 Verify = Literal["memory", "answer"]
 """How an offload is verified: by the device's free memory, or by the engine's answer (for an engine on other devices)."""
 Weights = Literal["keep", "discard"]
-"""What an offload does with the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
+"""The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
 _HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
 """Reason for stale weights whose base is complete: a sync of adapters alone can fill them."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]

@@ -46,7 +46,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 class Note(BaseModel):
-    """What a process says about its claim. Times are on the monotonic clock, which all processes of a node share."""
+    """A process's entry about its claim. Times are on the monotonic clock, which all processes of a node share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
