@@ -107,7 +107,7 @@ class Silent(Colocated):
 @pytest.mark.parametrize(
     ("policy", "phase", "message"),
     [
-        (Forgetful, "values", "no plan: PolicyError: the plan forgets ref"),
+        (Forgetful, "values", "no plan: PolicyError: the plan has no target for ref"),
         (Failing, "reward", "no plan: KeyError: 'judge'"),
         (Silent, "idle", "no plan: PolicyError: plan() returned NoneType, not a Plan"),
     ],
