@@ -1,17 +1,17 @@
-"""Checkpoints in torch.distributed.checkpoint's format, saved and loaded wherever the handles are.
+"""Checkpoints in torch.distributed.checkpoint's format. A handle is saved and loaded where its values are, without moving it.
 
-Everything at once, without moving anything:
+Save or load everything at once:
 
     placement.checkpoint.save(manager, path)
-    future = placement.checkpoint.async_save(manager, path)      # the bytes of this moment; training goes on
+    future = placement.checkpoint.async_save(manager, path)      # saves the values of this moment while training goes on
     placement.checkpoint.load(manager, path)
 
-Or inside a dict of one's own, beside what placement does not know (a scheduler, random numbers, the step):
+Or put handles into a dict of your own, beside values that placement does not know (a scheduler, random numbers, the step):
 
     state = {
         "model": placement.checkpoint.Model(actor),
         "optimizer": placement.checkpoint.Optimizer(adam),
-        "scheduler": scheduler,                                  # whatever has state_dict and load_state_dict
+        "scheduler": scheduler,                                  # any object with state_dict and load_state_dict
         "random": {"torch": torch.get_rng_state()},
         "step": step,
     }
@@ -19,8 +19,8 @@ Or inside a dict of one's own, beside what placement does not know (a scheduler,
     torch.distributed.checkpoint.load(state, checkpoint_id=path, planner=placement.checkpoint.LoadPlanner())
     torch.set_rng_state(state["random"]["torch"])
 
-Parameters are named as torch's `get_model_state_dict` and `get_optimizer_state_dict` name them, so that files can be read and written
-without placement, and on another number of ranks.
+Parameters have the names that torch's `get_model_state_dict` and `get_optimizer_state_dict` give them. So the files can be read and
+written without placement, and on another number of ranks.
 """
 
 from __future__ import annotations

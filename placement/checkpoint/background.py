@@ -1,4 +1,4 @@
-"""Writing in another thread: what is written, who must not overwrite it, and in which order."""
+"""Write checkpoints in another thread: freeze the values, protect host copies from being overwritten, and keep the order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def held(handles: Iterable[Handle]) -> Iterator[list[HostReadLock]]:
-    """The host copies of these handles, up to date and lent; given back here when what follows fails."""
+    """Bring the host copies of these handles up to date and lock them for reading. They are unlocked here only if the block fails."""
     host_read_locks: list[HostReadLock] = []
     try:
         for handle in handles:
@@ -39,7 +39,7 @@ def held(handles: Iterable[Handle]) -> Iterator[list[HostReadLock]]:
 
 
 def frozen(handle: Handle, value: Any) -> Any:
-    """A state dict that stays as it is: tensors over the host copy, or in host memory of their own where that has no place for them."""
+    """A copy of a state dict that does not change. Its tensors use the host copy, or new host memory where that has no place for them."""
     if isinstance(value, torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return rewrapped(value.detach(), functools.partial(_frozen_part, handle))
@@ -56,7 +56,7 @@ def _frozen_part(handle: Handle, part: torch.Tensor) -> torch.Tensor:
 
 
 def submit(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
-    """Write after what was submitted before. A failure is logged, too: nobody may ask for the result."""
+    """Write after all earlier submissions. A failure is also logged, because the caller may never ask for the result."""
 
     def run() -> None:
         try:
@@ -69,13 +69,13 @@ def submit(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[No
 
 
 def drain() -> None:
-    """Return when everything submitted so far is written, or has failed."""
+    """Wait until everything submitted so far is written, or has failed."""
     _writer(os.getpid()).submit(lambda: None).result()
 
 
 @functools.cache
 def _writer(pid: int) -> ThreadPoolExecutor:
-    """One thread, so that every rank writes in the order of its calls. A forked child has none of its parent's."""
+    """The writing thread of a process. There is only one, so that every rank writes in the order of its calls."""
     return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
 
 
@@ -83,7 +83,7 @@ _groups: list[tuple[Any, Any]] = []
 
 
 def group_for(process_group: Any) -> Any:
-    """A gloo group of the same ranks for the thread's collectives; None without torch.distributed. Collective at the first call."""
+    """A gloo group of the same ranks for the thread's collectives; None without torch.distributed. The first call is collective."""
     if not dist.is_initialized():
         return None
     of = dist.group.WORLD if process_group is None else process_group

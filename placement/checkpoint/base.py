@@ -1,7 +1,7 @@
-"""What a checkpoint has of a handle: state dicts by parameter names, read and written where the values are now.
+"""The base of checkpoint parts: state dicts by parameter names, read and written where the values are now.
 
-Reading shows the host copy while a handle is offloaded. Writing is done in three steps, so that what does not fit changes nothing: a
-`Change` is prepared from values that have been read already, `begin` does what can fail and `undo` takes it back, `finish` only copies.
+While a handle is offloaded, its host copy is read and written. Loading has three steps, so that values that do not fit change nothing:
+a `Change` is prepared from values that were read; `begin` does everything that can fail (`undo` reverts it); `finish` only copies.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
 Path = tuple[str | int, ...]
-"""Keys from the outermost dict of a checkpoint inwards."""
+"""Keys of a checkpoint, from the outermost dict inwards."""
 
 
 class Shown(dict[str, Any]):
-    """The state dict of a part. It knows whose it is, so that a planner can read into tensors that are nobody's yet."""
+    """The state dict of a part. It knows its part, so that a planner can read into fresh tensors instead of the handle's own."""
 
     def __init__(self, part: Part, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -41,23 +41,23 @@ class Shown(dict[str, Any]):
 
 
 class Read(dict[str, Any]):
-    """What was read from a checkpoint into memory that is nobody else's."""
+    """Values that were read from a checkpoint into memory that nothing else uses."""
 
 
 class Change(abc.ABC):
-    """Values that fit, on their way into one handle."""
+    """Checked values on their way into one handle."""
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """What can fail."""
+        """Do everything that can fail."""
 
     @abc.abstractmethod
     def undo(self) -> None:
-        """Take `begin` back, also one that failed half-way. Idempotent."""
+        """Revert `begin`, even one that failed half-way. Idempotent."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """What cannot fail: copies into memory that is there."""
+        """Copy into memory that exists already. Cannot fail."""
 
 
 class Part(abc.ABC):
@@ -65,31 +65,31 @@ class Part(abc.ABC):
 
     kind: ClassVar[str]
     noun: ClassVar[str]
-    """What torch's functions for state dicts call it."""
+    """The word for the part in the names of torch's state dict functions."""
 
     def __init__(self, handle: Handle) -> None:
         if handle.kind != self.kind:
-            raise TypeError(f"{handle.name!r} is of kind {handle.kind}; {type(self).__name__} takes handles of kind {self.kind}")
+            raise TypeError(f"{handle.name!r} has kind {handle.kind}; {type(self).__name__} takes handles of kind {self.kind}")
         self.handle = handle
 
     @abc.abstractmethod
     def state_dict(self) -> Shown:
-        """The values as they are now, by the names that torch's `get_model_state_dict` and `get_optimizer_state_dict` give them.
+        """The present values, under the names that torch's `get_model_state_dict` and `get_optimizer_state_dict` give them.
 
-        The tensors follow the handle when it moves. Nothing moves for it, and no step is made.
+        The tensors follow the handle when it moves. Nothing moves for the call, and no optimizer steps.
 
         Raises:
-            NotResidentError: there is no object: it is not built yet, or gone.
-            CheckpointError: its framework makes its checkpoints; the message says how.
-            BrokenHandleError: the values are not what they should be.
+            NotResidentError: the handle's object is not built yet, or gone.
+            CheckpointError: only its framework can save it; the message says how.
+            BrokenHandleError: the handle is broken, so its values are invalid.
         """
 
     @abc.abstractmethod
     def template(self, path: Path, metadata: Metadata) -> Read:
-        """What is to be read for it from the checkpoint, with host memory of its own in place of every value.
+        """The entries to read from the checkpoint for this part. Every tensor is new host memory.
 
         Args:
-            path: where it lies in the checkpoint.
+            path: the part's place in the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint does not fit.
@@ -100,14 +100,14 @@ class Part(abc.ABC):
         """Check values that are to replace the handle's. Changes nothing.
 
         Raises:
-            CheckpointError: they do not fit; the message names the handle and the key.
+            CheckpointError: the values do not fit; the message names the handle and the key.
             PhaseError, BrokenHandleError: the handle must not be written now.
         """
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Replace the handle's values where they are now: while offloaded in the host copy, and nothing moves.
+        """Replace the handle's values where they are now, in the host copy while it is offloaded. Nothing moves.
 
-        Tensor objects, addresses, aliases and an optimizer's keys stay. Raises what `prepare` raises.
+        Tensor objects, addresses, aliases and an optimizer's keys stay the same. Raises the errors of `prepare`.
         """
         with without_modes(), torch.inference_mode(False):
             apply([self.prepare(given)])
@@ -115,8 +115,8 @@ class Part(abc.ABC):
     def _object(self) -> Any:
         handle = self.handle
         if handle.object is None:
-            gone = "the object is gone: it was garbage-collected" if handle.is_gone else "it is not built yet"
-            raise NotResidentError(f"{handle.name!r} has no state to save or restore: {gone}")
+            gone = "its object was garbage-collected" if handle.is_gone else "it is not built yet"
+            raise NotResidentError(f"{handle.name!r} has no state to save or load: {gone}")
         lost = handle.broken or handle.storage.lost
         if lost is not None:
             raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
@@ -126,51 +126,51 @@ class Part(abc.ABC):
         return handle.object
 
     def require_writable(self) -> None:
-        """Raise where nothing may write the handle's values now: PhaseError, CheckpointError, NotResidentError."""
+        """Raise PhaseError, CheckpointError or NotResidentError where the handle's values must not be written now."""
         handle = self.handle
         if handle.gathers is not None:
             raise CheckpointError(
-                f"{handle.name!r}: {handle.gathers}, so it is torch's to load. Inside manager.phase('restore'): state = {{{handle.name!r}: "
+                f"{handle.name!r}: {handle.gathers}, so torch must load it. Inside manager.phase('restore'): state = {{{handle.name!r}: "
                 f"get_{self.noun}_state_dict(...)}} of torch.distributed.checkpoint.state_dict, torch.distributed.checkpoint.load(state, "
                 f"checkpoint_id=path), set_{self.noun}_state_dict(...). Leave it out here with only="
             )
         self._object()
         if handle.readonly:
-            raise CheckpointError(f"{handle.name!r} is readonly: load its values before it is registered, or leave it out with only=")
+            raise CheckpointError(f"{handle.name!r} is readonly: load its values before you register it, or leave it out with only=")
         if handle.state is State.SYNCING:
-            raise PhaseError(f"{handle.name!r} is SYNCING in phase {handle.phase_now()!r}: nothing may write what is being published")
+            raise PhaseError(f"{handle.name!r} is SYNCING in phase {handle.phase_now()!r}: published weights must not be written")
 
     def _error(self, key: str, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.handle.name!r}: {key} {what}. Nothing of it was changed.")
+        return CheckpointError(f"{self.handle.name!r}: {key} {what}. The handle was not changed.")
 
     def _check(self, key: str, live: torch.Tensor, new: Any) -> None:
-        """Raise unless one tensor can be copied over the other."""
+        """Raise unless the tensor `new` can be copied over the tensor `live`."""
         if not isinstance(new, torch.Tensor):
-            raise self._error(key, f"is a {type(new).__name__} there, and a tensor here")
+            raise self._error(key, f"is a {type(new).__name__} in the state dict, but a tensor here")
         for what, here, there in (("shape", tuple(live.shape), tuple(new.shape)), ("dtype", live.dtype, new.dtype)):
             if here != there:
-                raise self._error(key, f"has {what} {there} there, and {here} here")
+                raise self._error(key, f"has {what} {there} in the state dict, but {here} here")
         if _form(live) != _form(new):
-            raise self._error(key, "is not sharded there as it is here")
+            raise self._error(key, "is sharded otherwise in the state dict than here")
         for _, part in parts_of(live, ""):
             if any(size > 1 and stride == 0 for size, stride in zip(part.size(), part.stride(), strict=True)):
-                raise self._error(key, "has several elements in one place (expand), where no values can be written")
+                raise self._error(key, "has several elements at one address (expand), so it cannot be written")
 
     def _saved_like(self, key: str, live: torch.Tensor, saved: Any) -> torch.Tensor:
-        """Host memory for a saved tensor that has to fit a live one."""
+        """Host memory for a saved tensor, after checking that it fits a live one."""
         if not isinstance(saved, TensorStorageMetadata):
-            raise self._error(key, "is no tensor in the checkpoint, and one here")
+            raise self._error(key, "is not a tensor in the checkpoint, but is one here")
         for what, here, there in (("shape", tuple(live.shape), tuple(saved.size)), ("dtype", live.dtype, saved.properties.dtype)):
             if here != there:
-                raise self._error(key, f"has {what} {there} in the checkpoint, and {here} here")
+                raise self._error(key, f"has {what} {there} in the checkpoint, but {here} here")
         return in_host_memory(live)
 
 
 def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None = None) -> None:
-    """Make several changes: all, or none where one cannot be begun.
+    """Make several changes. If one cannot be begun, make none.
 
     Args:
-        agreed: raises where it is left while another rank cannot begin its changes.
+        agreed: a context that raises at its end if another rank could not begin its changes.
     """
     with without_modes(), torch.inference_mode(False), torch.no_grad():
         try:
@@ -186,27 +186,27 @@ def apply(changes: Sequence[Change], agreed: AbstractContextManager[Any] | None 
 
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form in host memory of its own, not filled. Reads nothing and calls no collective."""
+    """An uninitialised tensor of the same form in new host memory. Reads nothing and calls no collective."""
     with torch.no_grad():
         return rewrapped(tensor.detach(), lambda part: torch.empty_like(part, device="cpu"))
 
 
 def copy_over(live: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy values, part by part; nothing where both are the same memory."""
+    """Copy values, part by part. Parts that share their memory are skipped."""
     for (_, target), (_, source) in zip(parts_of(live, ""), parts_of(new, ""), strict=True):
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
 
 
 def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
-    """What the checkpoint has below a path: the rest of each path, and what is known of the value.
+    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata.
 
     Raises:
-        CheckpointError: the checkpoint does not say how it was flattened.
+        CheckpointError: the checkpoint does not record its paths.
     """
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):
-        raise CheckpointError("the checkpoint was written without flatten_state_dict, so nothing says what belongs to which handle")
+        raise CheckpointError("the checkpoint was written without flatten_state_dict, so its entries cannot be matched with handles")
     for key, found in paths.items():
         if tuple(found[: len(path)]) == path:
             yield tuple(found[len(path) :]), metadata.state_dict_metadata[key]
@@ -217,13 +217,13 @@ def _form(tensor: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def fqn(module: Any, name: str) -> str:
-    """A parameter's name as torch's state dicts of distributed models have it, without what wrappers add."""
+    """A parameter's name in torch's state dicts of distributed models, without the prefixes of wrappers."""
     (found,) = _get_fqns(module, name)
     return str(found)
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two values of state dicts are alike, tensors byte by byte: NaN is like NaN, and -0.0 not like 0.0."""
+    """Whether two state dict values are equal. Tensors are compared as bytes: NaN equals NaN, and -0.0 differs from 0.0."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         pairs = zip(parts_of(one, ""), parts_of(other, ""), strict=True) if _form(one) == _form(other) else None
         return pairs is not None and all(torch.equal(_bytes(mine), _bytes(theirs)) for (_, mine), (_, theirs) in pairs)
@@ -240,7 +240,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same containers with every tensor in them changed."""
+    """A copy of nested containers, with `change` applied to every tensor in them."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -251,7 +251,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def put(root: Any, path: Path, value: Any) -> None:
-    """Store a value in nested dicts and lists, which are made on the way: a number is a place in a list."""
+    """Store a value in nested dicts and lists, which are created as needed. An integer key is an index into a list."""
     for key, following in zip(path, path[1:], strict=False):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(root, list):
@@ -274,6 +274,6 @@ def some(names: Mapping[str, Any]) -> str:
 def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
     if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
         raise CheckpointError(
-            f"{handle.name!r}: {name} is sharded in its framework's own way: save it with the framework's checkpoint, and leave it "
+            f"{handle.name!r}: {name} is sharded by its framework's own scheme: save it with the framework's checkpoint, and leave it "
             "out here with only="
         )

@@ -1,4 +1,4 @@
-"""Saving and loading all handles of a manager."""
+"""Save and load all handles of a manager."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _PARTS: Mapping[str, type[Part]] = {"module": Model, "optimizer": Optimizer}
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads what `Model` and `Optimizer` show into host memory of its own, so that a checkpoint that does not fit changes nothing.
+    """A planner that loads `Model` and `Optimizer` parts into new host memory, so a checkpoint that does not fit changes nothing.
 
-    It compares names, shapes and dtypes before anything is read, and asks the checkpoint what state an optimizer had.
+    It compares names, shapes and dtypes before anything is read. It takes from the checkpoint which state an optimizer had.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -55,19 +55,19 @@ def _make_room(values: dict[str, Any], path: Path, metadata: Metadata) -> None:
 
 
 def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None) -> None:
-    """Save every module and optimizer that is not readonly, under its handle's name, as the values are now. Nothing moves.
+    """Save every module and optimizer that is not readonly, under its handle's name, with its present values. Nothing moves.
 
-    Values of an offloaded handle are read from its host copy. Each rank writes its shards; what is not sharded is taken to be the
-    same on every rank, as torch.distributed.checkpoint does. Collective where torch.distributed is initialized.
+    Values of an offloaded handle are read from its host copy. Each rank writes its shards. A tensor that is not sharded is assumed to be
+    equal on all ranks, as in torch.distributed.checkpoint. Collective where torch.distributed is initialized.
 
     Args:
         path: a directory.
-        only: the handles meant, or their names, readonly ones included.
+        only: the handles to save, or their names; may include readonly ones.
         process_group: the ranks that save together; None: all.
 
     Raises:
-        CheckpointError: a handle cannot be saved so (the message says how it can), or the files cannot be written. On every rank.
-        NotResidentError, BrokenHandleError: a handle that `only` names has no values.
+        CheckpointError: a handle cannot be saved like this (the message says how it can), or a write failed. Raised on every rank.
+        NotResidentError, BrokenHandleError: a handle named in `only` has no values.
     """
     with manager._stack.lock.transition():
         state = _collect(manager, only, process_group)
@@ -78,22 +78,22 @@ def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
 def async_save(
     manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None
 ) -> Future[None]:
-    """`save` in another thread. What is saved are the values at the time of the call, whatever happens afterwards.
+    """`save` in another thread. The saved values are those at the time of the call, whatever happens afterwards.
 
-    They are read from the host copies; what changed on the device is brought there first, in the time that an offload takes for it.
-    Until the files are written, an offload of what they are read from waits, as do `unregister` and `close`; a load, and training after
-    it, do not. State that was born since the last offload has no place in a host copy yet and is copied into new host memory.
+    The thread reads the host copies. Values that changed on the device are copied there first, which takes as long as in an offload.
+    Until the files are written, an offload of a saved handle waits, and so do `unregister` and `close`. A load, and training after it, do
+    not wait. State created since the last offload has no place in a host copy yet, so it is copied into new host memory.
 
-    Saves of one process are written one after the other. On several ranks they have a gloo group of their own.
+    Saves of one process are written one after the other. With several ranks they use a gloo group of their own.
 
     Returns:
-        Done when this rank's files and the metadata are written; its `result()` raises CheckpointError when they were not.
+        A future that is done when this rank's files and the metadata are written. If that failed, `result()` raises CheckpointError.
     """
     with manager._stack.lock.transition():
         with _together(process_group):
             for handle in _chosen(manager, only):
                 if handle.gathers is not None:
-                    raise CheckpointError(f"{handle.name!r}: {handle.gathers}: save() it, or leave it out with only=")
+                    raise CheckpointError(f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only=")
         state = _collect(manager, only, process_group)
         group = background.group_for(process_group)
         with background.held(manager.handles[name] for name in state) as host_read_locks:
@@ -111,19 +111,19 @@ def async_save(
 
 
 def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None) -> None:
-    """Load what `save` saved, on as many ranks as there are now. Nothing moves: of an offloaded handle the host copy is written.
+    """Load what `save` saved, on any number of ranks. Nothing moves: the host copy of an offloaded handle is written.
 
-    Everything is read into host memory and compared before the first value is written, on every rank: a checkpoint that does not fit
-    or cannot be read leaves every handle of every rank as it was. Tensor objects, aliases, addresses and an optimizer's keys stay.
-    What the checkpoint has of other handles is left alone.
+    On every rank everything is read into host memory and compared before the first value is written. A checkpoint that does not fit or
+    cannot be read leaves every handle of every rank unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same.
+    Entries of the checkpoint that belong to other handles are ignored.
 
     Args:
-        only: the handles meant, or their names; None: every module and optimizer that is not readonly.
+        only: the handles to load, or their names; None: every module and optimizer that is not readonly.
 
     Raises:
-        CheckpointError: no checkpoint there, or it does not fit; the message names handle and key.
+        CheckpointError: there is no checkpoint, or it does not fit; the message names handle and key.
         PhaseError: a handle is publishing its weights.
-        NotResidentError: a handle is not built yet, or its object wants to take state over itself and is offloaded.
+        NotResidentError: a handle is not built yet, or it is offloaded and its object must load its own state.
     """
     with manager._stack.lock.transition():
         background.drain()
@@ -146,14 +146,14 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
 
 def _part(handle: Handle) -> Part:
     if handle.kind not in _PARTS:
-        raise CheckpointError(f"{handle.name!r} is of kind {handle.kind}, which has nothing to save: its weights are another handle's")
+        raise CheckpointError(f"{handle.name!r} has kind {handle.kind} and nothing to save: its weights belong to another handle")
     return _PARTS[handle.kind](handle)
 
 
 def _metadata(path: str | os.PathLike[str]) -> Metadata:
     try:
         return FileSystemReader(path).read_metadata()
-    except Exception as error:  # pickled: what is wrong with it may show as anything
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"there is no complete checkpoint in {os.fspath(path)!r}: {error}") from error
 
 
@@ -165,7 +165,7 @@ def _chosen(manager: Manager, only: Iterable[str | Handle] | None) -> list[Handl
 
 
 def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_group: Any) -> dict[str, Shown]:
-    """What is to be saved, by handle. Every rank can, or none does."""
+    """The state dicts to save, by handle name. If one rank cannot give its own, every rank raises."""
     found: dict[str, Shown] = {}
     with _together(process_group) as facts:
         for handle in _chosen(manager, only):
@@ -181,10 +181,10 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
 
 @contextmanager
 def _together(process_group: Any) -> Iterator[list[Any]]:
-    """What every rank has to manage for any to go on. What a rank puts into the list, all have from all in it afterwards.
+    """A block that must succeed on every rank. Facts that the ranks append to the list are exchanged: afterwards each rank has all.
 
     Raises:
-        PlacementError: this rank's own error, or that of another.
+        PlacementError: this rank's own error, or a CheckpointError with another rank's.
     """
     facts: list[Any] = []
     error: Exception | None = None
@@ -206,10 +206,10 @@ def _together(process_group: Any) -> Iterator[list[Any]]:
 
 @contextmanager
 def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
-    """What torch.distributed.checkpoint raises, by its cause. It raises on every rank when one fails.
+    """Turn errors of torch.distributed.checkpoint into CheckpointErrors with their cause. Such an error is raised on every rank.
 
     Args:
-        find: what else there is to say of a failure.
+        find: returns further details of a failure.
     """
     try:
         with warnings.catch_warnings():
@@ -225,12 +225,12 @@ def _torch_errors(what: str, find: Callable[[], str] = str) -> Iterator[None]:
 
 
 def _said(error: BaseException) -> str:
-    """An exception in words; some have none (what unpickling a file raises that ends too soon)."""
+    """The text of an exception, or its type's name where the text is empty (unpickling a truncated file)."""
     return str(error).rstrip(".") or type(error).__name__
 
 
 def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
-    """The files of a checkpoint that are missing, or end before what the metadata says they have."""
+    """Details about files of a checkpoint that are missing, or shorter than the metadata says."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         name = getattr(info, "relative_path", None)
@@ -242,4 +242,4 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
         nbytes = os.path.getsize(file) if os.path.exists(file) else None
         if nbytes is None or nbytes < end:
             found.append(f"{name} " + ("is missing" if nbytes is None else f"ends after {nbytes:,} of {end:,} bytes"))
-    return f". Of its files, {', '.join(found)}" if found else ""
+    return f". Damaged files: {', '.join(found)}" if found else ""

@@ -1,8 +1,8 @@
-"""Tensors of one name that are sharded over several meshes.
+"""Refuse tensors that have one name, but different values on different device meshes.
 
-Ranks of different meshes hold either the same values (replicas: FSDP2 over one dimension of a mesh of two, and no tensor parallelism
-along the other) or different ones (experts that expert parallelism cut by name). torch.distributed.checkpoint takes the two for one:
-it writes replicas once, and would lose experts. Only the values tell them apart.
+Ranks of different meshes may hold the same values (replicas: FSDP2 over one dimension of a two-dimensional mesh, without tensor
+parallelism along the other) or different ones (experts that expert parallelism splits by name). torch.distributed.checkpoint treats
+both alike: it writes one mesh's values, and would lose experts. Only the values tell the cases apart.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from placement.core.errors import CheckpointError
 from placement.tensors.plain import parts_of
 
 Meshes = dict[str, tuple[int, ...]]
-"""The ranks of the mesh of each sharded tensor that is not sharded over all of them, by its path in the checkpoint."""
+"""For each sharded tensor that is not sharded over all ranks, by its path in the checkpoint: the ranks of its mesh."""
 
 
 class Shard(NamedTuple):
-    """What a rank has of a tensor, so that it can be compared with another mesh's."""
+    """Facts about a rank's shard, to compare with the shards of another mesh."""
 
     ranks: tuple[int, ...]
     place: str
-    """Where in its mesh, and how the tensor is cut along that."""
+    """The rank's coordinates in the mesh, the shapes, and how the tensor is split."""
     digest: bytes
 
 
@@ -35,7 +35,7 @@ def own_meshes(found: Mapping[str, Any]) -> Meshes:
 
 
 def on_several(facts: Sequence[Meshes]) -> set[str]:
-    """Tensors that some ranks have on one mesh and some on another."""
+    """Names of tensors whose mesh differs between ranks."""
     seen: dict[str, set[tuple[int, ...]]] = {}
     for meshes in facts:
         for key, ranks in meshes.items():
@@ -44,15 +44,15 @@ def on_several(facts: Sequence[Meshes]) -> set[str]:
 
 
 def shards(found: Mapping[str, Any], names: Collection[str]) -> dict[str, Shard]:
-    """This rank's shards of the tensors of these names."""
+    """This rank's shards of the tensors with these names."""
     return {key: _shard(value) for key, value in _on_own_meshes(found) if key in names}
 
 
 def refuse_experts(facts: Sequence[Mapping[str, Shard]]) -> None:
-    """Raise unless every mesh of a tensor has the same bytes at the same places. The same on every rank.
+    """Raise unless every mesh of a tensor has the same bytes at the same places. Gives the same result on every rank.
 
     Raises:
-        CheckpointError: one has not.
+        CheckpointError: the meshes of a tensor have different bytes.
     """
     found: dict[str, dict[tuple[int, ...], dict[str, bytes]]] = {}
     for each in facts:
@@ -63,8 +63,8 @@ def refuse_experts(facts: Sequence[Mapping[str, Shard]]) -> None:
         for ranks, shards_there in others:
             if shards_there != wanted:
                 raise CheckpointError(
-                    f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would take "
-                    "the two for one and lose values (experts cut by expert parallelism). Save it with its framework's checkpoint, and "
+                    f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would "
+                    "write only one of them (experts split by expert parallelism). Save it with its framework's checkpoint, and "
                     "leave it out here with only=. Nothing was written."
                 )
 

@@ -1,4 +1,4 @@
-"""Modules in checkpoints."""
+"""Module handles in checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Model(Part):
                 found = get_model_state_dict(module)
             except (AssertionError, AttributeError, RuntimeError) as error:
                 raise CheckpointError(
-                    f"torch cannot name what {self.handle.name!r} has ({error}): save its handle.state_dict(), or let its framework do it"
+                    f"torch cannot name the tensors of {self.handle.name!r} ({error}): save its handle.state_dict(), or use its framework"
                 ) from error
         for name, value in found.items():
             refuse_own_cuts(self.handle, name, value)
@@ -46,8 +46,8 @@ class Model(Part):
         for rest, saved in under(metadata, path):
             key = str(rest[0])
             if key not in live:
-                raise self._error(".".join(map(str, rest)), "is in the checkpoint, and the module has no such parameter or buffer")
-            if _is_extra(key):  # of any shape, and flattened
+                raise self._error(".".join(map(str, rest)), "is in the checkpoint, but the module has no such parameter or buffer")
+            if _is_extra(key):  # may have any shape, and may be flattened into several entries
                 is_tensor = isinstance(saved, TensorStorageMetadata)
                 put(found, rest, torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu") if is_tensor else None)
             else:
@@ -73,11 +73,11 @@ class Model(Part):
                 copies.append((value, given[key]))
         for key in given:
             if key not in live:
-                raise self._error(key, "is no parameter or buffer of the module")
+                raise self._error(key, "is not a parameter or buffer of the module")
         if extra and is_off(self.handle):
             raise NotResidentError(
-                f"{self.handle.name!r} has extra state ({some(extra)}) that the module itself has to take over: load the checkpoint inside "
-                "a phase that has it on the device, such as manager.phase('restore')"
+                f"{self.handle.name!r} has extra state ({some(extra)}), which only the module itself can load: load the checkpoint inside "
+                "a phase in which it is on the device, such as manager.phase('restore')"
             )
         owns = owns_memory(self.handle)
         own = [(value, new) for value, new in copies if owns(value)]
@@ -96,7 +96,7 @@ class _ModelChange(Change):
         self._handle.storage.wait_for_readers()
 
     def undo(self) -> None:
-        """Nothing has begun."""
+        """Nothing to undo: `begin` changes nothing."""
 
     def finish(self) -> None:
         for live, new in self._copies:
@@ -109,5 +109,5 @@ class _ModelChange(Change):
 
 
 def _is_extra(key: str) -> bool:
-    """Whether an entry is what a module wanted saved beside its tensors (`get_extra_state`), by the key that torch gives it."""
+    """Whether torch's key belongs to extra state, which a module saves beside its tensors (`get_extra_state`)."""
     return key.rpartition(".")[2] == _EXTRA

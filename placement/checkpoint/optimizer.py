@@ -1,8 +1,8 @@
-"""Optimizers in checkpoints: by parameter names, and never by a step.
+"""Optimizer handles in checkpoints: saved by parameter names, without a step.
 
-torch's own `get_optimizer_state_dict` and `set_optimizer_state_dict` step an optimizer that has no state yet, which changes what it
-computes later, and `load_state_dict` of an optimizer casts state to its parameter's type. Here state is what was saved, and an
-optimizer that had none when it was saved has none when it was restored.
+torch's own `get_optimizer_state_dict` and `set_optimizer_state_dict` step an optimizer that has no state yet, which changes its later
+results. An optimizer's `load_state_dict` casts state to its parameter's dtype. Here state stays as it was saved, and an optimizer
+that was saved without state has none after loading.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from placement.tensors.plain import rewrapped
 class Optimizer(Part):
     """An optimizer handle for torch.distributed.checkpoint: `{"optimizer": placement.checkpoint.Optimizer(adam)}`.
 
-    Reading into one whose state is not born yet takes `planner=placement.checkpoint.LoadPlanner()`: what it has to read is known from
-    the checkpoint alone.
+    Loading into an optimizer without state needs `planner=placement.checkpoint.LoadPlanner()`, because only the checkpoint knows
+    what has to be read.
     """
 
     kind = noun = "optimizer"
@@ -60,13 +60,13 @@ class Optimizer(Part):
         found: dict[str, Any] = {"state": {}, "param_groups": []}
         for rest, saved in under(metadata, path):
             if rest[0] not in found:
-                raise self._error(".".join(map(str, rest)), "is in the checkpoint, where an optimizer has 'state' and 'param_groups'")
+                raise self._error(".".join(map(str, rest)), "is in the checkpoint, but an optimizer has only 'state' and 'param_groups'")
             value: Any = None
             if rest[0] == "state" and rest[1] in parameters:
                 optimizer, parameter = parameters[str(rest[1])]
                 value = self._read_into(rest, saved, parameter, optimizer.state.get(parameter, {}))
             elif rest[0] == "state" and len(rest) > 2 and isinstance(saved, TensorStorageMetadata):
-                raise self._error(f"state of {rest[1]!r}", "is in the checkpoint, and the optimizer steps no parameter of that name")
+                raise self._error(f"state of {rest[1]!r}", "is in the checkpoint, but the optimizer steps no parameter of that name")
             elif isinstance(saved, TensorStorageMetadata):
                 value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             put(found, rest, value)
@@ -75,13 +75,13 @@ class Optimizer(Part):
         return Read(found)
 
     def _read_into(self, rest: Path, saved: Any, parameter: torch.Tensor, entry: Mapping[Any, Any]) -> Any:
-        """What one value of a parameter's state is read into."""
+        """New host memory for one value of a parameter's state; None for a value that is not a tensor."""
         if not isinstance(saved, TensorStorageMetadata):
             return None
         live = entry.get(rest[2]) if len(rest) == 3 else None
         if isinstance(live, torch.Tensor):
             return self._saved_like(f"state of {rest[1]!r}: {rest[2]!r}", live, saved)
-        if is_a(parameter, "torch.distributed.tensor", "DTensor") and saved.size == parameter.size():  # sharded as its parameter is
+        if is_a(parameter, "torch.distributed.tensor", "DTensor") and saved.size == parameter.size():  # sharded like its parameter
             like = torch.empty_like(parameter, dtype=saved.properties.dtype, device="meta")
             return rewrapped(like, lambda part: torch.empty_like(part, device="cpu"))
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
@@ -92,7 +92,7 @@ class Optimizer(Part):
         optimizers = self._optimizers(names)
         if isinstance(given, Shown) and given.part is self and not given["state"] and not self._adapter().state_is_born():
             raise self._error(
-                "its state", "is not born yet: load with planner=placement.checkpoint.LoadPlanner(), which knows what to read"
+                "its state", "does not exist yet: load with planner=placement.checkpoint.LoadPlanner(), which takes it from the checkpoint"
             )
         groups = self._groups(given, names, optimizers)
         steps = {names[id(p)] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -113,7 +113,7 @@ class Optimizer(Part):
             elif _loads_itself(optimizer):
                 if is_off(self.handle):
                     raise NotResidentError(
-                        f"{self.handle.name!r}: {type(optimizer).__name__} takes state over in its own way: load the checkpoint inside "
+                        f"{self.handle.name!r}: {type(optimizer).__name__} has a load_state_dict() of its own: load the checkpoint inside "
                         "manager.phase('restore')"
                     )
                 changes.append(OwnLoad(self.handle, optimizer, names, given["state"], groups))
@@ -142,14 +142,14 @@ class Optimizer(Part):
                         copies.append((self._shown(live[key]), value))
                         entry[key] = live[key]
                 entries[parameter] = entry
-        known = {str(key): key for key in optimizer.state if id(key) not in names}  # what is not kept by parameter
+        known = {str(key): key for key in optimizer.state if id(key) not in names}  # entries that belong to no parameter
         others = {known.get(key, key): value for key, value in given.items() if key not in set(names.values())}
         saved = [groups[names[id(group["params"][0])]] if group["params"] else {} for group in optimizer.param_groups]
         has_new = any(self._is_new(optimizer, parameter, entry) for parameter, entry in entries.items())
         if has_new and is_off(self.handle) and not self._adapter().follows(optimizer):
             raise NotResidentError(
-                f"{self.handle.name!r}: {type(optimizer).__name__} may keep state on the CPU by right, so new state of it must be born "
-                "where it belongs: load the checkpoint inside manager.phase('restore')"
+                f"{self.handle.name!r}: {type(optimizer).__name__} may keep some state on the CPU on purpose, so only it can create new "
+                "state: load the checkpoint inside manager.phase('restore')"
             )
         return StateChange(self.handle, optimizer, entries | others, copies, saved, is_ours=isinstance(loaded, Read))
 
@@ -157,13 +157,13 @@ class Optimizer(Part):
         return any(isinstance(value, torch.Tensor) and key not in optimizer.state.get(parameter, {}) for key, value in entry.items())
 
     def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
-        """The saved group of every parameter, by name.
+        """The saved parameter group of every parameter, by parameter name.
 
         Raises:
-            CheckpointError: a parameter is in none, or parameters of one group were in several that differ.
+            CheckpointError: a parameter was in no saved group, or parameters of one group were saved in groups with different settings.
         """
         if not {"state", "param_groups"} <= set(given):
-            raise self._error("a state dict of an optimizer", f"has 'state' and 'param_groups', this one {some(given)}")
+            raise self._error("a state dict of an optimizer", f"must have 'state' and 'param_groups', but this one has {some(given)}")
         saved = {name: group for group in given["param_groups"] for name in group["params"]}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -175,21 +175,21 @@ class Optimizer(Part):
                     raise self._error(f"the group of {mine[0]!r}", "was saved as several groups with different settings")
         extra = set(saved) - set(names.values())
         if extra:
-            raise self._error(f"parameter {min(extra)!r}", f"of the saved optimizer is unknown here ({len(extra)} are)")
+            raise self._error(f"parameter {min(extra)!r}", f"of the saved optimizer is unknown here ({len(extra)} parameters are)")
         return saved
 
-    # --- what it has
+    # --- the optimizer's present state
 
     def _gathered(self, optimizer: Any) -> Shown:
-        """Of a framework that gathers what it shows of a flat parameter: as torch shows it."""
+        """The state dict that torch makes, for a framework that gathers flat parameters for it."""
         owners = [owner.object for owner in self.handle.owners]
         if len(owners) != 1 or not self._adapter().state_is_all_born():
             what = "several modules" if len(owners) > 1 else "no module" if not owners else "parameters whose state is not born yet"
-            raise CheckpointError(f"{self.handle.name!r} steps {what}, and {self.handle.gathers}: leave it out with only=")
+            raise CheckpointError(f"{self.handle.name!r} steps {what}, but {self.handle.gathers}: leave it out with only=")
         try:
             return Shown(self, get_optimizer_state_dict(owners[0], optimizer))
         except (AssertionError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(f"torch cannot name what {self.handle.name!r} has ({error}): leave it out with only=") from error
+            raise CheckpointError(f"torch cannot name the state of {self.handle.name!r} ({error}): leave it out with only=") from error
 
     def _adapter(self) -> OptimizerAdapter:
         adapter = self.handle.adapter
@@ -200,8 +200,8 @@ class Optimizer(Part):
         return tensor.detach() if (holding := self.handle.holding) is None else holding.hand_out(tensor)
 
     def _names(self) -> dict[int, str]:
-        """Of every parameter of the modules that it steps, by identity. Where there are several owners the owner's name stands before,
-        where an engine has several modules the module's number."""
+        """The names of all parameters of the stepped modules, by the parameter's id. With several owners a name begins with the owner's
+        name; for an engine with several modules it begins with the module's number."""
         names: dict[int, str] = {}
         owners = self.handle.owners
         for owner in owners:
@@ -214,10 +214,10 @@ class Optimizer(Part):
         return names
 
     def _optimizers(self, names: Mapping[int, str]) -> list[Any]:
-        """The optimizers with a state of their own, by parameters that have names.
+        """The optimizers that have state of their own and step only named parameters.
 
         Raises:
-            CheckpointError: one steps others (a framework's main parameters).
+            CheckpointError: an optimizer steps other tensors (a framework's main parameters).
         """
         found = []
         for optimizer in self._adapter().optimizers():
@@ -226,11 +226,11 @@ class Optimizer(Part):
                 found.append(optimizer)
             elif self.handle.external_reason is None:
                 raise CheckpointError(
-                    f"{self.handle.name!r} steps {len(unnamed)} tensors that are no parameters of the modules it was registered for: save "
+                    f"{self.handle.name!r} steps {len(unnamed)} tensors that are not parameters of its modules: save "
                     "it with its framework's checkpoint or as handle.state_dict(), and leave it out here with only="
                 )
         if not found:
-            raise CheckpointError(f"{self.handle.name!r} steps no parameter that has a name; save it with its framework's checkpoint")
+            raise CheckpointError(f"{self.handle.name!r} steps no parameter with a name; save it with its framework's checkpoint")
         return found
 
     def _parameters(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
@@ -242,7 +242,7 @@ class Optimizer(Part):
 
 
 def _loads_itself(optimizer: Any) -> bool:
-    """Whether an optimizer does more at a load than torch does: a method of its own, or hooks that are not ours."""
+    """Whether loading an optimizer is more than torch's own loading: it overrides the method, or has hooks that are not placement's."""
     if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
         return True
     hooks = (*optimizer._optimizer_load_state_dict_pre_hooks.values(), *optimizer._optimizer_load_state_dict_post_hooks.values())

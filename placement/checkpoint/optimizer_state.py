@@ -1,4 +1,4 @@
-"""Changes to an optimizer's state, its keys and objects kept."""
+"""Changes to an optimizer's state that keep its keys and objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Changes(Change):
-    """Several as one."""
+    """Several changes as one."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self._changes = changes
@@ -39,13 +39,13 @@ class Changes(Change):
 
 
 class StateChange(Change):
-    """State entry by entry: what is there is written in place, what is new gets a place, what was not saved goes.
+    """Changes state entry by entry: writes existing tensors in place, places new ones, and removes entries that were not saved.
 
     Args:
-        entries: the state of each parameter as it will be, with the live tensors where those stay.
-        copies: live tensors that stay, as a state dict shows them, and their new values.
+        entries: the new state of each parameter, with the live tensors where those stay.
+        copies: the live tensors that stay, as a state dict shows them, and their new values.
         groups: the saved settings of each parameter group.
-        is_ours: the new tensors are nobody else's and may become the state themselves.
+        is_ours: whether nothing else uses the new tensors, so that they may become the state themselves.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StateChange(Change):
         handle.storage.take_in_restored()
 
     def _placed(self, parameter: Any, entry: Any, settings: Mapping[str, Any]) -> Any:
-        """A parameter's state with the new tensors on its device; of an offloaded one on the host, from where they are taken in."""
+        """A parameter's state, with new tensors on its device, or on the host for an offloaded handle, which adopts them from there."""
         if not isinstance(parameter, torch.Tensor) or not isinstance(entry, Mapping):
             return entry
         live = {id(each) for each in self._optimizer.state.get(parameter, {}).values()}
@@ -112,9 +112,9 @@ class StateChange(Change):
 
 
 class OwnLoad(Change):
-    """State for an optimizer that has its own way of taking it over, with parameters by number as torch has them.
+    """Loads state with the optimizer's own `load_state_dict`, which numbers parameters as torch does.
 
-    What it has afterwards is compared with what was saved.
+    Afterwards the optimizer's state is compared with what was saved.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class OwnLoad(Change):
     def begin(self) -> None:
         self._before = _Before(self._optimizer)
         kind = type(self._optimizer).__name__
-        subject = f"{self._handle.name!r}: {kind} takes state over by its own load_state_dict()"
-        wanted = mapped(self._wanted, lambda tensor: tensor.detach().clone())  # it may take the very tensors
+        subject = f"{self._handle.name!r}: {kind} loads state by its own load_state_dict()"
+        wanted = mapped(self._wanted, lambda tensor: tensor.detach().clone())  # the optimizer may keep these very tensors
         try:
             self._optimizer.load_state_dict(self._state)
         except Exception as error:
-            raise CheckpointError(f"{subject}, which raised {type(error).__name__}: {error}. Every value is as it was.") from error
+            raise CheckpointError(f"{subject}, which raised {type(error).__name__}: {error}. Every value is as it was before.") from error
         found = {self._names.get(id(owner), owner): entry for owner, entry in self._optimizer.state.items()}
         differing = [name for name, entry in wanted.items() if not same_values(found.get(name, {}), entry)]
         if differing:
             raise CheckpointError(
-                f"{subject}. It ran, and the state of {differing[0]!r} is not what was saved ({len(differing)} differ). Every value is as "
-                "it was. Save and load it by its own state dict inside manager.phase('restore'), and leave it out here with only="
+                f"{subject}. It ran, but the state of {differing[0]!r} is not as saved ({len(differing)} differ). Every value is as "
+                "it was before. Save and load it by its own state dict inside manager.phase('restore'), and leave it out here with only="
             )
 
     def undo(self) -> None:
@@ -154,11 +154,11 @@ class OwnLoad(Change):
             self._before.put_back()
 
     def finish(self) -> None:
-        """Its own way does everything at once."""
+        """Nothing to do: `begin` has loaded everything."""
 
 
 class _Before:
-    """What an optimizer has now, to be put back: its fields, its state and its groups, and the bytes of the tensors in them."""
+    """A backup of an optimizer: its fields, its state, its groups, and the bytes of their tensors."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -172,7 +172,7 @@ class _Before:
         self._bytes = [(part, part.detach().to("cpu", copy=True)) for part in parts]
 
     def put_back(self) -> None:
-        """Idempotent."""
+        """Restore the backup. Idempotent."""
         vars(self._optimizer).update(self._fields)
         for fields, before in (*self._entries.values(), *self._groups, (self._optimizer.state, self._state)):
             for key in [key for key in fields if key not in before]:
@@ -184,29 +184,29 @@ class _Before:
 
 
 class StateOfItsOwn(Change):
-    """State of an optimizer that hides it: written into what is there by the framework's knowledge of it (see `OwnState`)."""
+    """Loads state into an optimizer that hides it from `optimizer.state`, in place, by its framework's `OwnState`."""
 
     def __init__(self, own: OwnState, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
         self._own, self._state, self._groups = own, state, groups
 
     def begin(self) -> None:
-        """Everything has been checked, and nothing has to be set aside."""
+        """Nothing to do: everything has been checked, and nothing needs a backup."""
 
     def undo(self) -> None:
-        """Nothing has begun."""
+        """Nothing to undo: `begin` changes nothing."""
 
     def finish(self) -> None:
         self._own.restore(self._state, self._groups)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group has beside its parameters, whose names a later version of torch also lists."""
+    """The settings of a parameter group, without its parameters and their names (which later versions of torch list too)."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in settings_of(saved).items():
         if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor) and group[key].shape == value.shape:
-            group[key].copy_(value)  # a graph may hold it
+            group[key].copy_(value)  # a CUDA graph may hold this tensor
         else:
             group[key] = copy.deepcopy(value)

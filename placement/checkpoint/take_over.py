@@ -1,7 +1,7 @@
-"""Values for a module that shows copies in its state dict: written there they would be lost.
+"""Load values into a module whose state dict shows copies. Values written into those copies would be lost.
 
-Hooks of a state dict and overridden methods compute what they show. Only the module's own `load_state_dict` knows the way back, so it
-is called, and what the module shows afterwards is compared with what was asked.
+State dict hooks and overridden methods compute the values that they show. Only the module's own `load_state_dict` can reverse
+that, so it is called, and afterwards the module's state dict is compared with the given values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class TakeOver(Change):
-    """Values that a module takes over by its own `load_state_dict`, into the host copy while it is offloaded.
+    """Loads values by the module's own `load_state_dict`; into the host copy while the module is offloaded.
 
     Args:
-        given: everything that is to be there, by the names of the state dict.
-        own: what the state dict shows of the module's own memory, and its new values.
+        given: all values, by the names of the state dict.
+        own: the state dict's tensors that are the module's own memory, with their new values.
     """
 
     def __init__(self, part: Part, given: Mapping[str, Any], own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -44,18 +44,18 @@ class TakeOver(Change):
         self._before = Before(handle)
         for live, new in self._own:
             copy_over(live, new)
-        if not self._differing():  # what the copies were computed from is all that had to be written
+        if not self._differing():  # writing the tensors from which the copies are computed was enough
             return
         try:
             with from_host_copies() if is_off(handle) else nullcontext():
                 set_model_state_dict(handle.object, dict(self._given), options=StateDictOptions(strict=False))
                 self._before.keep_objects()
         except Exception as error:
-            raise CheckpointError(f"{self._subject()}, and that raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
+            raise CheckpointError(f"{self._subject()}. That raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
         handle.storage.take_in_restored()
         if differing := self._differing():
             names = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
-            raise CheckpointError(f"{self._subject()}. It ran, and {names} of the state dict is still not what was saved. {_UNCHANGED}")
+            raise CheckpointError(f"{self._subject()}. It ran, but {names} of the state dict differ from the saved ones. {_UNCHANGED}")
 
     def undo(self) -> None:
         if self._before is not None:
@@ -68,20 +68,20 @@ class TakeOver(Change):
     def _subject(self) -> str:
         return (
             f"{self._part.handle.name!r}: its state dict shows copies (a hook, an overridden state_dict()), so its own load_state_dict() "
-            "has to take over what was saved"
+            "has to load the saved values"
         )
 
     def _differing(self) -> list[str]:
-        """The tensors that the module does not show as they were asked for."""
+        """The names of tensors that the module's state dict does not show with the given values."""
         shown = self._part.state_dict()
         return [key for key, new in self._given.items() if isinstance(new, torch.Tensor) and not same_values(shown.get(key), new)]
 
 
-_UNCHANGED = "Every value is as it was. Give the module a load_state_dict() that fits, or leave it out with only="
+_UNCHANGED = "Every value is as it was before. Give the module a load_state_dict() that fits its state_dict(), or leave it out with only="
 
 
 class Before:
-    """Every value of a module as it is now, and where it lies, to be put back. In host memory of its own."""
+    """A backup of a module: every value and where it lies. The values are kept in host memory of their own."""
 
     def __init__(self, handle: Handle) -> None:
         modules = [*handle.object.modules()]
@@ -90,7 +90,7 @@ class Before:
         self._bytes = [(live, live.to("cpu", copy=True)) for live in _memory(handle)]
 
     def keep_objects(self) -> None:
-        """Of tensors that stand in place of the module's own (`assign=True`) the values are taken: optimizers step the module's own."""
+        """Put the module's own tensors back where loading replaced them (`assign=True`), with the new values: optimizers step them."""
         for fields, before in self._fields:
             for name, own in before.items():
                 now = fields.get(name)
@@ -99,7 +99,7 @@ class Before:
                     fields[name] = own
 
     def put_back(self) -> None:
-        """Idempotent."""
+        """Restore the backup. Idempotent."""
         for fields, before in self._fields:
             for name in [name for name in fields if name not in before]:
                 del fields[name]
@@ -109,7 +109,7 @@ class Before:
 
 
 def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
-    """Whether a tensor that a handle's state dict shows is the handle's own memory, so that what is written there counts."""
+    """A function that tells whether a tensor of the handle's state dict is the handle's own memory, so that writing to it counts."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(handle)}
 
     def owns(part: torch.Tensor) -> bool:
@@ -121,7 +121,7 @@ def owns_memory(handle: Handle) -> Callable[[torch.Tensor], bool]:
 
 
 def _tensors(handle: Handle) -> list[torch.Tensor]:
-    """The tensors with the module's values, those that stay on the CPU by right included."""
+    """The tensors with the module's values, including those that stay on the CPU on purpose."""
     assert handle.adapter is not None
     found = [owned.tensor for owned in handle.adapter.owned() if not owned.transient]
     module: torch.nn.Module = handle.object

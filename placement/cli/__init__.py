@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from placement.core.errors import PlacementError
 
 COMMANDS = {
-    "dashboards": "write Grafana pages, Prometheus rules and a configuration for both",
+    "dashboards": "write Grafana dashboards, Prometheus rules and a configuration for both",
     "demo": "run a small GRPO job and show what was on the device, phase by phase",
-    "explain": "print what a policy does: the table of phases and handles",
-    "discover": "list the workers of a discovery folder to Prometheus, and show them on one page",
+    "explain": "print where a policy puts every handle in every phase, as a table",
+    "discover": "serve the workers of a discovery folder to Prometheus, and show them on one page",
     "status": "print what workers hold on their GPUs, once",
     "top": "watch what workers hold on their GPUs",
-    "trace": "write what running workers did as a Chrome trace for Perfetto",
+    "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
-"""Subcommands and what they say of themselves. Only the chosen one's module is imported."""
+"""Subcommands with their help texts. Only the chosen subcommand's module is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit status: 0, 1 when the command failed, 2 for a mistake on the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="placement", description="What sits on the GPU in RL post-training.")
+    parser = argparse.ArgumentParser(prog="placement", description="Manage and show which models are on the GPU in RL post-training.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {}
     for name, summary in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""`python -m placement.cli`."""
+"""Run the command line as `python -m placement.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`placement dashboards export DIR`: Grafana pages, Prometheus rules and a configuration for both, as files."""
+"""`placement dashboards export DIR`: write Grafana dashboards, Prometheus rules and a configuration for both."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     summary = "write a Grafana provisioning tree, rules and an example prometheus.yml"
     into = commands.add_parser("export", help=summary, description=summary)
-    into.add_argument("directory", metavar="DIR", type=Path, help="where to; made if it is not there")
-    into.add_argument("--prometheus-url", default=Deployment.prometheus_url, metavar="URL", help="as Grafana reaches it (%(default)s)")
+    into.add_argument("directory", metavar="DIR", type=Path, help="the directory to write to; created if missing")
+    into.add_argument("--prometheus-url", default=Deployment.prometheus_url, metavar="URL", help="Prometheus for Grafana (%(default)s)")
     into.add_argument(
         "--discovery",
         default=Deployment.discovery,
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the workers' discovery folder, or the URL of a list of targets (default: DIR/prometheus/discovery)",
     )
     into.add_argument("--scrape-interval", default=Deployment.scrape_interval, metavar="TIME", help="like 15s or 1m (%(default)s)")
-    into.add_argument("--grafana-path", metavar="PATH", help="the folder of pages as Grafana sees it, if it runs in a container")
-    into.add_argument("--force", action="store_true", help="replace files that are there and differ")
+    into.add_argument("--grafana-path", metavar="PATH", help="the folder of dashboards as Grafana sees it, if it runs in a container")
+    into.add_argument("--force", action="store_true", help="replace existing files that differ")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`placement demo`: a real GRPO job, small enough for two CPU cores, and what was on the device while it ran."""
+"""`placement demo`: a real GRPO job, small enough for two CPU cores, with a report of what was on the device."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from placement.devices.base import Device
 from placement.engines import TorchEngine
 from placement.testing import SimulatedDevice
 
-_COPIES = 5  # of the model's bytes: actor, reference, rollout copy, and the two moments of AdamW
+_COPIES = 5  # times the model's bytes: actor, reference, rollout copy, and the two moments of AdamW
 _BANDWIDTH = 2 << 30  # bytes a second on the simulated device: slow enough for stalls to be seen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", type=_device_name, help="auto (CUDA if there is one), simulated, or cuda:N")
+    parser.add_argument("--device", default="auto", type=_device_name, help="auto (CUDA if available), simulated, or cuda:N")
     parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
     parser.add_argument("--steps", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", type=int, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
-    parser.add_argument("--no-placement", action="store_true", help="the same loop with everything resident, to compare")
+    parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
     parser.add_argument("--model", type=_directory, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, rewards, phases and the audit")
 
@@ -50,7 +50,7 @@ def _device_name(text: str) -> str:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -61,7 +61,7 @@ def _directory(text: str) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the job. 0 when it ran and the audit found nothing."""
+    """Run the job. Returns 0 when it ran and the audit found nothing."""
     with repeatable():
         result = run_job(arguments)
     if arguments.json:
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The worker's job, with or without a manager."""
+    """Run the worker's job, with or without a manager."""
     recipe = Recipe(steps=arguments.steps, seed=arguments.seed)
     actor, tokenizer = load_model(arguments.model, arguments.seed)
     print(f"GRPO on arithmetic: a model of {sum(p.numel() for p in actor.parameters()):,} parameters, {recipe.steps} steps")
@@ -83,7 +83,7 @@ def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_worker(actor: nn.Module, tokenizer: Tokenizer, device: torch.device, recipe: Recipe) -> Worker:
-    """The objects of the job. On the CPU, as they are made: registering them puts none of their bytes on the device."""
+    """Make the objects of the job, on the CPU. Registering them puts none of their bytes on the device."""
     return Worker(
         actor=actor,
         optimizer=torch.optim.AdamW(actor.parameters(), lr=recipe.learning_rate),
@@ -96,11 +96,11 @@ def make_worker(actor: nn.Module, tokenizer: Tokenizer, device: torch.device, re
 
 
 def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, needed_bytes: int) -> dict[str, Any]:
-    """The job under a manager, with its phases recorded and printed."""
+    """Run the job under a manager; record and print its phases."""
     memory = device.memory()
     total_bytes = memory.total_bytes - memory.poison_bytes
     verdict = "would not fit" if needed_bytes > total_bytes else "would fit"
-    print(f"device {device.name} has {mebibytes(total_bytes)} MiB; everything at once, {mebibytes(needed_bytes)} MiB, {verdict}")
+    print(f"device {device.name} has {mebibytes(total_bytes)} MiB; the whole job, {mebibytes(needed_bytes)} MiB, {verdict}")
 
     manager = placement.Manager(device=device, policy=arguments.policy)
     with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
 
 
 def run_resident(worker: Worker) -> dict[str, Any]:
-    """The same job with everything on the device all the time."""
+    """Run the same job with everything on the device all the time."""
     results = []
     for number, result in enumerate(worker.train(EverythingResident(worker.device)), start=1):
         results.append(result)
@@ -147,7 +147,7 @@ def run_resident(worker: Worker) -> dict[str, Any]:
 
 
 class EverythingResident:
-    """A job without placement: what is registered goes to the device and stays there, and phases do nothing."""
+    """Replaces the manager in a job without placement: registered objects go to the device and stay there, and phases do nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -167,7 +167,7 @@ class EverythingResident:
 
 
 class ResidentHandle:
-    """The weights of a model that never moves, in buckets."""
+    """Gives the weights of a model that never moves in buckets."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -183,14 +183,14 @@ class ResidentHandle:
 
 
 class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):
-    """The simulated device with a peak."""
+    """The simulated device, with a peak meter."""
 
 
 def pick(name: str) -> str:
-    """The device meant: "auto" is CUDA if there is one, else the simulation.
+    """Resolve a device name: "auto" means CUDA if available, else the simulated device.
 
     Raises:
-        PlacementError: a CUDA device is wanted and torch sees none.
+        PlacementError: a CUDA device is wanted, but torch sees none.
     """
     available = torch.cuda.is_available()
     if name == "auto":
@@ -201,19 +201,19 @@ def pick(name: str) -> str:
 
 
 def make_device(name: str, model_bytes: int) -> Device:
-    """The device of this name. The simulated one holds what training needs (actor, two moments) and not the whole job."""
+    """Make the device of this name. The simulated one has room for training (actor, two moments), but not for the whole job."""
     if name == "simulated":
         return MeteredSimulatedDevice(capacity_bytes=int(3.8 * model_bytes), bandwidth_bytes_per_second=_BANDWIDTH)
     from placement.devices.cuda.device import CudaDevice
 
     class MeteredCudaDevice(PeakMeter, CudaDevice):
-        """The CUDA device with a peak."""
+        """The CUDA device, with a peak meter."""
 
     return MeteredCudaDevice(torch.device(name).index or 0)
 
 
 def load_model(directory: Path | None, seed: int) -> tuple[nn.Module, Tokenizer]:
-    """The built-in model, or a checkpoint with its own tokenizer; float32, on the CPU."""
+    """The built-in model, or a checkpoint with its own tokenizer, in float32 on the CPU."""
     if directory is None:
         characters = Characters()
         return build_actor(characters, seed), characters
@@ -224,7 +224,7 @@ def load_model(directory: Path | None, seed: int) -> tuple[nn.Module, Tokenizer]
 
 
 class CheckpointTokenizer:
-    """A checkpoint's own tokenizer in the shape that the loop wants."""
+    """Adapts a checkpoint's own tokenizer to the interface of the loop."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoTokenizer
@@ -244,7 +244,7 @@ class CheckpointTokenizer:
 
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """Two runs with one seed compute the same bits. cuBLAS reads its part from the environment, before its first use."""
+    """Make two runs with one seed compute the same bits. cuBLAS reads its setting from the environment, before its first use."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -262,7 +262,7 @@ def print_step(number: int, result: StepResult) -> None:
 
 
 def summary(results: Sequence[StepResult], digest: str) -> dict[str, Any]:
-    """The part that has to be the same with and without placement."""
+    """The results that must be equal with and without placement."""
     return {"losses": [r.loss for r in results], "rewards": [r.reward for r in results], "weights_sha256": digest}
 
 

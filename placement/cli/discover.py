@@ -1,4 +1,4 @@
-"""`placement discover FOLDER`: the workers of a discovery folder, as a page for Prometheus and as one for people."""
+"""`placement discover FOLDER`: serve the workers of a discovery folder, as a list for Prometheus and as a page for people."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from placement.observe.fleet import DiscoveryServer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="the folder that the workers announce themselves in (PLACEMENT_DISCOVERY)")
-    parser.add_argument("--port", type=int, default=9400, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument("--address", default="127.0.0.1", help="another one is reachable from other machines (default: %(default)s)")
+    parser.add_argument("folder", help="the folder in which the workers announce themselves (PLACEMENT_DISCOVERY)")
+    parser.add_argument("--port", type=int, default=9400, help="the port to serve on; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--address", default="127.0.0.1", help="any but loopback is reachable from outside (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted.
 
     Raises:
-        PlacementError: the folder is not there, or the port is taken.
+        PlacementError: the folder does not exist, or the port is taken.
     """
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise PlacementError(f"{str(folder)!r} is no folder; workers make it when they announce themselves")
+        raise PlacementError(f"{str(folder)!r} is not a folder; workers create it when they announce themselves")
     with DiscoveryServer(functools.partial(targets_in, folder), port=arguments.port, address=arguments.address) as server:
         server.do_regularly(functools.partial(reap, folder))
-        print(f"{len(targets_in(folder))} workers; for Prometheus: {server.url}/targets; to look at: {server.url}/", flush=True)
+        print(f"{len(targets_in(folder))} workers; for Prometheus: {server.url}/targets; status page: {server.url}/", flush=True)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         try:

@@ -1,4 +1,4 @@
-"""`placement explain POLICY`: where a policy puts everything, phase by phase, for a worker of ordinary size."""
+"""`placement explain POLICY`: print where a policy puts every handle in every phase, for a worker of ordinary size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLE = (
     HandleView(name="reward", kind="module", role="reward", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
     HandleView(name="rollout", kind="engine", role="rollout", state=State.CPU_OFFLOADED, num_bytes=_ENGINE),
 )
-"""One rank of eight that trains an actor and a critic of 7 billion parameters with PPO and generates beside it."""
+"""One of eight ranks that train an actor and a critic of 7 billion parameters with PPO, with a rollout engine on the same GPU."""
 
 _STEP = (
     *("rollout", "reward", "log_prob", "ref_log_prob", "values", "train", "optimizer_step", "weight_sync"),
@@ -48,13 +48,13 @@ _STREAMED = "stream"
 
 @dataclass(frozen=True)
 class Row:
-    """One phase: its plan, or why there is none."""
+    """One phase of the table: its plan, or the reason why there is none."""
 
     phase: str
     plan: Plan | None
     device_bytes: int = 0
     moved_bytes: int = 0
-    """Loaded plus offloaded on the way in from the row above."""
+    """Bytes loaded plus bytes offloaded in the phase transition from the row above."""
     problem: str = ""
 
 
@@ -66,16 +66,16 @@ def explain(
     worker_role: str = "hybrid",
     phases: Mapping[str, tuple[str, ...]] | None = None,
 ) -> int:
-    """Print the phase × handle table of a policy for `SAMPLE`.
+    """Print a policy's table of phases and handles for `SAMPLE`.
 
-    The rows follow one another as in a step: each phase finds the handles where the row above left them, because a policy may
-    keep what is there.
+    The rows follow one another as in a step. Each phase starts from the states of the row above, because a policy may keep handles
+    that are on the device already.
 
     Args:
-        policy_spec: whatever `resolve_policy` takes.
+        policy_spec: a policy in any form that `resolve_policy` takes.
         file: where to print; None: standard output.
-        budget_bytes: what the handles may hold together.
-        phases: phases of the user's own, as in `Settings.phases`.
+        budget_bytes: device bytes that the handles may hold together.
+        phases: the user's own phases, as in `Settings.phases`.
 
     Returns:
         0, or 1 where a phase has no plan or its plan does not fit the budget.
@@ -97,17 +97,17 @@ def explain(
 
 
 def _step(policy: Policy, view: View) -> Iterator[Row]:
-    """The phases of a step in order, from the idle plan on."""
+    """The phases of a step in order, beginning with the idle plan."""
     for phase in (IDLE, *_STEP[:-1], *(name for name in view.phases if name not in PHASES)):
         view = replace(view, phase=phase, enclosing=_NESTED.get(phase))
         try:
             plan = _checked(policy.plan(view), view)
-        except Exception as exc:  # the user's own code is on trial here: what it raises is the answer
+        except Exception as exc:  # the policy is user code: its exception belongs into the table
             yield Row(phase, None, problem=f"no plan: {type(exc).__name__}: {exc}")
             continue
         moved = sum(h.num_bytes for h in view.handles.values() if plan.on_device(h.name) != bool(h.resident_bytes))
         needed = view.bytes_of(plan)
-        if not view.fits(plan):  # the manager refuses such a phase, so that the next row starts from the one above
+        if not view.fits(plan):  # the manager refuses such a phase, so the next row starts from the row above
             yield Row(phase, plan, needed, moved, f"{_gib(needed - view.budget_bytes)} GiB over the budget")
             continue
         yield Row(phase, plan, needed, moved)
@@ -124,12 +124,12 @@ def _checked(plan: Plan, view: View) -> Plan:
     if not isinstance(plan, Plan):
         raise PolicyError(f"plan() returned {type(plan).__name__}, not a Plan")
     if missing := sorted(view.handles.keys() - plan.targets.keys()):
-        raise PolicyError(f"the plan forgets {', '.join(missing)}")
+        raise PolicyError(f"the plan has no target for {', '.join(missing)}")
     return plan
 
 
 def _table(name: str, view: View, rows: list[Row]) -> str:
-    # "actor.optimizer" stands in two lines, so that seven handles and the sums stay within 100 columns.
+    # "actor.optimizer" is split into two lines, so that seven handles and the sums fit into 100 columns.
     heads = [(*handle.split(".", 1), "")[:2] for handle in view.handles]
     widths = [max(len(first), len(second) + 1 if second else 0, 6) for first, second in heads]
     left = max(len(row.phase) for row in rows) + 2
@@ -151,7 +151,7 @@ def _table(name: str, view: View, rows: list[Row]) -> str:
         if row.problem:
             lines.append(f"{'':<{left}}does not fit: {row.problem}")
     lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} SYNCING from the host copy"]
-    lines.append("device: bytes held in the phase; moved: loaded and offloaded on the way in from the row above")
+    lines.append("device: bytes held in the phase; moved: bytes loaded and offloaded since the row above")
     return "\n".join(text.rstrip() for text in lines)
 
 
@@ -160,7 +160,7 @@ def _gib(nbytes: int) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: that of the settings)")
+    parser.add_argument("policy", nargs="?", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
     parser.add_argument(
         "--budget", metavar="BYTES", help=f"device bytes that the handles may hold together (default {BUDGET_BYTES // GIB}GiB)"
     )
@@ -169,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. 0; 1 where a phase has no plan or does not fit; 2 for settings that cannot be read."""
+    """Print the table. Returns 0; 1 where a phase has no plan or does not fit; 2 where the settings cannot be read."""
     try:
         settings = Settings.from_any(arguments.settings or {})
         budget_bytes = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     policy = arguments.policy or settings.policy
     if ":" in policy and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script does not look where the user stands
+        sys.path.insert(0, os.getcwd())  # a console script does not search the working directory for modules
     return explain(
         policy,
         budget_bytes=BUDGET_BYTES if budget_bytes is None else budget_bytes,

@@ -1,7 +1,7 @@
-"""GRPO in one file: a worker as its author would write it, whole and small, with placement in the places where it belongs.
+"""GRPO in one file: a complete, small worker as a user would write it, with placement.
 
-Each step is one open phase that switches: rollout, log_prob, train, weight_sync. Between those calls there is nothing but
-ordinary PyTorch. No tensor is moved by hand, and nothing here asks where anything is.
+Each step is one open phase that switches: rollout, log_prob, train, weight_sync. Between those calls there is only ordinary PyTorch.
+The code moves no tensor by hand, and never asks where a tensor is.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.nn.utils import clip_grad_norm_
 
 
 class OpenPhase(Protocol):
-    """What the loop does with an open phase."""
+    """The loop's view of an open phase."""
 
     def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None: ...
 
 
 class ActorHandle(Protocol):
-    """What the loop does with the actor's handle."""
+    """The loop's view of the actor's handle."""
 
     def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]: ...
 
 
 class Manager(Protocol):
-    """What the loop does with a manager. `placement.Manager` is one; the demo has another, with which everything stays resident."""
+    """The loop's view of a manager. `placement.Manager` implements it, and so does the demo's stand-in that keeps everything resident."""
 
     def register(self, name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ActorHandle: ...
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `encode` pads on the left: ids and attention mask, both [prompts, length], int64."""
+    """Converts text to ids and back. `encode` pads on the left and returns ids and attention mask, both int64 [prompts, length]."""
 
     eos: int
     pad: int
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class Characters:
-    """One id a character: enough for arithmetic, and nothing to download."""
+    """A tokenizer with one id for each character. It suffices for arithmetic, and needs no download."""
 
     pad, eos = 0, 1
     _alphabet = "0123456789+="
@@ -75,16 +75,16 @@ class Characters:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The numbers of a run."""
+    """The hyperparameters of a run."""
 
     steps: int = 3
     prompts: int = 16
     completions: int = 16
-    """For each prompt: the group whose mean reward is the baseline."""
+    """Completions for each prompt. Their mean reward is the group's baseline."""
     new_tokens: int = 5
     temperature: float = 1.0
     minibatches: int = 4
-    """Optimizer steps for each step of the loop."""
+    """Optimizer steps in each step of the loop."""
     learning_rate: float = 1e-3
     clip: float = 0.2
     kl_weight: float = 0.02
@@ -95,20 +95,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Sampled completions: `ids` and `mask` are [samples, prompt + completion], `answer_mask` and `rewards` as named."""
+    """Sampled completions. `ids` and `mask` are [samples, prompt + completion]."""
 
     ids: Tensor
     mask: Tensor
-    """1 where the model may look: prompt without padding, completion up to and with its end."""
+    """1 for tokens that the model attends to: the prompt without padding, and the completion including its end token."""
     answer_mask: Tensor
-    """[samples, completion], float32: 1 up to and with the end of the completion."""
+    """float32 [samples, completion]: 1 up to and including the end token of the completion."""
     rewards: Tensor
-    """[samples], float32."""
+    """float32 [samples]."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of the loop reports."""
+    """The results of one step of the loop."""
 
     loss: float
     reward: float
@@ -118,7 +118,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """The objects of the job. The loop uses them; where their bytes are is the manager's business."""
+    """The objects of the job. The loop uses them; the manager decides where their bytes are."""
 
     actor: nn.Module
     optimizer: torch.optim.Optimizer
@@ -129,7 +129,7 @@ class Worker:
     recipe: Recipe
 
     def train(self, manager: Manager) -> Iterator[StepResult]:
-        """Register everything, then the loop: one result a step."""
+        """Register everything, then run the loop. Yields one result a step."""
         actor = manager.register("actor", self.actor, role="actor")
         manager.register("actor.optimizer", self.optimizer)
         manager.register("ref", self.reference, role="ref", readonly=True)
@@ -158,7 +158,7 @@ class Worker:
 
     @torch.no_grad()
     def rollout(self, sums: Sequence[tuple[int, int]], generator: torch.Generator) -> tuple[Rollouts, float]:
-        """Sample `completions` answers to each sum from the engine and judge them. Also: the share of right answers."""
+        """Sample `completions` answers to each sum from the engine and judge them. Also returns the fraction of correct answers."""
         recipe = self.recipe
         prompts, prompt_mask = self.tokenizer.encode([f"{a}+{b}=" for a, b in sums])
         prompts = prompts.to(self.device).repeat_interleave(recipe.completions, dim=0)
@@ -214,7 +214,7 @@ class Worker:
         groups = rollouts.rewards.view(-1, recipe.completions)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         losses, kls = [], []
-        # Strided, so that every minibatch holds completions of every prompt.
+        # Strided, so that every minibatch has completions of every prompt.
         for part in range(recipe.minibatches):
             pick = slice(part, None, recipe.minibatches)
             batch = Rollouts(rollouts.ids[pick], rollouts.mask[pick], rollouts.answer_mask[pick], rollouts.rewards[pick])
@@ -225,12 +225,12 @@ class Worker:
             self.optimizer.step()
             losses.append(loss.detach())
             kls.append(kl.detach())
-        self.optimizer.zero_grad()  # so that no gradient has to travel with the actor when it is offloaded
+        self.optimizer.zero_grad()  # else the gradients would be offloaded together with the actor
         return torch.stack(losses).mean().item(), torch.stack(kls).mean().item()
 
 
 def judge(text: str, ended: bool, target: int) -> float:
-    """Reward of one answer: 1 when right; else up to 0.4 for the form (digits, then the end), so that there is something to climb."""
+    """The reward of one answer: 1 if correct; else up to 0.4 for its form (digits, then the end), so that training has a gradient."""
     if ended and text == str(target):
         return 1.0
     digits = sum(c.isdigit() for c in text) / max(len(text), 1)
@@ -248,7 +248,7 @@ def grpo_loss(new: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: T
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Positions that count from the first token that is no padding."""
+    """Positions that start at the first token that is not padding."""
     return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 

@@ -1,4 +1,4 @@
-"""What each phase transition did, measured: the demo's view of a manager from outside."""
+"""Record every phase transition of a manager from outside, with measurements, for the demo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.devices.base import Chunk, Device
 
 
 class PeakMeter(Device):
-    """A device that remembers the most its chunks have held together."""
+    """A mixin for devices that records the largest number of bytes that its chunks have held together."""
 
     peak_bytes = 0
 
@@ -27,7 +27,7 @@ class PeakMeter(Device):
 
 
 class Recorder:
-    """A manager's phases, and what each phase transition did: its snapshots and the device's measure, before and after."""
+    """Wraps a manager and records its phase transitions: snapshots and device measurements before and after each."""
 
     def __init__(self, manager: placement.Manager, device: Device) -> None:
         self._manager = manager
@@ -35,7 +35,7 @@ class Recorder:
         self._step = 0
         self._begins: list[tuple[int, str, float]] = []
         self.initial: dict[str, State] = {}
-        """The state in which each handle began."""
+        """The initial state of each handle."""
         self.rows: list[PhaseRow] = []
 
     def register(self, name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> placement.Handle:
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def transition(self, phase: str) -> Iterator[None]:
-        """Measure around the move into `phase`."""
+        """Measure before and after the move into `phase`."""
         before, before_bytes = self._manager.snapshot(), self._device.memory().chunk_bytes
         if isinstance(self._device, PeakMeter):
             self._device.peak_bytes = before_bytes
@@ -67,7 +67,7 @@ class Recorder:
 
     @property
     def spans(self) -> list[Span]:
-        """The phases so far; the last one ends now."""
+        """The phases so far. The last one ends at the present moment."""
         ends = [begin for _, _, begin in self._begins[1:]] + [time.monotonic()]
         return [
             Span(step=step, phase=phase, begin_seconds=begin, end_seconds=end)
@@ -89,7 +89,7 @@ class _RecordedPhase:
 
 
 def row_between(phase: str, before: Snapshot, after: Snapshot, measured: tuple[int, int, int]) -> PhaseRow:
-    """What happened between two snapshots; `measured` is the device's bytes before, at the peak and after."""
+    """The differences between two snapshots. `measured` has the device's bytes before, at the peak, and after."""
 
     def grown(field: str) -> int:
         now, then = (sum(int(getattr(handle, field)) for handle in snapshot.handles) for snapshot in (after, before))

@@ -1,4 +1,4 @@
-"""`placement status WORKER ...`: what workers hold, once; `--json` for scripts."""
+"""`placement status WORKER ...`: print once what workers hold; `--json` for scripts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from placement.cli.workers import SORTINGS, add_places, look, places_of, plain_r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_places(parser)
-    parser.add_argument("--json", action="store_true", help="all that the workers show, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the complete views of the workers as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it. Returns 1 when a worker does not answer or something is wrong on one, so that scripts need not read.
+    """Print the status. Returns 1 when a worker does not answer or has a problem, so that scripts need not parse the output.
 
     Raises:
         PlacementError: no worker is named.

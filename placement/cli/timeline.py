@@ -1,4 +1,4 @@
-"""What a run looked like, as text: a table of phases and a timeline of residency. Pure functions over recorded data."""
+"""Draw a run as text: a table of phases, and a timeline of the handles' states. Pure functions over recorded data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALLEST_SPAN = 6  # columns: enough for a short phase name and a gap
 
 
 class Change(Protocol):
-    """What the timeline reads of a journal record."""
+    """The fields of a journal record that the timeline reads."""
 
     @property
     def at_seconds(self) -> float: ...
@@ -31,7 +31,7 @@ class Change(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One phase, from the moment the worker asked for it to the moment it asked for the next. Times are monotonic."""
+    """One phase, from the worker's request for it to the request for the next phase. Times are monotonic."""
 
     step: int
     phase: str
@@ -41,16 +41,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRow:
-    """One line of the phase table: what the phase transition at the beginning of the phase did."""
+    """One row of the phase table: the effects of the phase transition at the beginning of the phase."""
 
     phase: str
     states: Mapping[str, State]
     before_bytes: int
-    """On the device when the phase was asked for."""
+    """Bytes on the device when the phase was requested."""
     peak_bytes: int
-    """The most on the device together during the phase transition."""
+    """The most bytes on the device during the phase transition."""
     after_bytes: int
-    """On the device when the phase began."""
+    """Bytes on the device when the phase began."""
     loaded_bytes: int
     offloaded_bytes: int
     skipped_bytes: int
@@ -59,14 +59,14 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """What the terminal can show."""
+    """The capabilities of the terminal."""
 
     unicode: bool
     colour: bool
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:
-        """Unicode where the encoding has the marks; colour on a terminal."""
+        """Unicode if the stream's encoding has the marks; colour if the stream is a terminal."""
         try:
             "".join(MARKS.values()).encode(stream.encoding or "ascii")
         except (UnicodeEncodeError, LookupError):
@@ -84,7 +84,7 @@ class Style:
 
 
 def phase_table(rows: Sequence[PhaseRow], style: Style) -> str:
-    """The rows under a header; bytes in MiB, stall in milliseconds."""
+    """The rows below a header line. Bytes are in MiB, stall is in milliseconds."""
     if not rows:
         return ""
     names = list(rows[0].states)
@@ -103,21 +103,21 @@ def phase_table(rows: Sequence[PhaseRow], style: Style) -> str:
 
 
 def mebibytes(nbytes: int) -> str:
-    """A size in MiB, exact zero told from little."""
+    """A size in MiB. Only an exact zero is "0"."""
     return "0" if nbytes == 0 else f"{nbytes / (1 << 20):.1f}"
 
 
 def timeline(spans: Sequence[Span], changes: Iterable[Change], initial: Mapping[str, State], style: Style, columns: int = 120) -> str:
-    """One row a handle, time from left to right; a cell shows the state that the handle had longest in it.
+    """One row for each handle, time from left to right. A cell shows the state that the handle had for the longest time in it.
 
-    Every phase gets a few columns however short it was, and a share of the rest by its duration. A bar stands between steps.
-    Of a long run the last steps are shown, as many as fit.
+    Every phase gets a minimum of columns, and a share of the rest by its duration. A bar separates steps. Of a long run the last steps
+    are shown, as many as fit.
 
     Args:
         spans: the phases in order.
         changes: journal records of the same time, in order.
         initial: every handle's state at the beginning.
-        columns: width; the last step is shown whole even where it takes more.
+        columns: the width; the last step is shown whole even if it needs more.
     """
     if not spans:
         return ""
@@ -144,7 +144,7 @@ def timeline(spans: Sequence[Span], changes: Iterable[Change], initial: Mapping[
 
 
 def _last_steps(spans: Sequence[Span], columns: int) -> Sequence[Span]:
-    """The spans of the last steps that fit at their smallest; at least the last step."""
+    """The spans of the last steps that fit at their minimum width; at least the last step."""
     steps = sorted({span.step for span in spans})
     for first in steps:
         shown = [span for span in spans if span.step >= first]
@@ -154,7 +154,7 @@ def _last_steps(spans: Sequence[Span], columns: int) -> Sequence[Span]:
 
 
 def _span_widths(spans: Sequence[Span], columns: int) -> list[int]:
-    """Columns of each span: the smallest width, and what is left shared by duration."""
+    """The columns of each span: the minimum width, plus a share of the remaining columns by duration."""
     total = sum(span.end_seconds - span.begin_seconds for span in spans) or 1.0
     steps = len({span.step for span in spans})
     spare = max(columns - _SMALLEST_SPAN * len(spans) - (steps - 1), 0)
@@ -171,7 +171,7 @@ def _ruler(spans: Sequence[Span], widths: Sequence[int], breaks: Sequence[bool],
 
 
 def _longest(states: Sequence[tuple[float, State]], begin: float, end: float) -> State:
-    """The state held longest within `[begin, end)`; `states` are (since, state) in order."""
+    """The state held longest within `[begin, end)`. `states` are (since, state) pairs in order."""
     held: dict[State, float] = {}
     untils = [since for since, _ in states[1:]] + [float("inf")]
     for (since, state), until in zip(states, untils, strict=True):

@@ -1,4 +1,4 @@
-"""`placement top WORKER ...`: a live view of the workers of a run. Without a terminal it prints what `placement status` prints."""
+"""`placement top WORKER ...`: a live view of a run's workers. Without a terminal it prints the output of `placement status`."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _STYLES = {"CPU_OFFLOADED": "dim", "GPU_RESIDENT": "blue", "SYNCING": "cyan", "TRAINING": "yellow"}
-_HELP = "q quit   ↑ ↓ choose   enter one worker in detail   s sort"
+_HELP = "q quit   ↑ ↓ choose   enter show one worker's handles   s sort"
 _KEYS = {b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down", b"\r": "enter", b"\n": "enter"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_places(parser)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: %(default)s)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between two updates (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the workers until `q`.
+    """Show the workers until `q` is pressed.
 
     Raises:
         PlacementError: no worker is named, or `rich` is not installed.
     """
     if not arguments.interval > 0:
-        raise PlacementError(f"--interval {arguments.interval} is not more than 0 seconds")
+        raise PlacementError(f"--interval {arguments.interval} must be more than 0 seconds")
     places = places_of(arguments)
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             print(plain_report(sorted(look(places, pool), key=SORTINGS[arguments.sort].key)))
             return 0
         try:
-            import rich  # noqa: F401 (only whether it is there)
+            import rich  # noqa: F401 (only checks whether it is installed)
         except ImportError as error:
-            raise PlacementError("placement top needs rich: pip install 'placement[top]'; placement status needs nothing") from error
+            raise PlacementError("placement top needs rich: pip install 'placement[top]', or use placement status") from error
         return _live(places, Screen(arguments.sort), arguments.interval, pool)
 
 
 class Screen:
-    """What the person at the keyboard looks at: the order, the chosen worker, the worker in detail."""
+    """The state of the display: the order of workers, the selected worker, and the worker shown in detail."""
 
     def __init__(self, sorting: str) -> None:
         self.sorting = sorting
@@ -71,14 +71,14 @@ class Screen:
         self.views: list[View] = []
 
     def take(self, views: Sequence[View]) -> None:
-        """New data; the chosen worker stays the chosen one."""
+        """Take new data. The selected worker stays selected."""
         name = self.views[self.chosen]["name"] if self.views else None
         self.views = sorted(views, key=SORTINGS[self.sorting].key)
         names = [view["name"] for view in self.views]
         self.chosen = names.index(name) if name in names else min(self.chosen, max(len(names) - 1, 0))
 
     def press(self, key: str) -> bool:
-        """One key. Returns whether to go on."""
+        """Handle one key. Returns False for quit."""
         if key == "q" and self.detail is None:
             return False
         if key in ("q", "enter", "escape"):
@@ -94,7 +94,7 @@ class Screen:
         return True
 
     def render(self, height: int) -> Any:
-        """The screen, as rich shows it; at most `height` lines of workers, the chosen one among them."""
+        """The screen for rich, with at most `height` lines. The selected worker is among the shown ones."""
         from rich.console import Group
         from rich.text import Text
 
@@ -135,7 +135,7 @@ def _table(columns: Sequence[str]) -> Table:
 def _text(cell: str) -> Any:
     from rich.text import Text
 
-    return Text(cell)  # never markup: names come from users
+    return Text(cell)  # not markup, because names come from users
 
 
 def _live(places: Sequence[str], screen: Screen, interval: float, pool: concurrent.futures.Executor) -> int:
@@ -143,7 +143,7 @@ def _live(places: Sequence[str], screen: Screen, interval: float, pool: concurre
     from rich.live import Live
 
     console = Console()
-    screen.take(look(places, pool))  # a place that names no worker is an error before the screen is taken
+    screen.take(look(places, pool))  # before the screen is taken over, so that a wrong place is shown as a plain error
     with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         due = time.monotonic() + interval
         while True:
@@ -153,13 +153,13 @@ def _live(places: Sequence[str], screen: Screen, interval: float, pool: concurre
                     return 0
             if time.monotonic() >= due:
                 due = time.monotonic() + interval
-                with contextlib.suppress(PlacementError):  # a file that is being replaced: the last look stays
+                with contextlib.suppress(PlacementError):  # a file is being replaced: keep the last data
                     screen.take(look(places, pool))
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """The keys pressed within so many seconds, read one by one without waiting for a line."""
+    """Yields a function that waits up to the given seconds and returns the pressed keys, without waiting for a line."""
     import termios
     import tty
 
@@ -179,7 +179,7 @@ def _keys() -> Iterator[Any]:
 
 
 def decode(sent: bytes) -> str:
-    """The name of a key from what the terminal sends for it; of several at once the first."""
+    """The name of the key for the bytes that the terminal sent; of several keys, the first."""
     if sent in _KEYS:
         return _KEYS[sent]
     return "escape" if sent[:1] == b"\x1b" else sent[:1].decode("ascii", "ignore")

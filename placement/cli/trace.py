@@ -1,4 +1,4 @@
-"""`placement trace URL ... -o trace.json`: the journals of running workers as one Chrome trace."""
+"""`placement trace URL ... -o trace.json`: write the journals of running workers as one Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from placement.observe.discovery import Target
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, a discovery URL, or a folder of discovery files")
     parser.add_argument("-o", "--output", default="placement-trace.json", help="the file to write (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="only the last so many seconds")
+    parser.add_argument("--seconds", type=float, help="write only the last SECONDS")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the trace and say what is in it.
+    """Write the trace, and print how many events it has.
 
     Raises:
         PlacementError: a worker does not answer.
@@ -40,13 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(path: Path, workers: Sequence[Target], query: str) -> int:
-    """Write the events of one worker after the other, so that only one worker's are held at a time. Returns how many."""
+    """Write the events of one worker after the other, so that only one worker's are in memory. Returns their number."""
     count = 0
     with path.open("w") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, worker in enumerate(workers):
             for event in _events(worker, query):
-                event["pid"] = number + 1  # process ids may be the same on two nodes
+                event["pid"] = number + 1  # processes of two nodes may have the same id
                 if event.get("name") == "process_name":
                     event["args"]["name"] = worker.name
                 file.write(",\n" * bool(count) + json.dumps(event, separators=(",", ":")))
@@ -60,5 +60,5 @@ def _events(worker: Target, query: str) -> list[dict[str, Any]]:
         found = json.loads(ask(f"{worker.url}/trace{query}", timeout_seconds=60))
         events: list[dict[str, Any]] = found["traceEvents"]
     except (ValueError, TypeError, KeyError) as error:
-        raise PlacementError(f"{worker.url}/trace gave no trace; is it a placement worker?") from error
+        raise PlacementError(f"{worker.url}/trace did not return a trace; check that this is a placement worker") from error
     return events

@@ -1,4 +1,4 @@
-"""What `placement status` and `placement top` say of workers: rows of text, made from what each worker shows of itself."""
+"""The text of `placement status` and `placement top`: rows about workers and handles, made from each worker's view."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ View = dict[str, Any]
 WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
 HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
 NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped"})
-"""Columns that are set to the right."""
+"""Columns that are aligned to the right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorting:
-    """An order of the workers."""
+    """A way to order the workers."""
 
     title: str
     key: Callable[[View], Any]
@@ -45,39 +45,39 @@ SORTINGS = {
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """The argument that says which workers are meant, and the order."""
-    text = "a worker's URL, one that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    """Add the arguments that name the workers and their order."""
+    text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
     parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
     parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
 
 
 def places_of(arguments: argparse.Namespace) -> list[str]:
-    """The places named, or the discovery folder of the environment.
+    """The places on the command line, or the discovery folder from the environment.
 
     Raises:
-        PlacementError: neither.
+        PlacementError: there is neither.
     """
     places: list[str] = arguments.workers
     if places:
         return places
     folder = Settings.from_any(None).discovery
     if folder is None:
-        raise PlacementError("no workers named: give a worker's URL, one of targets, or a discovery folder, or set PLACEMENT_DISCOVERY")
+        raise PlacementError("no workers named: give a worker's URL, a /targets URL or a discovery folder, or set PLACEMENT_DISCOVERY")
     return [folder]
 
 
 def look(places: Sequence[str], pool: concurrent.futures.Executor) -> list[View]:
-    """What the workers show now; one that does not answer has an `error`.
+    """The present views of the workers. A worker that does not answer has an `error` in its view.
 
     Raises:
-        PlacementError: a place names no worker.
+        PlacementError: a place does not lead to a worker.
     """
     targets: list[Target] = find_targets(places)
     return views_of(targets, pool)
 
 
 def stall_share(view: View) -> float:
-    """Share of a worker's time that it waited for moves; -1 for one that does not answer."""
+    """The fraction of its time that a worker waited for moves; -1 for a worker that does not answer."""
     if "snapshot" not in view:
         return -1.0
     seconds = sum(view["snapshot"]["phase_seconds"].values())
@@ -85,7 +85,7 @@ def stall_share(view: View) -> float:
 
 
 def trouble_of(view: View) -> str:
-    """What somebody has to look at; empty when nothing."""
+    """The problems of a worker as text; empty if there are none."""
     if "snapshot" not in view:
         return str(view["error"])
     snapshot = view["snapshot"]
@@ -97,7 +97,7 @@ def trouble_of(view: View) -> str:
 
 
 def worker_row(view: View) -> tuple[str, ...]:
-    """One line for a worker; see `WORKER_COLUMNS`."""
+    """One row about a worker; see `WORKER_COLUMNS`."""
     if "snapshot" not in view:
         return view["name"], "?", "", "", "", "", "", trouble_of(view)
     snapshot = view["snapshot"]
@@ -116,7 +116,7 @@ def worker_row(view: View) -> tuple[str, ...]:
 
 
 def handle_rows(view: View) -> list[tuple[str, ...]]:
-    """A line for each handle of a worker; see `HANDLE_COLUMNS`."""
+    """One row about each handle of a worker; see `HANDLE_COLUMNS`."""
     rows = []
     for handle in view["snapshot"]["handles"]:
         since = view["snapshot"]["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
@@ -130,7 +130,7 @@ def handle_rows(view: View) -> list[tuple[str, ...]]:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text, without a blank at the ends of lines."""
+    """A table as text, without trailing blanks."""
     lines = [tuple(columns), *(tuple(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
 
@@ -141,7 +141,7 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plain_report(views: Sequence[View]) -> str:
-    """All workers, then the handles of each that answers."""
+    """A table of all workers, then a table of the handles of each worker that answers."""
     parts = [plain_table(WORKER_COLUMNS, (worker_row(view) for view in views))]
     for view in views:
         if "snapshot" in view and view["snapshot"]["handles"]:
@@ -150,5 +150,5 @@ def plain_report(views: Sequence[View]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """node2 before node10."""
+    """A sort key that puts node2 before node10."""
     return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,1 +1,1 @@
-"""The ground that everything stands on: states, the state machine, the journal, snapshots, errors, settings. Imports nothing above it."""
+"""The ground layer: states, the state machine, the journal, snapshots, errors and settings. It imports no other folder of placement."""

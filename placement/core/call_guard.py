@@ -1,18 +1,17 @@
-"""Calls of a module whose bytes are on the host are refused, however they are made.
+"""A call of a module whose bytes are on the host is refused, however the call is made.
 
-While the bytes are away, `forward` of the module and of each submodule with tensors is an attribute of the object itself, which
-refuses. A pre-hook would not do:
+While the bytes are away, each guarded module has a `forward` attribute of its own that raises. A pre-hook would not be enough:
 
-* `model.forward(x)` runs no hook, and a submodule that is called alone runs only its own.
-* Code that `torch.compile` made runs the hooks that it has seen, and is never told of new ones. But it does check, without a step
-  of Python, that `forward` is still what it was traced with. It finds that it is not, so the call is traced anew, and that trace is
-  refused. The code stays, and serves again once the bytes are back: nothing is compiled twice.
-* A hook costs time in every call. This costs nothing while the bytes are on the device: then nothing of it is there.
+* `model.forward(x)` runs no hook, and a submodule that is called alone runs only its own hooks.
+* Code compiled by `torch.compile` runs the hooks it saw when it was traced, and no later ones. But its guards, which cost no step of
+  Python, check that `forward` is still the function that was traced. The check fails, the call is traced anew, and that trace is
+  refused. The compiled code is kept and serves again once the bytes are back, so nothing is compiled twice.
+* A hook costs time in every call. The guard costs nothing while the bytes are on the device, because then it is not installed.
 
-Not seen is what reads the weights without calling a module that has them (`torch.nn.functional.linear(x, model.weight)`), a bound
-`forward` of a module without children that was taken while it was on the device, and what `torch.jit` and `torch.export` made: they
-hold the tensors. A module of one of torch's own classes (`nn.Sequential`) should be given to `torch.compile` before it is registered,
-or in a phase: while its `forward` is not torch's, the wrapper calls it without compiling it.
+The guard does not see code that reads the weights without calling their module (`torch.nn.functional.linear(x, model.weight)`), a
+bound `forward` of a module without children that was taken while the module was on the device, or the results of `torch.jit` and
+`torch.export`, which hold the tensors themselves. Give a module of one of torch's own classes (`nn.Sequential`) to `torch.compile`
+before you register it, or inside a phase: while its `forward` is not torch's, the wrapper calls it without compiling it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 
 
 class Check(Protocol):
-    """Raises where the module must not be called now."""
+    """A callable that raises when the module must not be called now."""
 
     def __call__(self, module: torch.nn.Module | None, args: Any) -> None: ...
 
@@ -37,14 +36,14 @@ class Check(Protocol):
 
 
 CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
-"""By name, for whoever cannot hold the object."""
+"""Every check by the name of its handle, for code that must not keep the check alive."""
 
 
 class GuardedForward:
-    """In place of a module's `forward`. It asks at each call, so one that an interrupt left behind does no harm.
+    """Takes the place of a module's `forward` and asks the check at each call, so one that an interrupt left behind does no harm.
 
     Args:
-        before: what the object had as its own `forward` (a framework's patch, a captured graph); None: its class's is meant.
+        before: the module's own `forward` attribute (a framework's patch, a captured graph); None: the method of its class is called.
     """
 
     def __init__(self, check: Check, module: torch.nn.Module, before: Callable[..., Any] | None = None) -> None:
@@ -67,7 +66,7 @@ class GuardedForward:
 
     @property
     def __code__(self) -> types.CodeType:
-        """For `torch.jit.script` and `torch.export`, which want the code instead of calling it."""
+        """The code object for `torch.jit.script` and `torch.export`, which read it instead of calling `forward`."""
         self.check(None, ())
         code: types.CodeType = self._plain().__code__
         return code
@@ -79,16 +78,16 @@ class GuardedForward:
         return found
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[torch.nn.Module | None, str]]:
-        """A copy of the module has the method of its class, and while offloaded there is no copy."""
+        """A copied module gets the method of its class; copying is refused while the module is offloaded."""
         self.check.refuse_copy()
         return getattr, (self._module(), "forward")
 
 
 class CallGuard:
-    """Refuses the calls of modules and of their submodules while it is told to.
+    """Refuses the calls of modules and their submodules between `refuse` and `allow`.
 
     Args:
-        roots: refused themselves, whatever they own; a submodule only if it, or one in it, has tensors. Those that they have now.
+        roots: these modules are always refused. Of their present submodules, those that have or contain a tensor are refused.
     """
 
     def __init__(self, check: Check, roots: Iterable[torch.nn.Module]) -> None:
@@ -100,7 +99,7 @@ class CallGuard:
         _IN_USE.add(self)
 
     def roots(self) -> list[torch.nn.Module]:
-        """Those that are still there."""
+        """The roots that are still alive."""
         return [root for root in (reference() for reference in self._roots) if root is not None]
 
     def guards(self, module: torch.nn.Module) -> bool:
@@ -108,8 +107,8 @@ class CallGuard:
         return any(root is module for root in self.roots())
 
     def refuse(self) -> None:
-        """Called before the bytes go, so that there is no moment in which they are away and can be called. Idempotent."""
-        for reference, forward in self._forwards:  # of experts there are tens of thousands: few steps for each
+        """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
+        for reference, forward in self._forwards:  # tens of thousands in a mixture of experts: few steps for each
             module = reference()
             if module is None:
                 continue
@@ -120,17 +119,17 @@ class CallGuard:
                 fields["forward"] = forward
 
     def _refuse(self, module: torch.nn.Module, forward: GuardedForward) -> None:
-        """The same where a framework has put something of its own in front of the class's `forward`."""
+        """Refuse one module on which a framework has put hooks or a `forward` of its own."""
         before = vars(module).get("forward")
         if isinstance(before, GuardedForward) and before.check is self._check:
             return
-        if module._forward_pre_hooks:  # one may gather the weights of all ranks (FSDP2): the refusal comes first
+        if module._forward_pre_hooks:  # a framework's hook may gather all ranks' weights (FSDP2): the refusal runs first
             self._hooks.append(module.register_forward_pre_hook(self._check, prepend=True))
-        # Another one around each patch: whoever patched it since the last time may call the last one.
+        # A new guard around each patch, because whoever patched `forward` since the last time may call the previous guard.
         vars(module)["forward"] = forward if before is None else GuardedForward(self._check, module, before)
 
     def allow(self) -> None:
-        """Called when the bytes are back. Idempotent."""
+        """Allow calls again. Called when the bytes are back. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
         for reference, forward in self._forwards:
@@ -145,14 +144,14 @@ class CallGuard:
                 fields["forward"] = found.before
 
     def remove(self) -> None:
-        """The modules are as before, for good."""
+        """Give the modules back their own `forward` for good."""
         self.allow()
         self._forwards = []
         _IN_USE.discard(self)
 
 
 def _with_tensors(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The roots, and of their submodules those in which there is a tensor; a call of the others needs no bytes."""
+    """The roots, and every submodule that has or contains a tensor. A call of any other submodule needs no bytes."""
     seen: dict[int, bool] = {}
     for root in roots:
         _has_tensors(root, seen)
@@ -173,7 +172,7 @@ _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()
 
 
 def _refuse_in_child() -> None:
-    """A forked child has neither the device's memory nor the host copies, whatever was resident in its parent."""
+    """Refuse every guarded module in a forked child, which has neither the parent's device memory nor its host copies."""
     for each in list(_IN_USE):
         each.refuse()
 

@@ -2,17 +2,17 @@
 
     PlacementError
     ├── RegistrationError     the object cannot be registered; it was left as it was
-    ├── PolicyError           the policy failed, or its plan is not a plan
-    ├── PhaseError            phases used out of order, or from two places at once
-    ├── NotResidentError      an offloaded handle was used
+    ├── RegistrationError     an object cannot be registered; it was left as it was
+    ├── PolicyError           the policy raised, or returned an invalid plan
+    ├── PhaseError            phases were used out of order, or from two threads or tasks at once
     ├── DeviceMemoryError     the bytes do not fit on the device, or the driver refused them
-    ├── HostMemoryError       the host copy cannot be reserved
+    ├── DeviceMemoryError     the bytes do not fit on the device, or the driver refused the memory
     ├── IntegrityError        declared and measured disagree, or a byte changed that must not
-    ├── BrokenHandleError     a handle can go neither forward nor back
-    ├── CheckpointError       a checkpoint does not fit, or cannot be read or written; no handle was changed
+    ├── IntegrityError        measurements contradict the declared state, or bytes changed that must not change
+    ├── BrokenHandleError     a move failed half-way and could not be undone
     ├── EngineError           a rollout engine refused or failed
-    │   └── EngineLost        it did not answer: what it did is not known
-    ├── GroupError            a rank of the group failed; every rank went back
+    ├── EngineError           a rollout engine refused or failed an operation
+    │   └── EngineLost        the engine did not answer, so its condition is unknown
     └── CoordinatorLost       the group's decision cannot be read
 
 A caller's plain mistake is a `ValueError` or a `TypeError`.
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 
 class PlacementError(Exception):
-    """Root of every error that placement raises on its own account."""
+    """The base class of every error that placement raises itself."""
 
 
 class RegistrationError(PlacementError):
@@ -44,39 +44,38 @@ class NotResidentError(PlacementError):
 
 
 class DeviceMemoryError(PlacementError):
-    """What a phase needs together does not fit, or the driver refused the memory."""
+    """The handles that a phase needs together do not fit on the device, or the driver refused the memory."""
 
 
 class HostMemoryError(PlacementError):
-    """The host copy of a handle cannot be reserved. The handle stays where it is."""
+    """The host copy of a handle cannot be reserved. The handle stays resident."""
 
 
 class IntegrityError(PlacementError):
-    """What is declared and what is measured disagree; the message holds the numbers."""
+    """The measured state contradicts the declared state. The message holds the numbers."""
 
 
 class BrokenHandleError(PlacementError):
-    """A handle can go neither forward nor back (a sticky device error in the middle of a move)."""
+    """A move of the handle failed half-way and could not be undone (a sticky device error). The handle cannot be used any more."""
 
 
 class CheckpointError(PlacementError):
-    """A checkpoint does not fit its handles, or it cannot be read or written. Every handle is as it was."""
+    """A checkpoint does not fit its handles, or it cannot be read or written. Every handle is as it was before the call."""
 
 
 class EngineError(PlacementError):
-    """A rollout engine refused or failed an operation. What was sent, what came back, and what to do are in the message."""
+    """A rollout engine refused or failed an operation. The message says what was sent, what came back, and what to do."""
 
 
 class EngineLost(EngineError):
-    """A rollout engine did not answer, or failed half-way: what it did is not known, and nothing more is sent to it."""
+    """A rollout engine did not answer, or failed half-way. Its condition is unknown, and placement sends it nothing more."""
 
 
 class GroupError(PlacementError):
-    """A rank of the group failed, so that every rank went back to where it was. The next phase can succeed, unless the message says
-    that the group has to be made anew (`Manager.rejoin`).
+    """A rank failed, so every rank went back. A new phase can succeed, unless the message asks for a new group (`Manager.rejoin`).
 
     Attributes:
-        failures: by rank, each with its own reason; the same on all ranks, but for one that failed later than the others waited.
+        failures: the reason of each failed rank, by rank. Every rank has the same reasons, unless one failed after the wait was over.
     """
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:
@@ -84,9 +83,9 @@ class GroupError(PlacementError):
         self.failures = dict(failures)
 
     def __reduce__(self) -> tuple[type[GroupError], tuple[str, dict[int, str]], dict[str, object]]:
-        # Ray and multiprocessing carry exceptions to other processes, and by default would make this one anew without its reasons.
+        # Ray and multiprocessing pickle exceptions. The default would rebuild this one without its reasons.
         return type(self), (str(self), self.failures), self.__dict__
 
 
 class CoordinatorLost(PlacementError):
-    """The group's decision cannot be read; what was prepared is kept. A group that is made anew helps: see `Manager.rejoin`."""
+    """The group's decision cannot be read. The rank keeps what it prepared. A new group helps: see `Manager.rejoin`."""

@@ -1,6 +1,6 @@
-"""What happened: one record per state change, and the counters made from the same call.
+"""The journal: one record for each state transition, and the counters that the metrics export.
 
-`Journal.record` is the only place where a transition is counted, so that the journal and the metrics cannot disagree.
+`Journal.record` is the only place that counts a state transition, so the journal and the metrics cannot disagree.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger("placement")
 logger.addHandler(logging.NullHandler())
 
 REASONS = ("device_memory", "host_memory", "integrity", "interrupted", "error")
-"""Why a transition failed: the values of the metric's label."""
+"""The reasons for which a transition can fail: the values of the metric's `reason` label."""
 
 _BOUNDS_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OPERATIONS = ("load", "offload", "sync")
 
 
 def reason_of(error: BaseException) -> str:
-    """The label for a failure."""
+    """The `reason` label for an exception: one of `REASONS`."""
     if isinstance(error, DeviceMemoryError):
         return "device_memory"
     if isinstance(error, HostMemoryError):
@@ -39,42 +39,42 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One state change."""
+    """One finished state transition."""
 
     at_seconds: float
-    """`time.monotonic()` when it was complete."""
+    """The value of `time.monotonic()` when the transition was complete."""
     timestamp_seconds: float
-    """The same moment, Unix time."""
+    """The same moment as Unix time."""
     handle: str
     kind: str
     trigger: Trigger
     source: State
     target: State
     phase: str
-    """The phase at whose phase transition it happened; "idle" outside every phase."""
+    """The phase whose phase transition caused this state transition; "idle" outside every phase."""
     nbytes: int
-    """Copied."""
+    """Bytes copied."""
     skipped_bytes: int
-    """Proved clean and not copied."""
+    """Bytes that were proved clean and not copied."""
     seconds: float
-    """Time the calling thread spent in it."""
+    """Time that the calling thread spent in the transition."""
     resident_bytes: int = 0
-    """Device bytes of the handle afterwards."""
+    """Device bytes that the handle holds after the transition."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A time in which one phase was the innermost open one ("idle" outside every phase)."""
+    """A span of time in which one phase was the innermost open one ("idle" outside every phase)."""
 
     phase: str
     begin_seconds: float
-    """`time.monotonic()`."""
+    """The value of `time.monotonic()` when the span began."""
     end_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that left the source state."""
+    """A failed attempt at a state transition. The handle stayed in the source state."""
 
     timestamp_seconds: float
     handle: str
@@ -85,10 +85,10 @@ class Failure:
 
 @dataclass(slots=True)
 class HandleCounters:
-    """The counters of one handle. Each is replaced, never rewound."""
+    """The counters of one handle. They only grow."""
 
     state: State = State.CPU_OFFLOADED
-    """As last recorded; an interrupt can leave the machine one step ahead, which `Moves.make_consistent` makes good."""
+    """The last recorded state. After an interrupt the machine can be one step ahead; `Moves.make_consistent` repairs that."""
     since_seconds: float = field(default_factory=time.monotonic)
     state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
     transitions: Counter[Trigger] = field(default_factory=Counter)
@@ -99,18 +99,18 @@ class HandleCounters:
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 
     def seconds_by_state(self, now: float) -> dict[State, float]:
-        """Time in each state up to `now` (monotonic), the open interval included."""
+        """Seconds in each state up to `now` (monotonic), including the present state."""
         state, since = self.state, self.since_seconds
         return {s: total + (now - since if s is state else 0.0) for s, total in self.state_seconds.items()}
 
 
 class Journal:
-    """The recent state changes, oldest first, and what has been counted since the start."""
+    """The recent state transitions, oldest first, and counters since the manager was made."""
 
     def __init__(self, length: int) -> None:
         self._records: deque[Record] = deque(maxlen=length)
         self.failures: deque[Failure] = deque(maxlen=length)
-        """The recent ones, oldest first."""
+        """The recent failures, oldest first."""
         self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
         self._phase = IDLE
@@ -120,22 +120,22 @@ class Journal:
         self.stall_seconds: defaultdict[str, float] = defaultdict(float)
         self.decisions: Counter[str] = Counter()
         self.num_changes = 0
-        """Records since the start: whether anything changed between two moments."""
+        """The number of records since the start. Two equal values mean that nothing changed in between."""
         self.pairing_violations = 0
         self.wrong_writes = 0
         self.expired_keeps = 0
 
     def __iter__(self) -> Iterator[Record]:
-        return iter([*self._records])  # not tuple(): it may collect in the middle, and so drop a phase, which writes here
+        return iter([*self._records])  # not tuple(): it may trigger a garbage collection that drops a phase, which writes here
 
     def __len__(self) -> int:
         return len(self._records)
 
     def record(self, counters: HandleCounters, record: Record) -> None:
-        """Write one state change and count it."""
+        """Append the record of one state transition and count it."""
         counters.state_seconds[counters.state] += record.at_seconds - counters.since_seconds
         counters.state, counters.since_seconds = record.target, record.at_seconds
-        if record.source is not record.target:  # else a part of an engine came or went, which changes no state
+        if record.source is not record.target:  # equal states: a part of an engine was loaded or offloaded
             counters.transitions[record.trigger] += 1
         counters.last_transition_timestamp_seconds = record.timestamp_seconds
         counters.skipped_bytes += record.skipped_bytes
@@ -149,10 +149,10 @@ class Journal:
         logger.info("%s: %s, %s -> %s", record.handle, record.trigger, record.source, record.target, extra={"placement": record})
 
     def failed(self, counters: HandleCounters, handle: str, trigger: Trigger, error: BaseException) -> None:
-        """Count an attempt that left the source state."""
+        """Count a failed attempt at a state transition."""
         counters.failures[reason_of(error)] += 1
         self.failures.append(Failure(time.time(), handle, trigger, reason_of(error)))
-        # As text: a handler that keeps its records must not keep the traceback, and with it the phase and the model.
+        # Log text, not the exception: a handler that keeps records would keep the traceback, and with it the phase and the model.
         logger.warning("%s: %s failed: %s", handle, trigger, str(error))
 
     def _observe(self, operation: str, seconds: float) -> None:
@@ -160,7 +160,7 @@ class Journal:
         self._duration_sums[operation] += seconds
 
     def enter_phase(self, phase: str) -> None:
-        """From now on the time counts for `phase`."""
+        """Count the time from now on for `phase`."""
         now = time.monotonic()
         self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + now - self._phase_since
         self._phase_spans.append(PhaseSpan(self._phase, self._phase_since, now))
@@ -168,16 +168,16 @@ class Journal:
 
     @property
     def phase(self) -> str:
-        """The phase whose time is running."""
+        """The phase for which time is being counted."""
         return self._phase
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:
-        """The recent spans, oldest first; the open one ends now."""
+        """The recent spans, oldest first. The open span is closed at the present moment."""
         spans, phase, since = [*self._phase_spans], self._phase, self._phase_since
         return (*spans, PhaseSpan(phase, since, time.monotonic()))
 
     def phase_seconds(self) -> dict[str, float]:
-        """Time in each phase, the open one included."""
+        """Seconds in each phase, including the open one."""
         totals = dict(self._phase_seconds)
         totals[self._phase] = totals.get(self._phase, 0.0) + time.monotonic() - self._phase_since
         return totals

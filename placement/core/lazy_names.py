@@ -1,7 +1,7 @@
-"""Names of a package that load when they are first used.
+"""Package attributes that are imported when they are first used.
 
-What only talks or shows (the board and the coordinator on Ray, `placement top`) never needs torch, which takes two seconds to import: it
-is back that much earlier after a restart.
+Importing torch takes two seconds, and code that only talks or displays (the board and the coordinator on Ray, `placement top`) does
+not need it. Without torch such a process is back two seconds earlier after a restart.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 
 def on_demand(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+    """Return a `__getattr__` function for a package.
 
     Args:
-        package: its name.
-        places: by name, the module of the package that has it ("observe.trace:write_trace" where it has another name there); a name in
-            its own place is the module itself.
+        package: the full name of the package.
+        places: attribute name to the package's module that defines it. "observe.trace:write_trace" means another name in that module; an
+            attribute whose place is its own name is the module itself.
     """
 
     def load(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""The state machine of one handle: `transitions` over the table of `placement.core.states`, with types.
+"""The state machine of one handle: the package `transitions`, driven by the table in `placement.core.states`.
 
-The work of a transition happens in `before`, so that an exception leaves the source state; `after` only records. No
-conditions (a false one would refuse in silence), no `on_exception` and no `finalize_event` (they swallow), no automatic
-`to_STATE()` triggers, no queue. The lock is the manager's.
+The callback `before` does the work of a transition, so an exception in it leaves the source state. The callback `after` only records.
+Some features of the package are not used: conditions (a false one refuses silently), `on_exception` and `finalize_event` (they swallow
+exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock protects the machine.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from transitions import EventData, Machine, MachineError
 from placement.core.errors import PhaseError
 from placement.core.states import TRANSITIONS, State, Trigger
 
-logging.getLogger("transitions").setLevel(logging.WARNING)  # it writes one INFO line per callback
+logging.getLogger("transitions").setLevel(logging.WARNING)  # the package logs one INFO line for each callback
 
 
 class TransitionCallbacks(Protocol):
-    """What a machine calls around each transition."""
+    """The callbacks that a machine calls around each state transition."""
 
     def before(self, trigger: Trigger, source: State, target: State) -> None:
-        """Do the work. Whatever this raises leaves the source state and reaches the caller."""
+        """Do the work. An exception raised here leaves the handle in the source state and reaches the caller."""
 
     def after(self, trigger: Trigger, source: State, target: State) -> None:
-        """Record. The state has changed."""
+        """Record the transition. The state has already changed."""
 
 
 class _Token:
-    """The model that `transitions` drives: private, slotted, never registered with the shared machine (no cycle, no added methods)."""
+    """The model object that `transitions` drives. It is never registered with the shared machine, which would add methods and a cycle."""
 
     __slots__ = ("_callbacks", "_state")
 
@@ -65,7 +65,7 @@ _MACHINE = Machine(
 )
 
 Node = tuple[State, bool]
-"""A state, and whether the bytes are on the device: SYNCING comes in both ways."""
+"""A state, and whether the bytes are on the device. SYNCING exists both ways, each other state only one way."""
 
 _ON_DEVICE_AFTER: dict[Trigger, bool] = {
     Trigger.OFFLOAD: False,
@@ -104,10 +104,10 @@ _PATHS = _all_paths()
 
 
 def path(source: Node, target: Node) -> tuple[Trigger, ...]:
-    """The shortest sequence of triggers between two nodes; every node reaches every other.
+    """The shortest sequence of triggers from one node to another. Every node can reach every other.
 
     Raises:
-        ValueError: not a node (CPU_OFFLOADED on the device, TRAINING off it).
+        ValueError: an argument is not a node (CPU_OFFLOADED on the device, TRAINING off the device).
     """
     try:
         return _PATHS[source, target]
@@ -115,11 +115,11 @@ def path(source: Node, target: Node) -> tuple[Trigger, ...]:
         raise ValueError(f"no handle can be {target[0]} with its bytes {'on' if target[1] else 'off'} the device") from None
 
 
-_STATES = {state.value: state for state in State}  # looked up at every phase transition for every handle; the enum's own call is slower
+_STATES = {state.value: state for state in State}  # faster than the enum's own lookup, which counts in a phase transition of many handles
 
 
 class HandleMachine:
-    """The machine of one handle. `fire` is the only way to change its state."""
+    """The state machine of one handle. Only `fire` changes its state."""
 
     __slots__ = ("_name", "_token")
 
@@ -132,11 +132,11 @@ class HandleMachine:
         return _STATES[self._token._state]
 
     def fire(self, trigger: Trigger) -> None:
-        """Make one transition.
+        """Make one state transition.
 
         Raises:
             PhaseError: the table has no such transition from the present state.
-            Exception: whatever the move raised; the state is the source state then.
+            Exception: the work of the transition failed with it; the handle is still in the source state.
         """
         try:
             _MACHINE.events[trigger.value].trigger(self._token)
@@ -145,7 +145,7 @@ class HandleMachine:
 
 
 def diagram() -> str:
-    """The mermaid state diagram of the README, from the table."""
+    """The Mermaid state diagram of the README, generated from the table."""
     lines = ["stateDiagram-v2", f"    [*] --> {State.CPU_OFFLOADED}"]
     lines += [f"    {source} --> {target}: {trigger}" for trigger, source, target in TRANSITIONS]
     return "\n".join(lines)

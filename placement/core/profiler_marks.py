@@ -1,5 +1,5 @@
-"""Marks around moves for profilers: torch's, or NVTX for Nsight Systems. Off by default: a mark costs microseconds at each phase
-transition."""
+"""Marks around moves for profilers: torch's own, or NVTX for Nsight Systems. They are off by default, because a mark costs
+microseconds at each phase transition."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Literal, get_args
 import torch
 
 Annotate = Literal["off", "profiler", "nvtx"]
-"""`profiler`: torch.profiler.record_function; `nvtx`: an NVTX range on the calling thread."""
+"""Kinds of marks. `profiler`: torch.profiler.record_function. `nvtx`: an NVTX range on the calling thread."""
 
 Mark = Callable[[str], AbstractContextManager[object]]
 
 
 def marker(annotate: Annotate) -> Mark:
-    """What puts a mark of the given text around a `with` block.
+    """Return a function that takes a text and gives a context manager, which puts a mark with that text around its block.
 
     Raises:
-        ValueError: another word, or NVTX in a torch that was built without it.
+        ValueError: `annotate` is unknown, or it is "nvtx" and torch was built without NVTX.
     """
     if annotate == "off":
         return contextlib.nullcontext
     if annotate == "profiler":
         return torch.profiler.record_function
     if annotate != "nvtx":
-        raise ValueError(f"annotate {annotate!r} is none of {', '.join(get_args(Annotate))}")
+        raise ValueError(f"annotate {annotate!r} is unknown; choose one of {', '.join(get_args(Annotate))}")
     try:
         torch.cuda.nvtx.mark("placement")
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a manager can be told from outside the code. The one place that reads the environment."""
+"""The settings of a manager, and the only code that reads the environment."""
 
 from __future__ import annotations
 
@@ -17,76 +17,76 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from placement.core.states import PHASES, ROLES, ReadOnly
 
 PREFIX = "PLACEMENT_"
-LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks whose it is
-"""Where the processes of one user on one node agree on the bytes of each GPU, unless told otherwise."""
+LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks the folder's owner
+"""The default folder in which one user's processes on one node agree on the bytes of each GPU."""
 
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
-# A Kubernetes service called "placement" puts these into every pod of its namespace.
+# Kubernetes sets these variables in every pod of a namespace that has a service called "placement".
 _KUBERNETES = re.compile(r"(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes from "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096".
+    """Parse a number of bytes: "12GiB" (2**30), "12GB" (10**9), "1.5 TiB", "512MiB" or "4096".
 
     Raises:
-        ValueError: it is none of these, or not a whole number of bytes.
+        ValueError: the text is none of these, or not a whole number of bytes.
     """
     match = _BYTES.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is no number of bytes; write 12GiB, 12GB, 512MiB or 12884901888")
+        raise ValueError(f"{text!r} is not a number of bytes; write 12GiB, 12GB, 512MiB or 12884901888")
     exponent = " KMGT".index(match[2].upper() or " ")
     size = Decimal(match[1]) * (1024 if match[3] else 1000) ** exponent
     if size != int(size):
-        raise ValueError(f"{text!r} is {size} bytes, which is no whole number")
+        raise ValueError(f"{text!r} is {size} bytes, which is not a whole number; write whole bytes")
     return int(size)
 
 
 class Settings(BaseModel):
-    """A manager's keywords as data. Frozen; an unknown key is an error that names the nearest known one.
+    """The keyword arguments of a manager as data. Frozen; an unknown key is an error that names the nearest known key.
 
     Raises:
-        ValueError: on construction, naming each field that is wrong (pydantic's `ValidationError` is one).
+        ValueError: on construction; names each wrong field (pydantic's `ValidationError` is a ValueError).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str = Field(default="auto", min_length=1)
-    """"auto", "cuda:0", ..."""
+    """The device: "auto", "cuda:0", ..."""
     policy: str = Field(default="colocated", min_length=1)
-    """An entry point's name or "package.module:Class"; either with options as literals: "colocated(drop_gradients=True)"."""
+    """A policy: an entry point's name or "package.module:Class". Either may carry literal options: "colocated(drop_gradients=True)"."""
     budget_bytes: int | None = Field(default=None, gt=0)
-    """Device bytes that the handles may hold together; also written "12GiB". None: measured."""
+    """Device bytes that the handles may hold together; "12GiB" works too. None: derived from measured free memory."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
-    """Host bytes that may be pinned for the device at a time; also written "12GiB". What is beyond stays pageable. None: no limit."""
+    """Host bytes that may be pinned for the device at a time; "12GiB" works too. The rest stays pageable. None: no limit."""
     worker_role: Literal["trainer", "rollout", "hybrid"] = "hybrid"
     phases: dict[str, tuple[str, ...]] = Field(default_factory=ReadOnly)
-    """Phases of the user's own: the roles that each needs on the device. Cannot be changed afterwards."""
+    """The user's own phases: for each name the roles that it needs on the device. The mapping is read-only."""
     strict: bool = False
-    """Raise where a reference to offloaded memory is found, instead of reporting it."""
+    """Whether a reference to offloaded memory raises an error instead of being reported."""
     verify: Literal["always", "sample", "off"] = "off"
-    """Compare what a move brought with what was sent. "always": every chunk, a mode for finding bad memory. "sample": one chunk of each
-    handle that moves. Both make a load wait for its last byte, so neither is the default: links and server memory check themselves."""
+    """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad memory. "sample" compares one chunk of
+    each moved handle. Both make a load wait for its last byte, so neither is the default: links and server memory check themselves."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
-    """Part of the free memory left to others in a phase that has not run yet."""
+    """The fraction of free memory left to other users in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
-    """Transitions remembered."""
+    """The number of state transitions that the journal keeps."""
     annotate: Literal["off", "profiler", "nvtx"] = "off"
-    """Marks around moves: for torch's profiler, or NVTX ranges."""
+    """Marks around moves: "profiler" for torch's profiler, "nvtx" for NVTX ranges."""
     discovery: str | None = None
-    """Folder for Prometheus' file discovery, where `Manager.serve` announces the worker."""
+    """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
     run: str | None = None
-    """The name of the run there; None: as torchrun or Slurm say."""
+    """The run's name in that folder. None: the name that torchrun or Slurm gives."""
     leases: str | None = None
-    """Processes that share the GPU agree on its bytes before they load: True (in the environment: on), or the folder where they do, the
-    same for all of them. None or off: this process takes what is free."""
+    """Whether processes that share the GPU agree on its bytes before they load. True ("on" in the environment) uses the default folder; a
+    path names the folder, the same for all of them. None or "off": this process takes whatever is free."""
     lease_capacity_bytes: int | None = Field(default=None, gt=0)
-    """What all of them may use together; also written "70GiB". None: what the device has."""
+    """Device bytes that all these processes may use together; "70GiB" works too. None: the device's memory."""
     lease_priority: int = 0
-    """Higher is served first; among equals, who came first."""
+    """The process with the higher priority is served first. Equal priorities are served in order of arrival."""
     lease_deadline_seconds: float = Field(default=600.0, gt=0)
-    """How long a phase waits for the bytes that it needs."""
+    """The longest time in seconds that a phase waits for the bytes it needs."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,20 +105,20 @@ class Settings(BaseModel):
         if word in _ON:
             return LEASES_FOLDER
         if not isinstance(value, str | os.PathLike) or not Path(value).is_absolute():
-            raise ValueError('on, off, or the absolute path of a folder is wanted, such as "/dev/shm/placement"')
+            raise ValueError('write on, off, or the absolute path of a folder such as "/dev/shm/placement"')
         return os.fspath(value)
 
     @field_validator("budget_bytes", "pinned_limit_bytes", "lease_capacity_bytes", mode="before")
     @classmethod
     def _bytes_with_unit(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # bool is an int, and a limit of one byte is nobody's wish
-            raise ValueError("a number of bytes is wanted, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
+        if isinstance(value, bool):  # bool is an int, and nobody means a limit of one byte
+            raise ValueError("write a number of bytes, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
         return parse_bytes(value) if isinstance(value, str) else value
 
     @field_validator("verify", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
-        return "off" if value is False else value  # what YAML makes of an unquoted off
+        return "off" if value is False else value  # YAML parses an unquoted off as false
 
     @field_validator("phases")
     @classmethod
@@ -127,7 +127,7 @@ class Settings(BaseModel):
             if not _NAME.fullmatch(name):
                 raise ValueError(f"phase name {name!r} must match {_NAME.pattern}")
             if name in PHASES:
-                raise ValueError(f"phase {name!r} has a meaning already; choose a name of your own")
+                raise ValueError(f"phase {name!r} is a phase of placement's own; choose another name")
             for role in roles:
                 if role not in ROLES:
                     raise ValueError(f"phase {name!r}: unknown role {role!r}{_nearest(role, ROLES)}; known roles: {', '.join(ROLES)}")
@@ -135,15 +135,15 @@ class Settings(BaseModel):
 
     @classmethod
     def from_any(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Settings:
-        """Settings from a mapping, the path of a TOML file, or, for None, environment variables `PLACEMENT_<FIELD>`.
+        """Make settings from a mapping, from the path of a TOML file, or, for None, from environment variables `PLACEMENT_<FIELD>`.
 
-        `PLACEMENT_PHASES` is JSON: `{"distill": ["actor", "teacher"]}`. An empty variable counts as unset. An OmegaConf
-        node goes through `OmegaConf.to_container(node, resolve=True)` first.
+        `PLACEMENT_PHASES` is JSON: `{"distill": ["actor", "teacher"]}`. An empty variable counts as unset. Convert an OmegaConf node
+        with `OmegaConf.to_container(node, resolve=True)` first.
 
         Raises:
-            ValueError: a key is unknown or a value does not fit; names the key and where it was found.
-            OSError: the file cannot be read.
-            TypeError: `source` is something else.
+                ValueError: a key is unknown or a value is wrong; the message names the key and its source.
+                OSError: the file cannot be read.
+                TypeError: `source` has another type.
         """
         if isinstance(source, Settings):
             return source
@@ -153,7 +153,7 @@ class Settings(BaseModel):
             return cls._checked(dict(source), "settings")
         if isinstance(source, str | os.PathLike):
             return cls._checked(_from_toml(Path(source)), str(source))
-        raise TypeError(f"settings come from a mapping, a path, a Settings or None, not {type(source).__name__}")
+        raise TypeError(f"settings must be a mapping, a path, a Settings or None, not {type(source).__name__}")
 
     @classmethod
     def _checked(cls, values: dict[str, Any], source: str) -> Self:

@@ -1,6 +1,6 @@
-"""Immutable pictures of a manager: `Snapshot` for metrics, pages and logs, `Audit` for declared against measured.
+"""Immutable data about a manager: `Snapshot` for metrics, pages and logs, `Audit` to compare declared with measured state.
 
-Everything is a frozen pydantic model, JSON-able by `model_dump_json()`. Byte counts end in `_bytes`, durations in `_seconds`,
+Every class is a frozen pydantic model; `model_dump_json()` gives its JSON. Byte counts end in `_bytes`, durations in `_seconds`,
 points in time in `_timestamp_seconds` (Unix time).
 """
 
@@ -23,94 +23,94 @@ class HandleSnapshot(_Frozen):
     role: str | None
     owners: tuple[str, ...]
     adapter: str
-    """The adapter's class name."""
+    """The class name of the adapter that found the handle's tensors."""
     state: State
     readonly: bool
     external: str | None
-    """Why the framework places the bytes itself; None when we move them."""
+    """Why the framework itself places the bytes; None when placement moves them."""
     broken: str | None
-    """Why the handle can go neither forward nor back; None when it is sound."""
+    """Why a failed move could not be undone; None while the handle can be used."""
     built: bool
     kept: bool
     num_bytes: int
-    """Device bytes it needs while resident; of an optimizer with what its steps have still to create."""
+    """Device bytes that the handle needs while resident. For an optimizer this includes state that its steps have still to create."""
     resident_bytes: int
-    """Device bytes it holds now."""
+    """Device bytes that the handle holds now."""
     foreign_bytes: int = 0
-    """Device bytes that a framework keeps for it and that stay there when it is offloaded; not among `resident_bytes`."""
+    """Device bytes that a framework keeps for the handle even while it is offloaded. They are not part of `resident_bytes`."""
     host_bytes: int
     host_pageable_bytes: int
-    """Of those, bytes that could not be pinned."""
+    """The part of `host_bytes` that could not be pinned."""
     state_seconds: dict[State, float]
-    """Time in each state, the open interval included."""
+    """Seconds in each state, including the present one."""
     transitions: dict[Trigger, int]
-    """Finished, by trigger."""
+    """Number of finished state transitions by trigger."""
     failures: dict[str, int]
-    """Failed attempts, by reason (`Journal.REASONS`)."""
+    """Number of failed attempts by reason (`placement.core.journal.REASONS`)."""
     loaded_bytes: int
     offloaded_bytes: int
     skipped_bytes: int
-    """Proved clean at an offload and not copied."""
+    """Bytes that offloads proved clean and did not copy."""
     last_transition_timestamp_seconds: float
     drift_bytes: int
-    """Bytes whose tensors were found outside the handle's ranges at the last audit."""
+    """Bytes of tensors that the last audit found outside the handle's ranges."""
     stray_references: int
-    """References to offloaded storages beyond those of adoption, at the last offload."""
+    """References to offloaded storages beyond those that existed at adoption, counted at the last offload."""
     resident_tags: tuple[str, ...] = ()
-    """Of an engine that places its own memory: the tags that are on the device."""
+    """The tags that are on the device, for an engine that places its own memory."""
     offloaded_tags: tuple[str, ...] = ()
-    """The tags that are not."""
+    """The engine's tags that are not on the device."""
     stale: str | None = None
-    """Why its weights mean nothing until a sync has filled them; None while they are valid."""
+    """Why the weights are invalid until a weight sync fills them; None while they are valid."""
 
 
 class DurationHistogram(_Frozen):
-    """Durations of one operation, in Prometheus' classic form."""
+    """A histogram of the durations of one operation, in Prometheus' classic form."""
 
     operation: str
-    """"load", "offload" or "sync"."""
+    """The operation: "load", "offload" or "sync"."""
     upper_bounds_seconds: tuple[float, ...]
     counts: tuple[int, ...]
-    """Not cumulative; one more than the bounds (the last is +Inf)."""
+    """Counts per bucket, not cumulative. There is one more than bounds; the last is +Inf."""
     sum_seconds: float
 
 
 class LeaseHolder(_Frozen):
-    """One process that shares the GPU under leases."""
+    """One process that shares the GPU by leases."""
 
     name: str
-    """"?" where its note is damaged."""
+    """The process's name; "?" where its entry in the ledger is damaged."""
     pid: int
     held_bytes: int
     wanted_bytes: int
-    """What it waits for; 0: nothing."""
+    """Bytes that the process waits for; 0 when it does not wait."""
     waiting_seconds: float
     priority: int
     is_mine: bool
 
 
 class LeaseSnapshot(_Frozen):
-    """What this process may use of a GPU that it shares, and who has the rest."""
+    """The lease of this process on a shared GPU, and the leases of the other processes."""
 
     gpu: str
     capacity_bytes: int
-    """What all processes may use together."""
+    """Bytes that all processes may use together."""
     held_bytes: int
     wanted_bytes: int
-    """What this process waits for now; 0: nothing."""
+    """Bytes that this process waits for now; 0 when it does not wait."""
     waited_seconds: float
-    """Since the beginning, the present wait included."""
+    """Total time that this process has waited, including a wait in progress."""
     holders: tuple[LeaseHolder, ...]
-    """All of them, this process too."""
+    """All processes with a lease, including this one."""
 
     @property
     def others_bytes(self) -> int:
-        """Leased by other processes."""
+        """Bytes leased by other processes."""
         return sum(each.held_bytes for each in self.holders if not each.is_mine)
 
 
 class Snapshot(_Frozen):
-    """A manager at one moment. Taken under the manager's lock for microseconds; reading it takes no lock."""
+    """The state of a manager at one moment. Taking it holds the manager's lock for microseconds; reading it takes no lock."""
 
     taken_timestamp_seconds: float
     policy: str
@@ -120,19 +120,19 @@ class Snapshot(_Frozen):
     """The open phases, outermost first; empty outside every phase."""
     handles: tuple[HandleSnapshot, ...]
     phase_seconds: dict[str, float]
-    """Time inside each phase (the innermost open phase counts), the open interval included."""
+    """Seconds in each phase, including the open one. Only the innermost open phase counts."""
     phase_stall_seconds: dict[str, float]
-    """Time the worker waited for moves at the phase transitions of each phase."""
+    """Seconds that the worker waited for moves at the phase transitions of each phase."""
     durations: tuple[DurationHistogram, ...]
     policy_decisions: dict[str, int]
-    """By decision: load, offload, keep, refuse."""
+    """Number of policy decisions: load, offload, keep, refuse."""
     pairing_violations: int
     unpaired_bytes: int
-    """Held by handles that their closed phases should have offloaded."""
+    """Bytes held by handles that should have been offloaded when their phase ended."""
     unaccounted_bytes: int
-    """Device used − torch reserved − our chunks and poison − others' use where it is visible; as measured at the last phase transition."""
+    """At the last phase transition: device used − torch reserved − our chunks and poison − others' use where visible."""
     other_processes_bytes: int | None = None
-    """Device bytes of other processes, as NVML says; None where it is not installed, not asked, or does not say."""
+    """Device bytes of other processes according to NVML; None where NVML is not installed, not asked, or gives no answer."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int
@@ -140,17 +140,17 @@ class Snapshot(_Frozen):
     device_used_bytes: int
     device_total_bytes: int
     peak_bytes: int
-    """The most that the handles have held together."""
+    """The largest number of bytes that the handles have held together."""
     lease: LeaseSnapshot | None = None
-    """None where the GPU is not shared under leases."""
+    """The lease; None where the GPU is not shared by leases."""
 
 
 class Finding(_Frozen):
-    """One difference between what is declared and what is measured."""
+    """One difference between the declared and the measured state."""
 
     handle: str | None
     what: str
-    """"drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write", "unregistered_optimizer"."""
+    """The kind: "drift", "leak", "stray_reference", "broken", "unaccounted", "wrong_write", "unregistered_optimizer"."""
     detail: str
 
 
@@ -160,8 +160,8 @@ class Audit(_Frozen):
     ok: bool
     findings: tuple[Finding, ...]
     resident_bytes: int
-    """Measured, all handles."""
+    """Measured device bytes of all handles."""
     foreign_bytes: int = 0
-    """What frameworks keep for the handles on the device whatever happens (a reducer's buckets). Named in the report; no finding."""
+    """Device bytes that frameworks keep for handles in every state (a reducer's buckets). The report names them; they are no finding."""
     report: str
-    """The same for a person to read, one line a handle."""
+    """The audit as text, one line for each handle."""

@@ -1,6 +1,6 @@
-"""The words of the state machine: states, triggers, phases, and what a policy reads and writes.
+"""The vocabulary of the state machine: states, triggers, phases, and the data that a policy reads and returns.
 
-Standard library only. Everything here is immutable data; nothing moves a byte.
+Imports the standard library only. Everything here is immutable data; nothing here moves a byte.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _V = TypeVar("_V")
 
 
 class State(enum.StrEnum):
-    """What may be done with a handle now."""
+    """The states of a handle. Each says what may be done with the handle."""
 
     CPU_OFFLOADED = "CPU_OFFLOADED"
-    """The host copy is the only one; poison lies behind the device addresses."""
+    """The only values are in the host copy. Poison is mapped behind the device addresses."""
     GPU_RESIDENT = "GPU_RESIDENT"
     """The values are on the device and may be read there."""
     SYNCING = "SYNCING"
-    """The weights are being published: nothing moves or writes them."""
+    """The weights are being published: nothing may move or write them."""
     TRAINING = "TRAINING"
     """The values are on the device and may change."""
 
 
 class Trigger(enum.StrEnum):
-    """The names of the transitions."""
+    """The names of the state transitions."""
 
     LOAD = "load"
     OFFLOAD = "offload"
@@ -55,7 +55,7 @@ TRANSITIONS: tuple[tuple[Trigger, State, State], ...] = (
     (Trigger.SYNC_TO_TRAIN, State.SYNCING, State.TRAINING),
     (Trigger.TRAIN_TO_SYNC, State.TRAINING, State.SYNCING),
 )
-"""The one table: the machine, the README's diagram and the tests read it."""
+"""The only table of state transitions. The machine, the README's diagram and the tests read it."""
 
 IDLE = "idle"
 PHASES: tuple[str, ...] = (
@@ -72,20 +72,20 @@ PHASES: tuple[str, ...] = (
     "eval",
     IDLE,
 )
-"""The phases every shipped policy knows. `Settings.phases` adds names of the user's own."""
+"""The phases that every shipped policy knows. `Settings.phases` adds the user's own."""
 
 KINDS: tuple[str, ...] = ("module", "optimizer", "engine")
 ROLES: tuple[str, ...] = ("actor", "ref", "critic", "reward", "teacher", "rollout")
 WORKER_ROLES: tuple[str, ...] = ("trainer", "rollout", "hybrid")
 WEIGHTS, KV_CACHE, CUDA_GRAPH = TAGS = ("weights", "kv_cache", "cuda_graph")
-"""The parts of a rollout engine that can be on the device by themselves."""
+"""The tags of a rollout engine's parts, each of which can be on the device by itself."""
 
 
 class ReadOnly(dict[_K, _V]):
-    """A mapping that stays as it was made. Unlike a `MappingProxyType` it can be copied, pickled and written as JSON."""
+    """A read-only dictionary. Unlike a `MappingProxyType` it can be copied, pickled and written as JSON."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("this mapping is read-only: a policy returns a Plan and changes nothing that it is shown")
+        raise TypeError("this mapping is read-only: a policy must return a new Plan instead of changing its View")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
@@ -96,30 +96,30 @@ class ReadOnly(dict[_K, _V]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandleView:
-    """What a policy may know of one handle."""
+    """The facts about one handle that a policy may use."""
 
     name: str
     kind: str
     role: str | None
     state: State
     num_bytes: int
-    """Device bytes the handle needs while it is on the device; 0 for an unbuilt `Lazy` and an external handle. State that an optimizer's
-    steps have still to create counts where its size can be told, also while the optimizer is on the device already."""
+    """Device bytes that the handle needs while it is on the device; 0 for an unbuilt `Lazy` and for an external handle. State that an
+    optimizer's steps have still to create is included where its size is known, even while the optimizer is on the device."""
     resident_bytes: int = 0
-    """Device bytes it holds now."""
+    """Device bytes that the handle holds now."""
     owners: tuple[str, ...] = ()
     """For an optimizer: the module handles whose parameters it steps."""
     readonly: bool = False
     external: bool = False
     gathers: bool = False
-    """Whether its framework gathers the values on the device for a state dict (FSDP1), so that no host copy can stand in for them."""
+    """Whether the framework gathers values on the device for a state dict (FSDP1), so that the host copy cannot stand in for them."""
     built: bool = True
     kept: bool = False
-    """Carried over the end of an earlier phase by `phase.keep`."""
+    """Whether `phase.keep` carried the handle's residency over the end of an earlier phase."""
     tags: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Of an engine that can be on the device in part: device bytes by tag. 0: not known yet."""
+    """Device bytes by tag, for an engine that can be on the device in part. 0: not known yet."""
     resident_tags: frozenset[str] = frozenset()
-    """Those of them that are on the device now."""
+    """The tags that are on the device now."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", ReadOnly(self.tags))
@@ -129,9 +129,10 @@ class HandleView:
 class Plan:
     """One target state for every handle. Immutable; the methods return new plans.
 
-    `streamed` names the handles whose SYNCING is published from the host copy, without loading. `dropped` names those whose
-    gradients are dead once this plan takes them out of TRAINING: they become None and are not copied. All others keep theirs.
-    `parts` names the engines that are on the device in part, with the tags that are; all others are there whole.
+    Attributes:
+        streamed: handles whose SYNCING is published from the host copy, without loading.
+        dropped: handles whose gradients are set to None, not copied, when this plan takes them out of TRAINING.
+        parts: engines that are on the device in part, with the tags that are; every other engine is there whole.
     """
 
     targets: Mapping[str, State]
@@ -150,10 +151,10 @@ class Plan:
         return self.targets[name]
 
     def also(self, handle: HandleView | str, state: State, tags: frozenset[str] | None = None) -> Plan:
-        """This plan with one more target; a handle that the plan already wants on the device keeps its target.
+        """This plan with one more target. A handle that the plan already wants on the device keeps its target.
 
         Args:
-            tags: of an engine, where it is not meant whole.
+            tags: the engine's tags to have on the device; None for the whole engine.
         """
         name = handle if isinstance(handle, str) else handle.name
         if self.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
@@ -166,7 +167,7 @@ class Plan:
         return self.targets[name] is not State.CPU_OFFLOADED and name not in self.streamed
 
     def limited_to(self, names: Iterable[str], enclosing: Plan) -> Plan:
-        """This plan for `names`, `enclosing` for every other handle (what `phase(only=...)` means)."""
+        """This plan for the handles in `names`, and `enclosing` for every other handle: the meaning of `phase(only=...)`."""
         chosen = set(names)
         targets = {n: s if n in chosen else enclosing.targets[n] for n, s in self.targets.items()}
         streamed = (self.streamed & chosen) | (enclosing.streamed - chosen)
@@ -176,7 +177,7 @@ class Plan:
         return Plan(targets, streamed, dropped, parts)
 
     def without(self, name: str) -> Plan:
-        """This plan for a worker that has no such handle."""
+        """This plan without the handle `name`, for a worker that does not have it."""
         targets = {n: s for n, s in self.targets.items() if n != name}
         parts = {n: tags for n, tags in self.parts.items() if n != name}
         return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts)
@@ -184,31 +185,31 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """What a policy decides from. Pure data: reading it has no effect and costs no device call."""
+    """The input of a policy's decision. Pure data: reading it has no effect and makes no device call."""
 
     phase: str
     enclosing: str | None = None
     """The phase around this one; None at the outermost."""
     upcoming: tuple[str, ...] = ()
-    """The phases known to come, nearest first; empty until a cycle has been seen."""
+    """The phases expected next, nearest first; empty until a cycle of phases has been seen."""
     handles: Mapping[str, HandleView] = field(default_factory=dict)
     budget_bytes: int = 0
     """Device bytes that all handles may hold together in this phase."""
     worker_role: str = "hybrid"
     phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The user's own phases (`Settings.phases`): roles needed, by phase name."""
+    """The user's own phases (`Settings.phases`): the roles that each phase needs."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handles", ReadOnly(self.handles))
         object.__setattr__(self, "phases", ReadOnly(self.phases))
 
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
-        """The handles of these roles, in registration order; of one kind if given."""
+        """The handles with one of these roles, in registration order; only of one kind if `kind` is given."""
         return tuple(h for h in self.handles.values() if h.role in roles and kind in (None, h.kind))
 
     @property
     def known_phases(self) -> tuple[str, ...]:
-        """The phases that mean something here: the shipped ones and the user's own."""
+        """The phases with a meaning: the shipped ones and the user's own."""
         return (*PHASES, *(name for name in self.phases if name not in PHASES))
 
     def total_plan(
@@ -218,26 +219,26 @@ class View:
         dropped: Iterable[str] = (),
         parts: Mapping[str, frozenset[str]] = ReadOnly(),
     ) -> Plan:
-        """The plan with these targets and CPU_OFFLOADED for every other handle of the view."""
+        """A plan with these targets, and CPU_OFFLOADED for every other handle of the view."""
         return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped), parts)
 
     def bytes_of(self, plan: Plan) -> int:
-        """Device bytes that the handles hold together under a plan."""
+        """Device bytes that the handles hold together under `plan`."""
         return sum(bytes_under(plan, h) for h in self.handles.values())
 
     def fits(self, plan: Plan, *more: HandleView) -> bool:
-        """Whether the plan, with `more` on the device too, stays within the budget."""
+        """Whether `plan`, with the handles `more` on the device too, stays within the budget."""
         extra = sum(h.num_bytes for h in more if not h.external and not plan.on_device(h.name))
         return self.bytes_of(plan) + extra <= self.budget_bytes
 
     def evicted(self, freed_bytes: Mapping[str, int], deficit_bytes: int) -> set[str]:
-        """The handles that leave the device so that a deficit is covered; all that are given where that is not enough.
+        """Choose handles to leave the device so that a deficit is covered; all candidates where even they are not enough.
 
-        First those that need not be copied back (readonly, or a module that no optimizer steps), then the rest; of each, the smallest
-        handle that covers the deficit, else the largest.
+        Handles that need not be copied back (readonly, or a module that no optimizer steps) are chosen before the others. In each group
+        the smallest handle that covers the deficit is chosen, else the largest.
 
         Args:
-            freed_bytes: the handles that may leave, with the device bytes that each would free.
+            freed_bytes: the candidates, with the device bytes that each would free.
         """
         stepped = {owner for h in self.handles.values() if h.kind == "optimizer" for owner in h.owners}
         clean = {n for n in freed_bytes if (h := self.handles[n]).readonly or (h.kind == "module" and n not in stepped)}
@@ -257,7 +258,7 @@ class View:
 
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:
-    """Device bytes of one handle under a plan, as far as it is placement that places them."""
+    """Device bytes that one handle has under a plan. External handles count 0."""
     if handle.external or not plan.on_device(handle.name):
         return 0
     tags = plan.parts.get(handle.name)
@@ -268,19 +269,18 @@ def bytes_under(plan: Plan, handle: HandleView) -> int:
 class Policy(Protocol):
     """Decides where every handle belongs in a phase.
 
-    `plan` is called with the manager's lock held, before any byte moves. Each phase transition (entry, switch, exit) and each registration
-    calls it as often as it has questions: for the phase that begins, again once a `Lazy` was built for it, for the phase around it
-    (outside every phase that is `idle`), and with a budget of 0 bytes for what a phase needs in any case.
+    The manager calls `plan` with its lock held, before any byte moves. A phase transition (entry, switch, exit) or a registration may call
+    it several times: for the phase that begins, again once a `Lazy` was built for it, for the enclosing phase (outside every phase that
+    is `idle`), and with a budget of 0 bytes to learn what the phase needs in any case.
 
-    The plan it returns names every handle of the view. It is a function of the view alone: the same view gives an equal
-    plan, on every rank, and the view cannot be changed. Whether the bytes fit is the manager's check, not the policy's duty;
-    what may stay on the device and need not is what a policy wants only where `view.fits` says so.
+    The returned plan names every handle of the view. It depends on the view alone: equal views give equal plans, on every rank. The
+    manager checks whether the bytes fit. A policy keeps optional handles on the device only where `view.fits` allows it.
 
     Raises:
         PolicyError: the phase is not one of `view.known_phases`.
     """
 
     name: str
-    """For metrics and messages: `[A-Za-z0-9_.:-]{1,64}`."""
+    """The policy's name in metrics and messages: `[A-Za-z0-9_.:-]{1,64}`."""
 
     def plan(self, view: View) -> Plan: ...

@@ -1,4 +1,4 @@
-"""What a manager did in its life, as a table for the log."""
+"""A summary of a manager's life as a table for the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WORDS = {State.CPU_OFFLOADED: "off", State.GPU_RESIDENT: "gpu", State.SYNCING: 
 
 
 def summary(snapshot: Snapshot) -> str:
-    """One line a handle: share of its time in each state, transitions, failures, bytes each way; then the worker's totals."""
+    """One line a handle: share of time in each state, transitions, failures, bytes each way. The last line has the worker's totals."""
     shares = "".join(f"{word:>7}" for word in _WORDS.values())
     lines = [f"{'handle':<24}{shares}{'moves':>8}{'failed':>8}{'loaded':>12}{'offloaded':>12}{'skipped':>12}"]
     for handle in snapshot.handles:
@@ -20,14 +20,14 @@ def summary(snapshot: Snapshot) -> str:
         lines.append(f"{handle.name:<24}{share}{counts}{sizes}")
     seconds, stalled = sum(snapshot.phase_seconds.values()), sum(snapshot.phase_stall_seconds.values())
     lines.append(
-        f"{seconds:.1f} s, {stalled:.2f} s of them waiting for moves; at most {readable(snapshot.peak_bytes)} on {snapshot.device} "
+        f"{seconds:.1f} s, {stalled:.2f} s of it waiting for moves; at most {readable(snapshot.peak_bytes)} on {snapshot.device} "
         f"together; {snapshot.pairing_violations} pairing violations, {snapshot.wrong_writes} wrong writes"
     )
     return "\n".join(lines)
 
 
 def readable(nbytes: int) -> str:
-    """A size in the unit that suits it, three digits: "0", "1.50 GiB", "-4.00 KiB"."""
+    """Format a size with three digits in a suitable unit: "0", "1.50 GiB", "-4.00 KiB"."""
     value, units = float(nbytes), ["TiB", "GiB", "MiB", "KiB", "B"]
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024

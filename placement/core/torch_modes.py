@@ -1,8 +1,8 @@
-"""The modes of torch that a caller is in, and torch without them.
+"""Run torch code outside the modes that the caller is in.
 
-`torch.device("meta")`, autocast, a `TorchFunctionMode` or `TorchDispatchMode` (`FakeTensorMode` is one) and the transforms of
-`torch.func` reach into every call of torch on their thread, also into those that are made here: a fingerprint would become a meta
-tensor or a fake one. So whatever computes with tensors of ours first leaves the modes, and comes back to them afterwards.
+`torch.device("meta")`, autocast, a `TorchFunctionMode` or `TorchDispatchMode` (such as `FakeTensorMode`) and the transforms of
+`torch.func` change every torch call on their thread, including calls made by placement. A fingerprint would become a meta or fake
+tensor. So code of placement that computes with tensors leaves these modes first and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def without_modes() -> AbstractContextManager[None]:
-    """Torch as it is: no default device, no mode, no autocast, no transform. Costs a microsecond where the caller is in none.
+    """Context manager in which no default device, mode, autocast or transform is active. Costs a microsecond where none was.
 
-    Gradients and inference mode are the caller's business still: what they mean differs from place to place.
+    Gradient mode and inference mode stay as the caller set them, because what they should be differs from place to place.
     """
     if _num_function_modes() or _num_dispatch_modes() or _is_any_autocast_on() or _innermost_transform() is not None:
         return _left()
@@ -55,14 +55,14 @@ def _left() -> Iterator[None]:
         finally:
             _LEFT.modes = before
             _push(modes)
-    finally:  # again, because an interrupt can come before the first one has done anything
+    finally:  # repeated, because an interrupt can come before the first `finally` has done anything
         _LEFT.modes = before
         _push(modes)
 
 
 @contextmanager
 def callers_function_modes() -> Iterator[None]:
-    """Inside `without_modes`, for code of the user's that makes tensors: the default device and the function modes of the caller again."""
+    """Inside `without_modes`: the caller's default device and function modes again, for user code that makes tensors."""
     left = _LEFT.modes
     waiting = list(left)
     try:
@@ -76,6 +76,6 @@ def callers_function_modes() -> Iterator[None]:
 
 
 def _push(modes: list[Any]) -> None:
-    """Empty the list, innermost mode first, onto torch's stack. In one call of C, so that no interrupt falls between two."""
+    """Move every mode from the list onto torch's stack, outermost first. One C call does it all, so no interrupt falls in between."""
     outermost_first = itertools.starmap(modes.pop, [()] * len(modes))
     deque(map(torch._C._push_on_torch_function_stack, outermost_first), maxlen=0)

@@ -1,4 +1,4 @@
-"""A set of weakly held objects that may be walked while others change it."""
+"""A set of weakly held objects that may be iterated while others change it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class WeakIdSet(Generic[T]):
-    """Objects by identity, as long as someone else holds them.
+    """A set of objects by identity. It does not keep them alive.
 
-    `weakref.WeakSet` raises when one is added in the middle of a walk: by a thread with a manager of its own, or by a collection, which may
-    drop a manager and so give its tensors memory again. Here each change is one operation of a dictionary, and a walk is over a copy.
-    No lock: an interrupt must not leave it held.
+    `weakref.WeakSet` raises when an object is added during an iteration. Another thread's manager may add one, and so may a garbage
+    collection that drops a manager, whose tensors then get ordinary memory. Here each change is one dictionary operation, and an
+    iteration walks a copy. There is no lock, because an interrupt could leave it held.
     """
 
     def __init__(self) -> None:

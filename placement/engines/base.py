@@ -1,4 +1,4 @@
-"""What a rollout engine is to placement, and the engine that lives in this process."""
+"""The interface of rollout engines, and an engine that lives in this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from placement.ownership.module import ModuleAdapter
 class Engine(abc.ABC):
     """A rollout engine whose memory lies in this process.
 
-    `modules()` is asked at registration and at every offload; what it names moves with the engine, byte for byte, as a
-    module would. `update_weights` is called by the user during a weight sync, with the engine on the device.
+    The manager calls `modules()` at registration and at every offload. The modules that it names move with the engine, byte for byte.
+    The user calls `update_weights` during a weight sync, with the engine on the device.
     """
 
     @abc.abstractmethod
@@ -29,37 +29,37 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take over published weights. The tensors are the publisher's; nothing of them is kept after the return.
+        """Copy published weights into the engine. The tensors belong to the publisher; nothing of them is kept after the return.
 
         Raises:
-            EngineError: a name or shape that the engine does not have; what came before it in the bucket has been taken over.
+            EngineError: the engine does not have a name or shape. Weights before that one in the bucket have been copied.
         """
 
 
 class TorchEngine(Engine):
-    """A plain module that generates: the default where no engine of another project is used.
+    """A plain module that generates: the default engine where no other project's engine is used.
 
     Args:
-        module: The model, with the names and shapes that are published to it: plain, compiled, with adapters, under DDP, FSDP1,
-            FSDP2 or tensor parallelism. Who registers the engine makes the manager hold it, and with it the module.
+        module: The model, with the names and shapes that are published to it: plain, compiled, with adapters, under DDP, FSDP1, FSDP2
+            or tensor parallelism. The manager holds a registered engine, and with it the module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._taker: WeightTaker | None = None
-        """Of the sync that is under way."""
+        """The weight taker of the sync that is under way; None outside one."""
 
     def modules(self) -> Sequence[torch.nn.Module]:
         return (self.module,)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's, readable in every state."""
+        """The module's state dict, readable in every state."""
         return dict(self.module.state_dict())
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy published weights into the module, cast to its types; of a sharded module each rank takes its part.
+        """Copy published weights into the module, cast to its dtypes. Each rank of a sharded module takes its own part.
 
-        A name is one that the module is published under, or the module's own. Calls no collective.
+        A name is one under which the module is published, or the module's own. Calls no collective.
         """
         number = getattr(bucket, "number", None)
         with without_modes():
@@ -72,7 +72,7 @@ class TorchEngine(Engine):
 
 
 class EngineAdapter(CompositeAdapter):
-    """The tensors of an engine's modules."""
+    """The adapter for an engine: it covers the tensors of the engine's modules."""
 
     kind = "engine"
 
@@ -82,11 +82,11 @@ class EngineAdapter(CompositeAdapter):
         super().__init__(name, adapt, engine.modules())
 
     def current_modules(self) -> Sequence[torch.nn.Module] | None:
-        """Those that the engine names now: it may have made itself another model since."""
+        """The modules that the engine names now, which may differ from those at registration; None when the engine is gone."""
         engine = self._engine()
         return None if engine is None else engine.modules()
 
     def key_objects(self) -> Sequence[Any]:
-        """The modules and the engine."""
+        """The modules and the engine itself."""
         engine, keys = self._engine(), super().key_objects()
         return keys if engine is None else [*keys, engine]

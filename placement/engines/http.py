@@ -1,4 +1,4 @@
-"""Talking to an engine's server: one request at a time, each with a deadline for the whole of it."""
+"""A client for an engine's server: one request at a time, each with a deadline for the whole request."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from placement.core.errors import EngineError, EngineLost
 
 _MAX_BYTES = 16 << 20
 _SHOWN = 500
-"""Characters of an answer that go into a message."""
+"""The number of characters of an answer that a message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server said."""
+    """A server's answer to one request."""
 
     request: str
-    """As sent: "POST http://host:port/sleep?level=1"."""
+    """The request as it was sent: "POST http://host:port/sleep?level=1"."""
     status: int
     body: bytes
 
@@ -34,14 +34,14 @@ class Answer:
         return self.status == 200
 
     def json(self) -> Any:
-        """The body as JSON; None where it is none (vLLM 0.11 answers with nothing at all)."""
+        """The body as JSON; None where it is not JSON (vLLM 0.11 sends empty bodies)."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
             return None
 
     def field(self, name: str) -> Any:
-        """A field of a JSON object; None where there is none."""
+        """A field of a JSON object; None where the body is no object or lacks the field."""
         found = self.json()
         return found.get(name) if isinstance(found, dict) else None
 
@@ -55,17 +55,17 @@ class Server:
 
     Args:
         url: "http://127.0.0.1:8000"; a path is kept as a prefix.
-        deadline_seconds: for connecting, sending and the whole answer together.
-        api_key: sent as a bearer token; never in a message.
+        deadline_seconds: the limit for connecting, sending and reading the whole answer together.
+        api_key: sent as a bearer token; no message shows it.
 
     Raises:
-        ValueError: no http address.
+        ValueError: `url` is not an http address.
     """
 
     def __init__(self, url: str, *, deadline_seconds: float, api_key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(f"{url!r} is no address of a server; write http://host:port")
+            raise ValueError(f"{url!r} is not the address of a server; write http://host:port")
         self.url = url.rstrip("/")
         self._is_https = parts.scheme == "https"
         self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
@@ -84,11 +84,11 @@ class Server:
         """Send one request and read the whole answer, whatever its status.
 
         Args:
-            body: sent as JSON where it is not None.
+            body: sent as JSON unless it is None.
 
         Raises:
-            EngineError: nobody listens there, so that nothing was sent; or a GET, which changes nothing, was not answered.
-            EngineLost: no whole answer came within the deadline; what the server did is not known.
+            EngineError: nobody listens there, so nothing was sent; or a GET, which changes nothing, was not answered.
+            EngineLost: no complete answer came within the deadline, so it is not known what the server did.
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
@@ -98,22 +98,22 @@ class Server:
         try:
             try:
                 connection.connect()
-            except (OSError, UnicodeError) as error:  # of a name that cannot be one
-                raise EngineError(f"{request}: nobody answers there ({error}). Is the server running, and is this its address?") from error
+            except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot exist
+                raise EngineError(f"{request}: nobody answers there ({error}). Is it running, and is this its address?") from error
             payload = None if body is None else json.dumps(body).encode()
             headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
             until = began + limit
             try:
                 _limit(connection.sock, until)
                 connection.request(method, self._prefix + target, body=payload, headers=headers)
-                # The stub wants the class itself; the library only calls it.
+                # The type stub asks for a class; the library only calls it.
                 connection.response_class = functools.partial(_response, until)  # type: ignore[assignment]
                 return _answer(request, connection)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError
                 what = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"the connection broke ({error!r})"
                 if method == "GET":
                     raise EngineError(f"{request}: {what}") from error
-                raise EngineLost(f"{request}: {what}; what the server did is not known") from error
+                raise EngineLost(f"{request}: {what}; it is not known what the server did") from error
         finally:
             connection.close()
 
@@ -126,14 +126,14 @@ def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
         chunks.append(chunk)
         size += len(chunk)
         if size > _MAX_BYTES:
-            raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES:,} bytes")
+            raise http.client.HTTPException(f"the answer has more than {_MAX_BYTES:,} bytes")
     if response.length:
         raise http.client.IncompleteRead(b"".join(chunks), response.length)
     return Answer(request, response.status, b"".join(chunks))
 
 
 class _Reader(io.RawIOBase):
-    """What a server sends, until a moment: a server that drips bytes, of headers too, would outlast a limit on each read."""
+    """Reads from a socket until a fixed moment. A server that drips bytes would outlast a limit on each single read."""
 
     def __init__(self, sock: socket.socket, until: float) -> None:
         self._sock, self._until = sock, until
@@ -147,7 +147,7 @@ class _Reader(io.RawIOBase):
         return self._raw.readinto(buffer)
 
     def makefile(self, _: str) -> io.BufferedReader:
-        """What `HTTPResponse` asks of a socket."""
+        """The only method that `HTTPResponse` calls on its socket."""
         return io.BufferedReader(self)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class _Reader(io.RawIOBase):
 
 
 def _response(until: float, sock: socket.socket, *args: Any, **keywords: Any) -> http.client.HTTPResponse:
-    # Of a socket it asks for `makefile` and nothing else, which the stub does not say.
+    # The response calls only `makefile` on its socket, which the type stub does not know.
     return http.client.HTTPResponse(_Reader(sock, until), *args, **keywords)  # type: ignore[arg-type]
 
 

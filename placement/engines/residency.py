@@ -1,7 +1,7 @@
-"""The manager's own book of an engine's tags: what is on the device, whether the weights in it mean anything, how large each is.
+"""The manager's record of an engine's tags: which are on the device, whether the weights are valid, and how large each tag is.
 
-Every call to the engine goes through here, so that a tag is never offloaded twice and never loaded without having been offloaded:
-some engines answer that with a warning and do nothing, others die of it.
+Every call to the engine goes through this record. So no tag is offloaded twice, and none is loaded without having been offloaded:
+some engines answer such a call with a warning and do nothing, others crash.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from placement.core.states import KV_CACHE, WEIGHTS, State
 from placement.storage.base import Storage
 
 _FREED_SHARE = 0.5
-"""Of the bytes that a tag holds, how many the device must show free: others may take some at the same moment."""
+"""The share of a tag's bytes that the device must show free after an offload. Not all, because others may take memory meanwhile."""
 _FREED_SECONDS = 5.0
-"""An engine may answer before its last worker has given the memory back."""
+"""How long to wait for the freed memory. An engine may answer before its last worker has given it back."""
 _POLL_SECONDS = (0.001, 0.1)
 _DISCARDED_BEFORE = "they were discarded before the engine was registered"
 
 
 class MovesTags(Protocol):
-    """What the book asks of an engine; `TaggedEngine` says what each of these does."""
+    """The calls that the record makes to an engine. `TaggedEngine` documents them."""
 
     deadline_seconds: float
     why_nothing_moves: str
@@ -38,11 +38,11 @@ class MovesTags(Protocol):
 
 
 class Residency(Storage):
-    """What of an engine is on the device. Written with the manager's lock held; each field is replaced as a whole."""
+    """The record of which parts of an engine are on the device. The manager's lock is held to change it; fields are replaced whole."""
 
     tags: tuple[str, ...] = ()
     stale: str | None = None
-    """Why the weights mean nothing and must be filled before use; None while they are valid."""
+    """Why the weights are invalid and must be filled before use; None while they are valid."""
     keeps_weights = True
 
     def __init__(
@@ -60,29 +60,29 @@ class Residency(Storage):
         self.resident = frozenset(tags) - frozenset(offloaded)
         self.stale = None
         self.doubt: str | None = None
-        """Why it is not known what is on the device; None while it is."""
+        """Why it is unknown what is on the device; None while it is known."""
         self._given = dict(given)
         self._measured: dict[frozenset[str], int] = {}
         self._by_memory = by_memory
         self._free_bytes: Callable[[], int] = int
         self._is_drained: bool | None = bool(offloaded)
-        """What has a part of it off the device was drained before, and serves nobody. None: nobody knows."""
+        """Whether the engine is drained and serves no request; None: unknown. An engine with an offloaded tag was drained before."""
         self._is_taken = False
         self.weights_are_kept(keeps_weights)
 
     def weights_are_kept(self, kept: bool) -> None:
-        """Whether the weights survive an offload, where only the engine itself knows."""
+        """Set whether the weights survive an offload, where only the engine itself knows."""
         self.keeps_weights = kept
         if WEIGHTS in self.offloaded and not self._is_taken and self.stale in (None, _DISCARDED_BEFORE):
             self.stale = None if kept else _DISCARDED_BEFORE
 
     def attach(self, free_bytes: Callable[[], int]) -> None:
-        """A manager takes the engine over, with the free memory of its device in bytes.
+        """Let a manager take the engine over. `free_bytes` gives the free bytes of the manager's device.
 
-        One that was lost has been restarted before, as it was told, with everything on the device.
+        An engine that was lost must have been restarted by now, as its error asked, with everything on the device.
 
         Raises:
-            EngineError: it cannot be moved, is not where the book says, or another manager has it.
+            EngineError: the engine cannot be moved, differs from this record, or is registered with another manager.
         """
         if self._is_taken:
             raise EngineError(f"{self._engine!r} is registered already; unregister it there first")
@@ -97,7 +97,7 @@ class Residency(Storage):
         self._free_bytes, self._is_taken = free_bytes, True
 
     def detach(self) -> None:
-        """The manager gives it back, as it is now."""
+        """Let the manager give the engine back, as it is now."""
         self._is_taken = False
 
     # --- what is asked
@@ -137,7 +137,7 @@ class Residency(Storage):
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of what is on the device, as far as they are known."""
+        """Device bytes of the resident tags, as far as they are known."""
         return self._bytes_of(self.resident)
 
     @property
@@ -151,11 +151,11 @@ class Residency(Storage):
     # --- what is done
 
     def offload(self, tags: frozenset[str]) -> int:
-        """Drain the engine and take these tags off the device. Returns the bytes that it copied to the host: weights that it keeps.
+        """Drain the engine and offload these tags. Returns the bytes copied to the host: the weights, if the engine keeps them.
 
         Raises:
-            EngineError: it refused (all is as before), or the device shows that its memory is still held.
-            EngineLost: it is not known what it did.
+            EngineError: the engine refused (nothing has changed), or the device shows that the memory is still held.
+            EngineLost: it is unknown what the engine did.
         """
         leaving = tags & self.resident
         if not leaving:
@@ -165,23 +165,23 @@ class Residency(Storage):
                 self._drain()
                 before = self._free_bytes()
                 self._engine.offload(self._in_order(leaving)[::-1])
-                # Still in here: an interrupt before the last store leaves it in doubt, one after it finds all of it written down.
+                # Inside the block: an interrupt before the last store leaves the engine in doubt; after it, everything is recorded.
                 if WEIGHTS in leaving and not self.keeps_weights:
                     self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
                 self.resident -= leaving
         except EngineError:
-            if self.doubt is None:  # it goes on as before, and so does who sends it requests
+            if self.doubt is None:  # the engine goes on as before, so it takes requests again
                 self._open()
             raise
         self._see_freed(leaving, before)
         return self._copied(leaving)
 
     def load(self, tags: frozenset[str]) -> int:
-        """Bring these tags back, the weights first, and open the engine when it is whole and valid. Returns the bytes copied.
+        """Load these tags, the weights first, and open the engine when it is whole and valid. Returns the bytes copied.
 
         Raises:
-            EngineError: it refused one; what came before it is on the device.
-            EngineLost: it is not known what it did.
+            EngineError: the engine refused a tag. Tags before that one are on the device.
+            EngineLost: it is unknown what the engine did.
         """
         coming = tags - self.resident
         for tag in self._in_order(coming):
@@ -191,44 +191,44 @@ class Residency(Storage):
                     self._engine.load([tag])
                     self.resident |= {tag}
             except EngineError:
-                if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as it is back, and has no way to undo the others
-                    self.stale = "loading them failed half-way, and what is there now cannot be trusted"
+                if tag == WEIGHTS:  # vLLM drops a block's host copy as soon as the block is back, so a half-finished load cannot be undone
+                    self.stale = "loading them failed half-way, so they are not valid"
                 raise
             self._measure(frozenset({tag}), before - self._free_bytes())
         self._open()
         return self._copied(coming)
 
     def fill(self) -> None:
-        """The weights are valid from now on.
+        """Record that the weights are valid from now on.
 
         Raises:
-            EngineError: they are not on the device, or the engine refused to forget what it had cached.
+            EngineError: the weights are not on the device, or the engine refused to drop its cache.
         """
         if WEIGHTS not in self.resident:
-            raise EngineError(f"the weights of {self._engine!r} are offloaded and cannot have been filled")
+            raise EngineError(f"the weights of {self._engine!r} are offloaded, so they cannot have been filled: use phase('weight_sync')")
         if KV_CACHE in self.resident:
             self._engine.forget_cache()
         self.stale = None
         self._open()
 
     def assume(self, offloaded: frozenset[str]) -> None:
-        """The user says what is where.
+        """Take the user's word for which tags are offloaded.
 
         Raises:
-            ValueError: a tag that this engine has not.
+            ValueError: the engine does not have a tag.
         """
         if unknown := offloaded - frozenset(self.tags):
             raise ValueError(f"{self._engine!r} has no tags {_listed(unknown)}; it has {', '.join(self.tags)}")
         self.resident = frozenset(self.tags) - offloaded
-        self.stale = "it is not known what became of them while the engine was lost"
+        self.stale = "it is unknown what happened to them while the engine was lost"
         self.doubt = None
         self._is_drained = True if offloaded else None
 
     def reopen(self) -> None:
-        """Whole and valid, and yet closed: opening it was refused, or interrupted, after its last tag had come.
+        """Open an engine that is whole and valid but closed, because an earlier opening was refused or interrupted.
 
         Raises:
-            EngineError: it is refused again.
+            EngineError: the engine refused again.
         """
         if self.stale is None and self.doubt is None:
             self._open()
@@ -241,11 +241,11 @@ class Residency(Storage):
             self._is_drained = True
 
     def _open(self) -> None:
-        """Requests may come once everything is there and valid; whole but stale, the engine has to stay closed."""
+        """Admit requests once every tag is on the device and valid. An engine that is whole but stale must stay closed."""
         if self.offloaded:
             return
         if self.stale is not None:
-            self._is_drained = False  # some engines open by themselves as soon as they are whole
+            self._is_drained = False  # some engines open by themselves as soon as every tag is back
             with self._asking("close until the weights are filled"):
                 self._drain()
         elif self._is_drained is not False:
@@ -255,28 +255,28 @@ class Residency(Storage):
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """One request, or a few. What ends without an answer leaves the engine in doubt, and it is never sent anything again."""
+        """Guard one or a few requests. If they end without an answer the engine is in doubt, and is never sent anything again."""
         if self.doubt is not None:
             raise BrokenHandleError(f"{self._engine!r} cannot {what}: {self.doubt}")
         try:
             yield
         except EngineLost as lost:
-            self.doubt = f"{lost}. Restart the engine and register it anew, or tell engine.assume(offloaded=[...]) what is the case"
+            self.doubt = f"{lost}. Restart the engine and register it anew, or call engine.assume(offloaded=[...]) with the offloaded tags"
             raise
         except EngineError:
             raise
         except BaseException as error:
-            self.doubt = f"it was interrupted ({type(error).__name__}) while it was to {what}; restart it and register it anew"
+            self.doubt = f"it was interrupted ({type(error).__name__}) during {what!r}; restart the engine and register it anew"
             raise
 
     def _copied(self, tags: frozenset[str]) -> int:
         return self._bytes_of(frozenset({WEIGHTS})) if WEIGHTS in tags and self.keeps_weights else 0
 
     def _see_freed(self, tags: frozenset[str], before: int) -> None:
-        """Wait until the device shows the memory of these tags free.
+        """Wait until the device shows the memory of these tags as free.
 
         Raises:
-            EngineError: it does not. The engine has taken the call for done, so the book has it as done.
+            EngineError: the memory stays in use. The engine has reported success, so the tags are recorded as offloaded.
         """
         if not self._by_memory:
             return
@@ -285,8 +285,8 @@ class Residency(Storage):
         while (freed := self._free_bytes() - before) < wanted:
             if time.monotonic() >= until:
                 raise EngineError(
-                    f"{self._engine!r} says that {_listed(tags)} is offloaded, but the device has {freed:,} bytes more free, and they "
-                    f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine lies on other devices than this "
+                    f"{self._engine!r} reports {_listed(tags)} as offloaded, but the device has only {freed:,} more free bytes, and they "
+                    f"hold {self._bytes_of(tags):,}. {self._engine.why_nothing_moves} If the engine uses other devices than this "
                     "manager's, make it with verify='answer'"
                 )
             time.sleep(pause)

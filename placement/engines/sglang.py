@@ -1,9 +1,9 @@
 """SGLang: its server over HTTP, and its `Engine` in this process.
 
 Checked against 0.5.23 (sglang/srt/entrypoints/http_server.py, sglang/srt/managers/scheduler_components/weight_updater.py) and
-0.5.9. A wrong call does not fail there, it kills: a release while a request runs, or a resume of a tag that was not released,
-takes the scheduler and its parent process down. Nothing can be asked, so the book is all there is. The server needs
-`--enable-memory-saver`.
+0.5.9. A wrong call does not fail, it kills: a release while a request runs, or a resume of a tag that was not released, takes
+the scheduler and its parent process down. SGLang cannot be asked what it has released, so the record here is all there is. The server
+needs `--enable-memory-saver`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from placement.engines.http import Answer, Server
 from placement.engines.tagged import InFlight, Send, TaggedEngine, checked_in_flight, send_by
 
 _POLL_SECONDS = 0.05
-_SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and answers without it all the same."
+_SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
 
 
 class _Sglang(TaggedEngine):
-    """What both ways have in common. Whether weights survive is the server's setting, read when a manager takes it over."""
+    """The part that both kinds share. The server's settings decide whether weights survive; they are read at registration."""
 
     why_nothing_moves = _SAVER
 
     def _take_settings(self, memory_saver: Any, weights_backup: Any) -> None:
         if not memory_saver:
-            raise EngineError(f"{self!r} was started without its memory saver. {_SAVER}")
+            raise EngineError(f"{self!r} was started without the memory saver. {_SAVER}")
         self.residency.weights_are_kept(bool(weights_backup))
 
     def _until_idle(self, flush: Callable[[], str | None]) -> None:
-        """Flush until it is done, which it is only when nothing is in flight: a release before that would kill the server."""
+        """Flush until SGLang has done it, which means that no request is in flight. A release before that would kill the server."""
         until = time.monotonic() + self.deadline_seconds
         while (refused := flush()) is not None:
             if time.monotonic() >= until:
@@ -44,19 +44,19 @@ class _Sglang(TaggedEngine):
 class SglangServer(_Sglang):
     """An SGLang server.
 
-    From the first release until every tag is back it stays paused: new requests, health checks among them, wait in it.
+    From the first release until every tag is back the server stays paused. New requests, including health checks, wait in it.
 
     Args:
         url: "http://127.0.0.1:30000".
-        send: brings one bucket of weights into the server (`/update_weights_from_tensor`, a broadcast, ...); None: weights come
-            another way, and you call `weights_filled`.
+        send: sends one bucket of weights to the server (`/update_weights_from_tensor`, a broadcast, ...); None: weights come another
+            way, and you call `weights_filled`.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
-        api_key: where the server wants one.
-        options: of `TaggedEngine`: tags (with "cuda_graph" where SGLANG_MEMORY_SAVER_CUDA_GRAPH=1), tag_bytes, verify, deadline_seconds,
-            offloaded. `weights` is what the server was started with (`--enable-weights-cpu-backup`: they are kept).
+        api_key: the server's API key, if it needs one.
+        options: options of `TaggedEngine`: tags (with "cuda_graph" where SGLANG_MEMORY_SAVER_CUDA_GRAPH=1), tag_bytes, verify,
+            deadline_seconds, offloaded. `weights` follows from the server's `--enable-weights-cpu-backup`, which keeps them.
 
     Raises:
-        ValueError: no http address, or an option that does not fit.
+        ValueError: `url` is not an http address, or an option does not fit.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class SglangServer(_Sglang):
         self._started: Any = None
 
     def register(self) -> None:
-        """Read how the server was started.
+        """Read the settings with which the server was started.
 
         Raises:
-            EngineError: without its memory saver, so that nothing would move.
+            EngineError: the server runs without its memory saver, so no memory would move.
         """
         info = self._info()
         self._started = info.get("startup_time")
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. From here on it is this server that must not be restarted."""
+        """See `TaggedEngine.assume`. The word holds for the server process that runs now, until it is restarted."""
         self._started = self._info().get("startup_time")
         super().assume(offloaded=offloaded)
 
@@ -93,7 +93,7 @@ class SglangServer(_Sglang):
             self._until_idle(self._flush)
         self._done(self._server.ask("POST", "/pause_generation", body={"mode": "abort"}))
         try:
-            self._until_idle(self._flush)  # it was told to abort, and may not have yet
+            self._until_idle(self._flush)  # it was told to abort, and may need time
         except EngineError:
             self.admit()
             raise
@@ -102,10 +102,10 @@ class SglangServer(_Sglang):
         self._done(self._server.ask("POST", "/release_memory_occupation", body={"tags": [*tags]}))
 
     def load(self, tags: Collection[str]) -> None:
-        """Resume these tags; a server that was restarted since has released none, and would die of it.
+        """Resume these tags. A server that was restarted meanwhile has released none, and a resume would kill it.
 
         Raises:
-            EngineLost: it was restarted, or does not answer.
+            EngineLost: the server was restarted, or does not answer.
         """
         if self._info().get("startup_time") != self._started:
             raise EngineLost(f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded)} is back on the device")
@@ -123,22 +123,22 @@ class SglangServer(_Sglang):
     def _flush(self) -> str | None:
         answer = self._server.ask("POST", "/flush_cache")
         if answer.status not in (200, 400):
-            raise EngineError(f"{answer}, where 200 (flushed) or 400 (busy) was expected")
+            raise EngineError(f"{answer}; expected 200 (flushed) or 400 (busy)")
         return None if answer.is_ok else str(answer)
 
     def _info(self) -> dict[str, Any]:
-        for path in ("/server_info", "/get_server_info"):  # 0.5.9 has the second only
+        for path in ("/server_info", "/get_server_info"):  # 0.5.9 has only the second
             answer = self._server.ask("GET", path)
             if answer.status != 404:
                 break
         found = answer.json()
         if not answer.is_ok or not isinstance(found, dict):
-            raise EngineError(f"{answer}: it cannot be asked how it was started. Is this SGLang?")
+            raise EngineError(f"{answer}: the settings of the server cannot be read. Check that this is an SGLang server.")
         return found
 
     def _done(self, answer: Answer) -> None:
         if answer.status >= 500:
-            raise EngineLost(f"{answer}; what it did is not known")
+            raise EngineLost(f"{answer}; it is not known what the server did")
         if not answer.is_ok:
             raise EngineError(f"{answer}; nothing was done")
 
@@ -147,37 +147,37 @@ class SglangServer(_Sglang):
 
 
 class SglangInProcess(_Sglang):
-    """An `sglang.Engine` whose tokenizer lives in this process. Its calls cannot be given a deadline: they run until SGLang returns.
+    """An `sglang.Engine` whose tokenizer lives in this process. Its calls take no deadline: they run until SGLang returns.
 
     Args:
         engine: the `sglang.Engine`, made with `enable_memory_saver=True`.
         send: as in `SglangServer`; None: `engine.update_weights_from_tensor`.
-        options: of `TaggedEngine`.
+        options: options of `TaggedEngine`.
 
     Raises:
-        ValueError: `engine` is not of that shape, or an option does not fit.
+        ValueError: `engine` lacks a method of `sglang.Engine`, or an option does not fit.
     """
 
     def __init__(self, engine: Any, *, send: Send | None = None, **options: Any) -> None:
         names = ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor", "server_args")
         missing = [name for name in names if not hasattr(engine, name)]
         if missing:
-            raise ValueError(f"{type(engine).__name__} is no sglang.Engine: it has no {', '.join(missing)}")
+            raise ValueError(f"{type(engine).__name__} is not an sglang.Engine: it has no {', '.join(missing)}")
         super().__init__(**options)
         self._engine = engine
         self._send = send
 
     def register(self) -> None:
-        """Read how it was started.
+        """Read the settings with which the engine was started.
 
         Raises:
-            EngineError: without its memory saver, so that nothing would move.
+            EngineError: the engine runs without its memory saver, so no memory would move.
         """
         arguments = self._engine.server_args
         self._take_settings(getattr(arguments, "enable_memory_saver", False), getattr(arguments, "enable_weights_cpu_backup", False))
 
     def drain(self) -> None:
-        """Wait until nothing is in flight. It has no pause: whoever generates from another thread or task has to have stopped.
+        """Wait until no request is in flight. There is no pause: other threads and tasks must have stopped generating.
 
         Raises:
             EngineError: requests were still in flight at the deadline.
@@ -191,7 +191,7 @@ class SglangInProcess(_Sglang):
         self._call("resume_memory_occupation", tags=[*tags])
 
     def admit(self) -> None:
-        """It takes requests all the time."""
+        """Nothing to do: the engine always takes requests."""
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._send is not None:
@@ -212,7 +212,7 @@ class SglangInProcess(_Sglang):
         try:
             return getattr(self._engine, name)(**keywords)
         except Exception as error:
-            raise EngineLost(f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; what it did is not known") from error
+            raise EngineLost(f"{name}({', '.join(keywords)}) of SGLang failed: {error!r}; it is not known what it did") from error
 
     def __repr__(self) -> str:
         return "<SglangInProcess>"

@@ -1,7 +1,7 @@
-"""Engines that place their own memory, tag by tag, when they are told to: vLLM, SGLang, and whatever has a sleep of its own.
+"""Engines that place their own memory, tag by tag, on request: vLLM, SGLang, and any engine with a sleep of its own.
 
-The engine says how; `placement.engines.residency` keeps the book of what is on the device, because not every engine can be asked
-and some die of a wrong call.
+The engine class knows the calls. `placement.engines.residency` records what is on the device, because not every engine can be
+asked and some crash at a wrong call.
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ from placement.engines.residency import Residency
 from placement.tensors.owned import Adapter, Owned
 
 InFlight = Literal["wait", "abort"]
-"""What becomes of requests that are in flight when the engine is drained: they finish, or they are cut off."""
+"""The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""
 Verify = Literal["memory", "answer"]
-"""How an offload is proved: by the device's free memory, or by the engine's word (it lies on other devices than the manager's)."""
+"""How an offload is verified: by the device's free memory, or by the engine's answer (for an engine on other devices)."""
 Weights = Literal["keep", "discard"]
-"""What an offload does with the weights: the engine keeps a copy on the host, or they are gone until the next sync."""
-_HALF_OF_ADAPTERS = "a sync of adapters has begun and not been finished"
-"""Of weights whose base is whole: adapters alone fill them."""
+"""The effect of an offload on the weights: "keep" leaves a copy on the host, "discard" loses them until the next sync."""
+_HALF_OF_ADAPTERS = "a sync of adapters has begun and was not finished"
+"""Reason for stale weights whose base is complete: a sync of adapters alone can fill them."""
 Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 
 def send_by(send: Send | None, bucket: Sequence[tuple[str, torch.Tensor]], engine: TaggedEngine) -> None:
-    """Bring a bucket of weights to an engine's server.
+    """Send a bucket of weights to an engine's server.
 
     Raises:
-        EngineError: nobody said how.
+        EngineError: the engine was made without `send`.
     """
     if send is None:
         raise EngineError(
-            f"{engine!r} was made without send=, which brings a bucket of weights to the server. Where they come another way, call "
-            "weights_filled() when they have come"
+            f"{engine!r} was made without send=, which sends a bucket of weights to the server. If weights come another way, call "
+            "weights_filled() when they have arrived"
         )
     send(bucket)
 
 
 def checked_in_flight(word: InFlight) -> InFlight:
-    """Any other word would be taken for one of the two.
+    """Return the word after checking it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is neither "wait" nor "abort".
     """
     if word not in get_args(InFlight):
-        raise ValueError(f"{word!r} is none of {', '.join(get_args(InFlight))}")
+        raise ValueError(f"{word!r} is unknown; in_flight is one of {', '.join(get_args(InFlight))}")
     return word
 
 
 class TaggedEngine(Engine):
-    """An engine whose memory is its own, and comes and goes by tags.
+    """An engine that places its own memory, in parts named by tags.
 
-    A subclass implements `drain`, `offload`, `load`, `admit` and `receive` in its engine's words. Each returns when the engine has
-    done it, within `deadline_seconds`, and raises `EngineError` when nothing was done, `EngineLost` when that cannot be told. They
-    are called by the manager, in the right order, never for a tag that is there already; users call `update_weights` and, where
-    weights come another way, `weights_filled`.
+    A subclass implements `drain`, `offload`, `load`, `admit` and `receive` with its engine's calls. Each method returns when the engine is
+    done, within `deadline_seconds`. It raises `EngineError` when nothing was done, and `EngineLost` when that is unknown. The manager calls
+    them in the right order, and never for a tag that is already in the wanted place. Users call `update_weights`, or `weights_filled`
+    where weights come another way.
 
     Args:
-        tags: the parts that it can offload, in the order in which they are loaded: the weights first.
-        weights: whether they survive an offload.
-        offloaded: the tags that are off the device already.
-        tag_bytes: device bytes of each tag on the manager's device, also "14GiB". What is not given is measured as it moves, and
-            counts nothing against the budget before.
+        tags: the parts that the engine can offload, in the order of loading: the weights first.
+        weights: whether the weights survive an offload.
+        offloaded: the tags that are offloaded already.
+        tag_bytes: device bytes of each tag on the manager's device, also as "14GiB". A tag that is not given is measured when it moves,
+            and does not count against the budget before.
         verify: see `Verify`.
-        deadline_seconds: for each request to the engine, and for draining.
+        deadline_seconds: the limit for each request to the engine, and for draining.
 
     Raises:
-        ValueError: a tag that there is none of, or a number that is none.
+        ValueError: a tag is unknown, or a number is out of range.
     """
 
-    why_nothing_moves = "It may have been started without what lets its memory move."
-    """What to tell a user whose engine says that it has offloaded, and whose device says that it has not."""
+    why_nothing_moves = "It may have been started without the option that lets its memory move."
+    """Advice for an engine that reports an offload while its device shows no freed memory."""
 
     def __init__(
         self,
@@ -94,47 +94,47 @@ class TaggedEngine(Engine):
             raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
         for word, known in ((weights, ("keep", "discard")), (verify, ("memory", "answer"))):
             if word not in known:
-                raise ValueError(f"{word!r} is none of {', '.join(known)}")
+                raise ValueError(f"{word!r} is unknown; use one of {', '.join(known)}")
         given = {} if tag_bytes is None else {tag: parse_bytes(n) if isinstance(n, str) else n for tag, n in tag_bytes.items()}
         for tag, nbytes in given.items():
             if nbytes < 0:
-                raise ValueError(f"tag_bytes of {tag!r} is {nbytes}")
+                raise ValueError(f"tag_bytes of {tag!r} must be 0 or more, not {nbytes}")
         unknown = [tag for tag in (*tags, *offloaded, *given) if tag not in TAGS or tag not in tags]
         if unknown:
-            raise ValueError(f"unknown tags {', '.join(map(repr, unknown))}; this engine's: {', '.join(tags)}; all: {', '.join(TAGS)}")
+            raise ValueError(f"unknown tags {', '.join(map(repr, unknown))}; this engine has {', '.join(tags)}; all: {', '.join(TAGS)}")
         self.deadline_seconds = deadline_seconds
         self.residency = Residency(
             self, tuple(tags), offloaded=offloaded, keeps_weights=weights == "keep", given=given, by_memory=verify == "memory"
         )
         self._next_bucket = 0
 
-    # --- what a subclass says in its engine's words
+    # --- what a subclass implements with its engine's calls
 
     @abc.abstractmethod
     def drain(self) -> None:
-        """No request is in flight after the return, and none begins before `admit`. Again while drained: nothing."""
+        """Return when no request is in flight; none may begin before `admit`. Does nothing if the engine is drained."""
 
     @abc.abstractmethod
     def offload(self, tags: Collection[str]) -> None:
-        """Take these tags, all of them on the device, off it. Drained before."""
+        """Offload these tags. They are all on the device, and the engine is drained."""
 
     @abc.abstractmethod
     def load(self, tags: Collection[str]) -> None:
-        """Bring these tags, all of them off the device, back to it."""
+        """Load these tags. They are all offloaded."""
 
     @abc.abstractmethod
     def admit(self) -> None:
-        """Every tag is on the device and the weights are valid: requests may come."""
+        """Take requests from now on. Every tag is on the device and the weights are valid."""
 
     @abc.abstractmethod
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write published weights into the engine's. Of `update_weights`."""
+        """Write published weights into the engine. Called by `update_weights`."""
 
     def forget_cache(self) -> None:
-        """The weights are new and the KV cache has stayed on the device: what it remembers belongs to the old ones."""
+        """Drop cached results of the old weights. Called when weights were filled while the KV cache stayed on the device."""
 
     def register(self) -> None:
-        """A manager is about to take the engine over: see whether it can be moved at all, and is where the book says.
+        """Check that the engine can be moved, and that it agrees with the record. Called before a manager takes the engine over.
 
         Raises:
             EngineError: says what is missing.
@@ -143,32 +143,31 @@ class TaggedEngine(Engine):
     # --- what users call
 
     def modules(self) -> Sequence[torch.nn.Module]:
-        """None: its memory is not ours to move."""
+        """No modules: placement does not move this engine's memory."""
         return ()
 
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Bring one bucket of `Handle.weights` into the engine, in their order; after the last one its weights are valid.
+        """Send one bucket of `Handle.weights` to the engine, in the order of the buckets. After the last one the weights are valid.
 
-        From the first bucket to the last the engine's weights are part old and part new, so that what stops in between leaves
-        them to be filled again.
+        Between the first and the last bucket the weights are part old and part new. If the sync stops there, they must be filled again.
 
         Raises:
-            EngineError: the weights are not on the device, a bucket is missing before this one, it brings adapters for base weights
-                that were discarded, or the engine refused it.
+            EngineError: the weights are not on the device, an earlier bucket is missing, the bucket has adapters for discarded base
+                weights, or the engine refused it.
         """
         residency = self.residency
         if residency.doubt is not None:
-            raise EngineError(f"{self!r} is sent nothing more: {residency.doubt}")
+            raise EngineError(f"{self!r} takes no weights any more: {residency.doubt}")
         if WEIGHTS not in residency.resident:
             raise EngineError(
-                f"the weights of {self!r} are offloaded: update them inside manager.phase('weight_sync') by a plan that has them on the "
-                "device; where only= is given it has to name the engine"
+                f"the weights of {self!r} are offloaded: update them inside manager.phase('weight_sync') with a plan that puts them on the "
+                "device; if only= is given, it must name the engine"
             )
         number = getattr(bucket, "number", None)
         is_adapters = getattr(bucket, "adapters", "merged") == "separate"
         if number is not None and number not in (0, self._next_bucket):
             raise EngineError(
-                f"bucket {number} of a sync came, and {self._next_bucket} is next: pass every bucket of handle.weights() to "
+                f"got bucket {number} of a sync, but bucket {self._next_bucket} is next: pass every bucket of handle.weights() to "
                 "update_weights, in order"
             )
         if is_adapters and residency.stale not in (None, _HALF_OF_ADAPTERS):
@@ -178,7 +177,7 @@ class TaggedEngine(Engine):
             )
         if number == 0 or number is None:
             self._next_bucket = 0
-            residency.stale = _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and not been finished"
+            residency.stale = _HALF_OF_ADAPTERS if is_adapters else "a sync has begun and was not finished"
         self.receive(bucket)
         if number is not None:
             self._next_bucket = number + 1
@@ -186,19 +185,19 @@ class TaggedEngine(Engine):
                 self.weights_filled()
 
     def weights_filled(self) -> None:
-        """The weights are whole and new: for those that came by another way than `update_weights` (a broadcast, a reload from disk).
+        """Record that the weights are complete and new. Call it for weights that came another way (a broadcast, a reload from disk).
 
         Raises:
-            EngineError: they are not on the device.
+            EngineError: the weights are not on the device.
         """
         self._next_bucket = 0
         self.residency.fill()
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """After `EngineLost`, when you know better: which tags are off the device. All weights count as gone until the next sync.
+        """Say after `EngineLost` which tags are offloaded, if you know. The weights count as lost until the next sync.
 
         Raises:
-            ValueError: a tag that this engine has not.
+            ValueError: the engine does not have a tag.
         """
         self.residency.assume(frozenset(offloaded))
 
@@ -207,33 +206,33 @@ class TaggedEngine(Engine):
 
 
 class Follower(TaggedEngine):
-    """The place of an engine that another rank of the group leads: the same tags, and nothing is sent.
+    """Stands on this rank for an engine that another rank of the group leads. It has the same tags, and sends nothing.
 
-    An engine that spans several ranks' devices is told once, by one of them. The others register this under the same name, so
-    that all ranks make one plan, and wait for the leader at each phase transition.
+    An engine that spans several ranks' devices takes its orders from one of them. The other ranks register a follower under the same
+    name. So all ranks make the same plan, and wait for the leader at each phase transition.
     """
 
     def __init__(self, *, tags: Sequence[str] = (WEIGHTS, KV_CACHE), tag_bytes: Mapping[str, int | str] | None = None) -> None:
         super().__init__(tags=tags, tag_bytes=tag_bytes, verify="answer")
 
     def drain(self) -> None:
-        """The leader does."""
+        """Nothing: the leader drains the engine."""
 
     def offload(self, tags: Collection[str]) -> None:
-        """The leader does."""
+        """Nothing: the leader offloads the engine."""
 
     def load(self, tags: Collection[str]) -> None:
-        """The leader does."""
+        """Nothing: the leader loads the engine."""
 
     def admit(self) -> None:
-        """The leader does."""
+        """Nothing: the leader opens the engine."""
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Nothing: every rank takes part in gathering the weights, and the leader sends them."""
 
 
 class TaggedAdapter(Adapter):
-    """An engine that places its own memory: no tensors of ours."""
+    """The adapter for an engine that places its own memory. It has no tensors."""
 
     kind = "engine"
 
@@ -244,5 +243,5 @@ class TaggedAdapter(Adapter):
         return iter(())
 
     def key_objects(self) -> Sequence[Any]:
-        """The engine."""
+        """The engine itself."""
         return (self.engine,)

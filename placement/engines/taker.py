@@ -1,4 +1,4 @@
-"""Published weights on their way into a module of this process."""
+"""Copy published weights into a module of this process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from placement.tensors.plain import plain_parts
 
 
 class WeightTaker:
-    """Takes the buckets of one sync into a module.
+    """Copies the buckets of one sync into a module.
 
     Args:
-        module: What its frameworks have gathered for computing is given up: what is written there would be lost.
+        module: The module. Weights that its frameworks have gathered for computing are released first: values written there would be lost.
 
     Raises:
         EngineError: the module is offloaded, or adapters are merged into its weights.
@@ -43,21 +43,21 @@ class WeightTaker:
         """Write one bucket.
 
         Raises:
-            EngineError: a name or shape that the module does not have, or a weight that cannot be written; what came before it in
-                the bucket has been taken over.
+            EngineError: the module does not have a name or shape, or a weight cannot be written. Weights before that one in the bucket
+                have been written.
         """
         self._require_resident()
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in bucket:
                 weight = self._weights.get(name)
                 if weight is None:
-                    raise EngineError(f"published weight {name!r} is not in the engine's module")
+                    raise EngineError(f"published weight {name!r} is not a weight of the engine's module")
                 if weight.shape != tensor.shape:
                     raise EngineError(f"published weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(weight.shape)}")
                 try:
                     weight.write(tensor)
                 except (ValueError, RuntimeError, TypeError) as error:
-                    raise EngineError(f"published weight {name!r} cannot be written into the engine's: it {error}") from error
+                    raise EngineError(f"published weight {name!r} cannot be written into the engine's weight: it {error}") from error
 
     def _require_resident(self) -> None:
         parts = itertools.chain.from_iterable(plain_parts(parameter, "") for parameter in self.module.parameters())

@@ -1,8 +1,8 @@
 """vLLM: its server over HTTP, and its `LLM` in this process.
 
-What the versions differ in is read from their answers. Checked against 0.33.0 (vllm/entrypoints/serve/dev/sleep/api_router.py,
-vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py) and 0.11.0. The server needs `VLLM_SERVER_DEV_MODE=1`
-for the routes and `--enable-sleep-mode` for memory to move.
+The differences between versions are read from the server's answers. Checked against 0.33.0 (vllm/entrypoints/serve/dev/sleep/
+api_router.py, vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py) and 0.11.0. The server needs
+`VLLM_SERVER_DEV_MODE=1` for the routes and `--enable-sleep-mode` for memory to move.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from placement.engines.tagged import InFlight, Send, TaggedEngine, Weights, chec
 _POLL_SECONDS = 0.05
 _BUSY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 _LEVELS: dict[Weights, int] = {"keep": 1, "discard": 2}
-_ENABLE = "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and says 'sleeping' without it all the same."
+_ENABLE = "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers 'sleeping' even without it."
 
 
 class _Vllm(TaggedEngine):
-    """What both ways have in common: vLLM sleeps as a whole and wakes by tags."""
+    """The part that both kinds share: vLLM sleeps as a whole and wakes by tags."""
 
     why_nothing_moves = _ENABLE
 
     def offload(self, tags: Collection[str]) -> None:
-        """Everything sleeps, and what is to stay is woken again; the KV cache alone is given up where the server can."""
+        """Put everything to sleep and wake the tags that stay. Where the server can, the KV cache alone is given up instead."""
         book, before = self.residency, self.residency.resident
         staying = [tag for tag in book.tags if tag in before - set(tags)]
         if WEIGHTS not in tags and self._gives_kv_cache_up():
             return
         if KV_CACHE not in before and not self._sleeps_from_part():
-            # Older servers hold one flag for "asleep": with the KV cache away they take this for done and keep the weights.
+            # Older servers have one flag for "asleep". With the KV cache offloaded they take a sleep for done and keep the weights.
             self._wake([KV_CACHE])
-            book.resident |= {KV_CACHE}  # should the sleep be refused
+            book.resident |= {KV_CACHE}  # correct in case the sleep is refused
         self._sleep()
         book.resident = before
         if not staying:
             return
         if not book.keeps_weights:
-            book.stale = "only the KV cache was to go, but this vLLM can only discard the weights with it"
+            book.stale = "this vLLM cannot offload the KV cache without discarding the weights"
         try:
             self._wake(staying)
         except EngineError as error:
-            if not isinstance(error, EngineLost):  # then all of it sleeps, although only a part was to go
-                book.resident, book.stale = frozenset(), "waking them again failed half-way, when only the KV cache was to go"
+            if not isinstance(error, EngineLost):  # everything sleeps now, although only a part was to be offloaded
+                book.resident, book.stale = frozenset(), "waking them again failed after the KV cache was offloaded"
             raise
 
     def load(self, tags: Collection[str]) -> None:
         """Wake these tags, which are asleep."""
         if not self._is_sleeping():
-            raise EngineLost(f"{self!r} is awake, although it was put to sleep: it was restarted, or somebody else has woken it")
+            raise EngineLost(f"{self!r} is awake, although it was put to sleep: it was restarted, or another program woke it")
         is_last = self.residency.offloaded <= set(tags)
         self._wake([tag for tag in self.residency.tags if tag in tags])
-        if self._is_sleeping_now() is is_last:  # the two have to differ
-            raise EngineLost(f"{self!r} was to wake {', '.join(tags)}, and says that it is {'still' if is_last else 'not any more'} asleep")
+        if self._is_sleeping_now() is is_last:  # with the last tag back it must be awake, before that asleep
+            raise EngineLost(f"{self!r} was told to wake {', '.join(tags)}, but reports to be {'still' if is_last else 'no longer'} asleep")
 
     def _is_sleeping_now(self) -> bool:
-        """Asked after a call that was to change it: without an answer, what the call did is not known."""
+        """Ask after a call that should have changed the answer. Without an answer the call's effect is unknown."""
         try:
             return self._is_sleeping()
         except EngineError as error:
-            raise EngineLost(f"{error}, so that what the call before it did is not known") from error
+            raise EngineLost(f"{error}, so the effect of the call before it is unknown") from error
 
     @abc.abstractmethod
     def _sleep(self) -> None:
-        """Everything to sleep, at the level of `weights`."""
+        """Put everything to sleep, at the level that `weights` means."""
 
     @abc.abstractmethod
     def _wake(self, tags: Sequence[str]) -> None:
@@ -81,15 +81,15 @@ class _Vllm(TaggedEngine):
 
     @abc.abstractmethod
     def _is_sleeping(self) -> bool:
-        """Whether it says that anything of it is asleep."""
+        """Whether vLLM reports that any part is asleep."""
 
     @abc.abstractmethod
     def _gives_kv_cache_up(self) -> bool:
-        """Give up the KV cache alone, where this vLLM can; False where it cannot."""
+        """Offload the KV cache alone. Returns False where this vLLM cannot."""
 
     @abc.abstractmethod
     def _sleeps_from_part(self) -> bool:
-        """Whether this vLLM knows which tags are asleep, so that the rest can follow."""
+        """Whether this vLLM knows which tags are asleep, so that the others can follow later."""
 
 
 class VllmServer(_Vllm):
@@ -97,15 +97,15 @@ class VllmServer(_Vllm):
 
     Args:
         url: "http://127.0.0.1:8000".
-        send: brings one bucket of weights into the server, by whatever means your framework has (CUDA IPC, NCCL, its RL routes);
-            None: weights come another way, and you call `weights_filled`.
-        weights: "keep": level 1, a copy on the host; "discard": level 2, gone until the next sync.
+        send: sends one bucket of weights to the server, by any means of your framework (CUDA IPC, NCCL, its RL routes); None: weights
+            come another way, and you call `weights_filled`.
+        weights: "keep": level 1, a copy on the host; "discard": level 2, lost until the next sync.
         in_flight: "wait": requests finish before anything is offloaded; "abort": they are cut off.
-        api_key: where the server wants one.
-        options: of `TaggedEngine`: tag_bytes, verify, deadline_seconds, offloaded.
+        api_key: the server's API key, if it needs one.
+        options: options of `TaggedEngine`: tag_bytes, verify, deadline_seconds, offloaded.
 
     Raises:
-        ValueError: no http address, or an option that does not fit.
+        ValueError: `url` is not an http address, or an option does not fit.
     """
 
     def __init__(
@@ -126,24 +126,24 @@ class VllmServer(_Vllm):
         self._routes: dict[str, bool] = {}
 
     def register(self) -> None:
-        """See that the routes are there, and that the server is awake where the book says so.
+        """Check that the server has the routes, and that it is awake or asleep as the record says.
 
         Raises:
-            EngineError: it is not in development mode, or asleep without our knowing which tags.
+            EngineError: the server is not in development mode, or it is asleep and it is unknown with which tags.
         """
         if not self._has("/sleep"):
             raise EngineError(f"{self._server.url} has no route /sleep: start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode")
         is_asleep = self._is_sleeping()
         if is_asleep and not self.residency.offloaded:
             raise EngineError(
-                f"{self._server.url} is asleep, and it does not say which tags. Wake it (POST /wake_up) before registering it, or make "
+                f"{self._server.url} is asleep, and vLLM does not report the tags. Wake it (POST /wake_up) before registering it, or make "
                 "the engine with offloaded=['weights', 'kv_cache']"
             )
         if self.residency.offloaded and not is_asleep:
-            raise EngineError(f"{self._server.url} is awake, but {', '.join(sorted(self.residency.offloaded))} was said to be offloaded")
+            raise EngineError(f"{self._server.url} is awake, but the engine was made with offloaded={sorted(self.residency.offloaded)}")
 
     def drain(self) -> None:
-        """Pause where the server can, which keeps new requests out as well; else wait until nothing is running or waiting.
+        """Pause the server, which also keeps new requests out. Without a pause route, wait until no request is running or waiting.
 
         Raises:
             EngineError: requests were still in flight at the deadline; the server goes on with them.
@@ -153,7 +153,7 @@ class VllmServer(_Vllm):
                 self._expect("paused", self._server.ask("POST", "/pause", query={"mode": self._in_flight}))
             except EngineLost as lost:
                 self._expect("resumed", self._server.ask("POST", "/resume"))
-                raise EngineError(f"{lost}: requests were still in flight. The server was told to go on") from lost
+                raise EngineError(f"{lost}: requests were still in flight. The server was told to resume") from lost
             return
         until = time.monotonic() + self.deadline_seconds
         while self._in_flight == "wait" and (busy := self._busy_requests()):
@@ -162,7 +162,7 @@ class VllmServer(_Vllm):
             time.sleep(_POLL_SECONDS)
 
     def admit(self) -> None:
-        """Resume, where the last wake has not done it."""
+        """Resume the server, unless the last wake has done it."""
         if self._has("/pause") and self._server.ask("GET", "/is_paused").field("is_paused"):
             self._expect("resumed", self._server.ask("POST", "/resume"))
 
@@ -172,23 +172,23 @@ class VllmServer(_Vllm):
     def forget_cache(self) -> None:
         answer = self._server.ask("POST", "/reset_prefix_cache")
         if not answer.is_ok or answer.field("success") is False:
-            raise EngineError(f"{answer}. Its prefix cache belongs to the old weights, and nothing must be generated with it")
+            raise EngineError(f"{answer}. The prefix cache belongs to the old weights: generate nothing until it is reset")
 
     def _sleep(self) -> None:
         answer = self._server.ask("POST", "/sleep", query={"level": str(self._level), "mode": self._in_flight})
         if answer.status in (400, 404, 405):
             raise EngineError(f"{answer}; nothing was done")
         if not answer.is_ok:
-            raise EngineLost(f"{answer}: a sleep that failed half-way has freed part of the memory, and vLLM takes itself for awake")
+            raise EngineLost(f"{answer}: a sleep that failed half-way has freed part of the memory, but vLLM reports to be awake")
         said = answer.field("status")
         if (said is not None and said != "sleeping") or not self._is_sleeping_now():
-            raise EngineLost(f"{answer}, and yet it is not asleep")
+            raise EngineLost(f"{answer}, but the server is not asleep")
 
     def _wake(self, tags: Sequence[str]) -> None:
         answer = self._server.ask("POST", "/wake_up", query={"tags": tags})
         if not answer.is_ok:
             raise EngineError(
-                f"{answer}. The server counts {', '.join(tags)} as asleep still, although part of the memory may be taken; free memory on "
+                f"{answer}. The server still counts {', '.join(tags)} as asleep, although part of the memory may be in use; free memory on "
                 "its device and enter the phase again"
             )
 
@@ -196,7 +196,7 @@ class VllmServer(_Vllm):
         answer = self._server.ask("GET", "/is_sleeping")
         found = answer.field("is_sleeping")
         if not answer.is_ok or not isinstance(found, bool):
-            raise EngineError(f"{answer}: it cannot be asked whether it sleeps")
+            raise EngineError(f"{answer}: expected a JSON object with is_sleeping")
         return found
 
     def _gives_kv_cache_up(self) -> bool:
@@ -204,34 +204,34 @@ class VllmServer(_Vllm):
             return False
         answer = self._server.ask("POST", "/release_kv_cache_memory")
         if not answer.is_ok:
-            raise EngineLost(f"{answer}: the KV cache counts as asleep from here on, whether it is or not")
+            raise EngineLost(f"{answer}: vLLM counts the KV cache as asleep now, whether it is or not")
         return True
 
     def _sleeps_from_part(self) -> bool:
-        return self._has("/release_kv_cache_memory")  # the same change gave the executor its set of tags
+        return self._has("/release_kv_cache_memory")  # the same vLLM change gave the executor its set of sleeping tags
 
     def _busy_requests(self) -> float:
         answer = self._server.ask("GET", "/metrics")
         found = _BUSY.findall(answer.body.decode(errors="replace"))
         if not answer.is_ok or not found:
             raise EngineError(
-                f"{answer}: it can neither be paused nor asked what is in flight. Start it without --disable-log-stats, or make the engine "
-                "with in_flight='abort' and let no request be sent while a phase changes"
+                f"{answer}: the server has no pause and shows no request counts. Start it without --disable-log-stats, or make the engine "
+                "with in_flight='abort' and send no request during a phase transition"
             )
         return sum(map(float, found))
 
     def _has(self, route: str) -> bool:
-        """Whether the server has a POST route: a GET of one is refused by its method and does nothing."""
+        """Whether the server has a POST route. A GET of such a route is refused because of its method, and does nothing."""
         if route not in self._routes:
             answer = self._server.ask("GET", route)
             if answer.status not in (404, 405):
-                raise EngineError(f"{answer}, where 405 (there is such a route) or 404 (there is none) was expected: is this vLLM?")
+                raise EngineError(f"{answer}; expected 405 (the route exists) or 404 (it does not). Check that this is a vLLM server.")
             self._routes[route] = answer.status == 405
         return self._routes[route]
 
     def _expect(self, status: str, answer: Answer) -> None:
         if not answer.is_ok or answer.field("status") != status:
-            raise EngineError(f"{answer}, where the status {status!r} was expected")
+            raise EngineError(f"{answer}; expected a JSON object with status {status!r}")
 
     def __repr__(self) -> str:
         return f"<VllmServer {self._server.url}>"
@@ -240,16 +240,16 @@ class VllmServer(_Vllm):
 class VllmInProcess(_Vllm):
     """A `vllm.LLM` in this process, made with `enable_sleep_mode=True`.
 
-    Its calls cannot be given a deadline: they run in this thread until vLLM returns.
+    Its calls take no deadline: they run in this thread until vLLM returns.
 
     Args:
-        llm: the `vllm.LLM`. Of an asynchronous engine take `VllmServer`.
-        send: as in `VllmServer`; None: `llm.apply_model` calls `load_weights` of the model, which takes names as the checkpoint has.
+        llm: the `vllm.LLM`. For an asynchronous engine use `VllmServer`.
+        send: as in `VllmServer`; None: `llm.apply_model` calls the model's `load_weights`, which takes the checkpoint's names.
         weights: "keep": level 1; "discard": level 2.
-        options: of `TaggedEngine`.
+        options: options of `TaggedEngine`.
 
     Raises:
-        ValueError: `llm` is not of that shape, or an option does not fit.
+        ValueError: `llm` lacks a method of `vllm.LLM`, or an option does not fit.
     """
 
     def __init__(self, llm: Any, *, send: Send | None = None, weights: Weights = "keep", **options: Any) -> None:
@@ -262,28 +262,28 @@ class VllmInProcess(_Vllm):
         self._level = _LEVELS[weights]
 
     def register(self) -> None:
-        """See that it is awake where the book says so.
+        """Check that the engine is awake or asleep as the record says.
 
         Raises:
             EngineError: it is not.
         """
         if self._is_sleeping() is not bool(self.residency.offloaded):
             raise EngineError(
-                f"{self!r} is {'asleep' if self._is_sleeping() else 'awake'}, and the engine was made with "
-                f"offloaded={sorted(self.residency.offloaded)}: wake it before, or say what is asleep"
+                f"{self!r} is {'asleep' if self._is_sleeping() else 'awake'}, but it was made with "
+                f"offloaded={sorted(self.residency.offloaded)}: wake it first, or give offloaded= the tags that are asleep"
             )
 
     def drain(self) -> None:
-        """Nothing to wait for: generate() returns when it is done.
+        """Check that no request is in flight. There is nothing to wait for, because generate() returns when it is done.
 
         Raises:
-            EngineError: somebody added requests and has not stepped them to their end.
+            EngineError: requests were added that have not been stepped to their end.
         """
         if self._llm.llm_engine.has_unfinished_requests():
-            raise EngineError(f"{self!r} has requests that are not finished: step the engine until they are, or abort them")
+            raise EngineError(f"{self!r} has unfinished requests: step the engine until they are done, or abort them")
 
     def admit(self) -> None:
-        """vLLM schedules again as soon as it is awake."""
+        """Nothing to do: vLLM takes requests as soon as it is awake."""
 
     def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._send is not None:
@@ -294,7 +294,7 @@ class VllmInProcess(_Vllm):
 
     def forget_cache(self) -> None:
         if self._call("reset_prefix_cache") is False:
-            raise EngineError(f"{self!r} did not reset its prefix cache, which belongs to the old weights: requests are in flight")
+            raise EngineError(f"{self!r} did not reset its prefix cache, which belongs to the old weights: finish or abort its requests")
 
     def _sleep(self) -> None:
         try:
@@ -302,7 +302,7 @@ class VllmInProcess(_Vllm):
         except Exception as error:
             raise EngineLost(f"sleep(level={self._level}) failed: {error!r}. Part of the memory may be free, and vLLM awake") from error
         if not self._is_sleeping_now():
-            raise EngineLost(f"sleep(level={self._level}) returned, and yet vLLM is not asleep. {_ENABLE}")
+            raise EngineLost(f"sleep(level={self._level}) returned, but vLLM is not asleep. {_ENABLE}")
 
     def _wake(self, tags: Sequence[str]) -> None:
         self._call("wake_up", tags=[*tags])
@@ -313,11 +313,11 @@ class VllmInProcess(_Vllm):
     def _gives_kv_cache_up(self) -> bool:
         if not hasattr(self._llm, "release_kv_cache_memory"):
             return False
-        self._call("sleep", level=0)  # the call wants the scheduler paused
+        self._call("sleep", level=0)  # the next call needs a paused scheduler
         try:
             self._call("release_kv_cache_memory")
         except EngineError as error:
-            raise EngineLost(f"{error}. It is paused, and whether its KV cache is there is not known") from error
+            raise EngineLost(f"{error}. vLLM is paused, and it is unknown whether its KV cache is on the device") from error
         return True
 
     def _sleeps_from_part(self) -> bool:

@@ -1,28 +1,28 @@
 """How ranks change phase together: all of them, or none.
 
-One change is an epoch. Each rank makes its move reversibly, votes, and obeys ONE write-once decision:
+One common change is an epoch. Each rank makes its move reversibly, votes, and obeys ONE write-once decision:
 
-1. propose: what is about to be done, and this rank's budget. Rank 0 compares, and writes the basis: the least budget.
-2. prepare: the move, with both copies kept. What fails claims ABORT, with the reason.
-3. vote: a digest of the plan. Rank 0 claims COMMIT when all votes are there and equal.
-4. wait for the decision; whoever runs out of time claims ABORT.
-5. obey, also when the own claim lost.
+1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
+2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
+3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
+4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
+5. obey: each rank does what the decision says, even if it claimed the opposite.
 
-A rank that fails leaves its reason before it claims ABORT, and who obeys an ABORT gathers the reasons of all; see reasons.py.
+A rank that fails leaves its reason before it claims ABORT. A rank that obeys an ABORT gathers the reasons of all; see reasons.py.
 
-Every phase transition of a rank ends one epoch, whatever becomes of it; only a rank that skipped a phase transition falls behind. The
-others give that epoch up at their deadline, in an ABORT that says so, and the rank passes over it when it comes to enter its next phase:
-it proposes in the epoch that is open now. Nothing that committed is passed over, because COMMIT takes all votes. Within a phase that all
-ranks are in there is nothing to skip: there a rank that is late obeys, as everybody else did.
+Every phase transition of a rank ends one epoch, whatever its outcome. Only a rank that skipped a phase transition falls behind. The
+others give up that epoch at their deadline, in an ABORT that says so. When the late rank enters its next phase, it passes over that
+epoch and proposes in the open one. It never passes over a committed epoch, because COMMIT takes all votes. Inside a phase that all
+ranks have entered there is nothing to skip, so a late rank obeys the ABORT like every other rank.
 
-Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so that a rank waits for one key
-at a time, however long, and is woken by whatever comes. A basis that holds a budget proves that all ranks are past every earlier
-epoch, whose keys are then forgotten; never before, because a stopped rank may come back to ask what was decided.
+Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at
+a time and is woken by either. A basis that holds a budget proves that all ranks have left every earlier epoch. Only then are the keys
+of earlier epochs deleted, because a stopped rank may come back and ask for the decision.
 
-A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. One that
-is interrupted after its vote goes back by itself, as from a phase that it had entered: where COMMIT stands, it ends the next epoch.
-A process that takes a rank's place after a restart finds the place taken, ends the open epoch, and stays outside.
-Model: tests/model/barrier.pml.
+A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. A rank
+that is interrupted after its vote goes back alone, as from a phase that it had entered; if the decision was COMMIT, it ends the
+next epoch. A restarted process finds its rank's place taken, ends the open epoch, and stays outside.
+The protocol's model is tests/model/barrier.pml.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from placement.group.messages import Basis, Decision, Outcome, Proposal, Vote, a
 from placement.group.reasons import failures_key, gather, outcome_key
 
 DEADLINE_SECONDS = 600.0
-"""As torch's collectives wait for NCCL."""
+"""The default deadline: as long as torch's collectives wait for NCCL."""
 _M = TypeVar("_M", Proposal, Vote)
 _POLL_SECONDS = (0.0005, 0.05)
-"""Between two looks of rank 0 at the votes: at first, and after a while."""
+"""Pause between two looks of rank 0 at the votes: the first pause, and the longest."""
 _GRACE = (0.1, 1.0)
-"""What is waited for those who are about to say something: as a share of the deadline, and in seconds at most."""
+"""Extra wait for ranks that are about to write: a share of the deadline, and at most so many seconds."""
 _logger = logging.getLogger("placement")
 
 
@@ -56,37 +56,37 @@ class Group(Membership):
     """`world_size` ranks that change phase together.
 
     Args:
-        board: what all of them see.
-        rank: of this process, 0 to world_size - 1.
-        deadline_seconds: for each wait, on the monotonic clock. It has to cover how far ranks drift apart between two phase transitions: a
-            rollout that takes one of them minutes longer.
-        generation: of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
+        board: the board that all ranks see.
+        rank: the rank of this process, 0 to world_size - 1.
+        deadline_seconds: the limit of each wait, on the monotonic clock. It must cover how far ranks drift apart between two phase
+            transitions, for example a rollout that takes one rank minutes longer.
+        generation: number of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
 
     Raises:
-        GroupError: this rank's place is taken: the process was restarted, and the others know nothing of it.
-        CoordinatorLost: the board does not answer.
-        ValueError: a rank outside the world, or a deadline that is none.
+            GroupError: this rank's place is taken: the process was restarted, and the others do not know the new process.
+            CoordinatorLost: the board does not answer.
+            ValueError: the rank is outside the world, or the deadline is not a positive number.
     """
 
     def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
         super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
         self.budget_rank = rank
-        """Whose budget was the least in the last change."""
+        """The rank with the least budget in the last change."""
         self._action = ""
-        """What this rank has last proposed."""
+        """The last action that this rank proposed."""
         self._outcome: tuple[int, str | None] = (-1, None)
-        """The last epoch of which this rank has left an outcome, and why it failed there."""
+        """The last epoch for which this rank wrote an outcome, and its reason if it failed there."""
 
     # --- one change, in its order
 
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> int:
-        """Begin a change. Returns the least budget of all ranks, in bytes; whose it is, is in `budget_rank`.
+        """Begin a change. Returns the least budget of all ranks in bytes; `budget_rank` is then the rank that has it.
 
         Args:
-            catches_up: pass over what the others have given up because this rank did not come to it.
+            catches_up: whether to pass over epochs that the others gave up because this rank did not come.
 
         Raises:
-            GroupError: a rank does something else, failed, or did not come in time.
+            GroupError: another rank does something else, failed, or did not come in time.
             CoordinatorLost: the board does not answer; nothing has moved.
         """
         self._require_certain()
@@ -102,10 +102,10 @@ class Group(Membership):
             return least_bytes
 
     def confer(self, what: str, words: str) -> list[str]:
-        """Within a change, after `propose` and before `agree`: say something, and hear what each rank has said to the same, by rank.
+        """Exchange texts within a change, after `propose` and before `agree`. Returns each rank's text about `what`, by rank.
 
         Args:
-            words: at most 64 KiB.
+            words: this rank's text, at most 64 KiB.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
@@ -125,11 +125,11 @@ class Group(Membership):
             return [each.decode() for each in found]
 
     def agree(self, plan: Plan) -> None:
-        """Everything is prepared: vote, and wait for the decision. Returns when it is COMMIT.
+        """Vote after everything is prepared, and wait for the decision. Returns when it is COMMIT.
 
         Raises:
-            GroupError: it is ABORT; with the reasons by rank. Go back.
-            CoordinatorLost: it cannot be read. Keep what was prepared, enter nothing.
+            GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go back.
+            CoordinatorLost: the decision cannot be read. The caller must keep what it prepared and enter nothing.
         """
         with self._reaching_the_board("agree", in_doubt=True):
             failpoint("group.after_prepare")
@@ -147,18 +147,18 @@ class Group(Membership):
     def abort(
         self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True
     ) -> GroupError | None:
-        """This rank cannot do its part: end the epoch for all. Not for what this group has raised itself, which everybody has already.
+        """End the epoch for all ranks, because this rank cannot do its part. Not for errors that this group raised: every rank has those.
 
         Args:
-            blames: whose failure it is, and why, where it is another rank's.
-            catches_up: see `propose`; before this rank has proposed.
-            waits: for the reasons of the other ranks.
+            blames: the failed ranks with reasons, where the failure is another rank's.
+            catches_up: see `propose`; only before this rank has proposed.
+            waits: whether to wait for the reasons of the other ranks.
 
         Returns:
-            What every rank raises; None when this rank is in doubt.
+            The error that every rank raises; None when this rank is in doubt.
 
         Raises:
-            CoordinatorLost: the board does not answer. The others find out at their deadline.
+            CoordinatorLost: the board does not answer. The others notice at their deadline.
         """
         if self.is_in_doubt:
             return None
@@ -167,7 +167,7 @@ class Group(Membership):
             while True:
                 self._leave_outcome(None if blames else reason)
                 decision = self._claim(abort(blames or {self.rank: reason}))
-                if decision.verdict == "commit":  # interrupted after its vote: the others have entered, and it ends the next change
+                if decision.verdict == "commit":  # interrupted after its vote: the others have entered, so this rank ends the next change
                     self._enter_next_epoch()
                 elif catches_up and self._is_missed_in(decision):
                     self._pass_over(decision)
@@ -177,7 +177,7 @@ class Group(Membership):
     # --- the steps
 
     def _put_forward(self, proposal: bytes, catches_up: bool) -> tuple[int, int] | None:
-        """The least budget and whose it is; None where the others gave the epoch up without this rank, and it has passed over that."""
+        """Propose once. Returns the least budget and its rank; None after passing over an epoch that was given up without this rank."""
         deadline = time.monotonic() + self.deadline_seconds
         self._board.put(self._key("proposal", self.rank), proposal)
         failpoint("group.after_proposal")
@@ -206,7 +206,7 @@ class Group(Membership):
         self._claim(abort(different) if different else Decision(verdict="commit"))
 
     def _collect(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
-        """What all ranks said; None once the epoch has been decided without it."""
+        """The messages of all ranks; None once the epoch has been decided without them."""
         keys = [self._key(what, rank) for rank in range(self.world_size)]
         pause = _POLL_SECONDS[0]
         while (found := self._board.look(keys)) is None:
@@ -229,36 +229,36 @@ class Group(Membership):
         return None if unclear else said
 
     def _basis(self, deadline: float, catches_up: bool) -> tuple[int, int] | None:
-        """The least budget and whose it is, or the error that the epoch ended with. None: it was passed over."""
+        """The least budget and its rank; None when the epoch was passed over. Raises the error that the epoch ended with."""
         found = self._awaited("basis", "proposal", deadline)
         if not isinstance(found, Decision):
             basis = decode(Basis, found)
             if basis.budget_bytes is not None:
                 return basis.budget_bytes, basis.budget_rank
-            found = abort({self.rank: "was told that it had ended"})
+            found = abort({self.rank: "read a basis without a budget: the epoch had ended"})
         decision = self._claim(found)
         if catches_up and self._is_missed_in(decision):
             self._pass_over(decision)
             return None
         self._obey(decision)
-        raise ValueError("the ranks changed without this one: another process has its place in the same generation")
+        raise ValueError("the ranks committed without this one: another process uses its rank in the same generation")
 
     def _decision(self, deadline: float) -> Decision:
         found = self._awaited("decision", "vote", deadline)
         return self._claim(found) if isinstance(found, Decision) else decode(Decision, found)
 
     def _awaited(self, key: str, what: str, deadline: float) -> bytes | Decision:
-        """What rank 0 writes once all ranks have said `what`; or how to end the epoch, because it is not there in time."""
+        """The value that rank 0 writes once all ranks have written `what`; on timeout a decision that ends the epoch."""
         found = self._board.wait(self._key(key), max(deadline - time.monotonic(), 0.0))
         if found is not None:
             return found
         missing = self._missing(what)
-        if not missing:  # the last has just come, and rank 0 is about to write
+        if not missing:  # the last rank has just written, and rank 0 is about to answer
             found = self._board.wait(self._key(key), self._grace_seconds)
         return self._late(what, missing) if found is None else found
 
     def _late(self, what: str, missing: list[int]) -> Decision:
-        """Time is up: whose word is missing; where none is, rank 0 has not answered."""
+        """A decision for a timeout. It blames the ranks that have not written `what`; if all have, it blames rank 0."""
         late = dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s")
         return abort(late, is_silent=True, missed=self._action if missing and what == "proposal" else None)
 
@@ -268,31 +268,31 @@ class Group(Membership):
         return [rank for rank, key in enumerate(keys) if key not in found]
 
     def _obey(self, decision: Decision) -> None:
-        """The epoch is over, for this rank as for all."""
+        """Enter the next epoch after COMMIT; raise the group's error after ABORT."""
         if decision.verdict == "abort":
             raise self._end(decision)
         self._enter_next_epoch()
 
     def _end(self, decision: Decision, *, waits: bool = True) -> GroupError:
-        """The epoch has ended with ABORT. Returns what this rank raises."""
+        """Leave an epoch that ended with ABORT. Returns the error that this rank raises."""
         failures, unnamed = decision.failures, decision.unnamed
         if waits:
-            # Before the next epoch begins: an interrupt in the meantime is still about this one.
-            with suppress(BoardLost):  # a decision that was read is obeyed
+            # Before the next epoch begins, so that an interrupt meanwhile still belongs to this epoch.
+            with suppress(BoardLost):  # a decision that was read is obeyed, even if the board is lost now
                 self._leave_outcome(None)
                 found = gather(self._board, self._key_of_epoch(), self.rank, self.world_size, decision, self._grace_seconds)
                 failures, unnamed = found.failures, found.unnamed
             epoch, reason = self._outcome
-            if epoch == self.epoch and reason is not None:  # what came too late for the others to hear
+            if epoch == self.epoch and reason is not None:  # this rank failed too late for the others to hear of it
                 failures = failures | {self.rank: reason}
         self._leave_epoch()
         reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
-        reasons += [f"and {unnamed:,} more ranks"] if unnamed else []
+        reasons += [f"and {unnamed:,} more ranks failed"] if unnamed else []
         advice = f". A phase can only succeed again when you {REJOIN}" if RESTARTED in failures.values() else ""
-        return GroupError(f"the ranks did not change together, and all went back: {'; '.join(reasons)}{advice}", failures)
+        return GroupError(f"the ranks did not change phase together, so all went back: {'; '.join(reasons)}{advice}", failures)
 
     def _leave_outcome(self, reason: str | None) -> None:
-        """Say how the epoch went for this rank; what it has said first counts."""
+        """Write how the epoch went for this rank. Only the first call in an epoch counts."""
         if self._outcome[0] == self.epoch:
             return
         reason = None if reason is None else shortened(reason)
@@ -306,14 +306,14 @@ class Group(Membership):
 
     def _pass_over(self, decision: Decision) -> None:
         _logger.warning(
-            "rank %d was not there when the other ranks were about to %s, and they gave that up; it goes on with the next change",
+            "rank %d came too late for the other ranks' attempt to %s, which they gave up; it takes part in the next change",
             self.rank,
             decision.missed,
         )
         self._leave_epoch()
 
     def _leave_epoch(self) -> None:
-        """One that has ended with ABORT."""
+        """Go on to the next epoch after one that ended with ABORT."""
         if self.rank == 0:
             self._said.append(failures_key(self._key_of_epoch()))
         self._enter_next_epoch()
@@ -327,12 +327,12 @@ class Group(Membership):
 def _reason(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # the text of a user's exception is the user's code
+    except Exception:  # the exception's `__str__` may be user code that raises
         return type(error).__name__
 
 
 def digest_of(plan: Plan) -> str:
-    """The same for equal plans on all ranks."""
+    """A digest of a plan. Equal plans have equal digests on all ranks."""
     targets: Mapping[str, object] = plan.targets
     lines = [f"{name}={state}" for name, state in sorted(targets.items())]
     lines += [f"streamed={sorted(plan.streamed)}", f"dropped={sorted(plan.dropped)}"]

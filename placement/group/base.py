@@ -1,4 +1,4 @@
-"""The seam to what carries the words between ranks: a torch.distributed store, a Ray actor, a dictionary in a test."""
+"""The interface between ranks and the medium that carries their messages: a torch.distributed store, a Ray actor, a test's dictionary."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ class BoardLost(Exception):
 
 
 class Board(abc.ABC):
-    """A few small values that all ranks see, one of them write-once.
+    """A small key-value store that all ranks see. `put` overwrites a value; `claim` writes a key once and for all.
 
-    Every call is idempotent: a call whose answer was lost may be made again. Each may raise `BoardLost`, then it is not known
-    whether it took place. None blocks for ever: a board that does not answer is lost. Values are at most 64 KiB.
+    Every call is idempotent: a call whose answer was lost may be made again. Each call may raise `BoardLost`, and then it is unknown
+    whether it took effect. No call blocks for ever: a board that does not answer counts as lost. A value has at most 64 KiB.
     """
 
     @abc.abstractmethod
     def put(self, key: str, value: bytes) -> None:
-        """Write a value that only this rank writes."""
+        """Write a value under a key that only this rank writes."""
 
     @abc.abstractmethod
     def claim(self, key: str, value: bytes) -> bytes:
-        """Write `value` if nothing was written, and return what stands there: the same for all ranks and for ever."""
+        """Write `value` if the key has none, and return the key's value. All ranks get the same value, for ever."""
 
     @abc.abstractmethod
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        """The values, or None while one of them is missing. Does not wait."""
+        """The values of these keys, or None while one of them is missing. Does not wait."""
 
     def present(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Those values that are there, by key. Does not wait."""
+        """The values of those keys that have one. Does not wait."""
         if (found := self.look(keys)) is not None:
             return dict(zip(keys, found, strict=True))
         middle = len(keys) // 2
@@ -38,8 +38,8 @@ class Board(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """The value as soon as it is there; None when it was not within `seconds`."""
+        """The key's value as soon as it has one; None when it has none within `seconds`."""
 
     @abc.abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Forget values that nobody asks for any more. Missing ones are no mistake."""
+        """Delete keys that nobody reads any more. A missing key is no error."""

@@ -1,4 +1,4 @@
-"""The budgets of other ranks: a plan has to fit the least of them."""
+"""The least budget of a group's ranks. A plan has to fit it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from placement.core.errors import DeviceMemoryError
 
 
 class LeastBudget(NamedTuple):
-    """What every rank of a group can have its handles hold."""
+    """The least of the budgets of all ranks of a group, in bytes."""
 
     nbytes: int
     rank: int
-    """Whose budget that is."""
+    """The rank that has the least budget."""
 
 
 class OtherBudgetError(DeviceMemoryError):
     """A plan does not fit the budget of another rank of the group.
 
     Attributes:
-        rank: the other one.
-        reason: to say of it.
+            rank: the rank whose budget is too small.
+            reason: the text to report for that rank.
     """
 
     def __init__(self, message: str, rank: int, reason: str) -> None:

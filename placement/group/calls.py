@@ -1,7 +1,7 @@
-"""Calls that may block for ever, waited for only so long.
+"""Limit the wait for calls that may block for ever.
 
-torch's store client sends a request and waits for the answer without a limit: a store whose process is stopped, or whose machine
-is gone without a word, would hold its callers for ever, whatever timeout the store was given.
+torch's store client sends a request and waits for the answer without a limit. A store whose process is stopped, or whose machine is
+gone, would hold its callers for ever, whatever timeout the store was given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SLICES = 10
 
 
 class _Job:
-    """A call, and what became of it."""
+    """A call, and its result or error."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -34,28 +34,28 @@ class _Job:
 
 
 class BoundedCalls:
-    """Makes calls one after the other, on a thread of its own.
+    """Makes calls one after the other on a thread of its own, and waits a limited time for each.
 
     Args:
-        seconds: to wait for each. A process that was stopped in the meantime waits a part of it anew: it was not the other side's fault.
+        seconds: the limit for each call. A process that was stopped meanwhile waits a part of it again, since the other side was not late.
     """
 
     def __init__(self, name: str, seconds: float) -> None:
         self.seconds = seconds
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._late: _Job | None = None
-        # A daemon, because a call that never returns must not keep the interpreter from ending.
+        # A daemon thread, because a call that never returns must not keep the interpreter from exiting.
         threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
     def __call__(self, call: Callable[[], _T]) -> _T:
-        """What `call()` returns or raises.
+        """Make a call. Returns what it returns and raises what it raises.
 
         Raises:
-            TimeoutError: it has not returned in time, or an earlier one still has not.
+            TimeoutError: the call has not returned in time, or an earlier call still has not.
         """
         if self._late is not None and not self._late.is_done.is_set():
-            raise TimeoutError("an earlier call has had no answer yet")
+            raise TimeoutError("an earlier call is still waiting for its answer")
         job = _Job(call)
         self._jobs.put(job)
         for _ in range(_SLICES):
@@ -73,4 +73,4 @@ class BoundedCalls:
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # what it holds must not live until the next one comes
+        del job  # the finished job must not live on until the next one comes

@@ -1,8 +1,8 @@
-"""Named places where a test may stop, kill or delay a process: `PLACEMENT_FAILPOINTS="group.after_vote=2:kill"`.
+"""Named places where a test can stop, kill or delay a process: `PLACEMENT_FAILPOINTS="group.after_vote=2:kill"`.
 
-The names are the steps of the protocol. Without the variable, which is read at import, passing one costs a look at an empty table.
-Grammar: `NAME=N:ACTION`, several separated by ";"; the N-th passage acts (from 1), once. Actions: `kill` (SIGKILL), `stop`
-(SIGSTOP), `raise` (RuntimeError), `sleep(SECONDS)`.
+The names are the steps of the protocol. The variable is read at import. Without it a failpoint costs one look into an empty table.
+The grammar is `NAME=N:ACTION`; several terms are separated by ";". The N-th passage (counted from 1) acts, once. Actions: `kill`
+(SIGKILL), `stop` (SIGSTOP), `raise` (RuntimeError), `sleep(SECONDS)`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TERM = re.compile(r"(?P<name>[a-z_.]+)=(?P<at>[0-9]+):(?P<action>kill|stop|rais
 
 
 def parse(text: str) -> dict[str, tuple[int, str, float]]:
-    """By name: at which passage, what, and for how long.
+    """Parse failpoints. Returns for each name the passage that acts, the action, and its seconds.
 
     Raises:
-        ValueError: a term is none, or names no step.
+        ValueError: a term does not fit the grammar, or names no step.
     """
     found = {}
     for term in filter(None, text.split(";")):
@@ -48,7 +48,7 @@ _passed: Counter[str] = Counter()
 
 
 def arm(text: str) -> None:
-    """What is to happen from now on, counted from here; nothing where `text` is empty.
+    """Replace the failpoints by those in `text` and count passages anew. An empty text removes all.
 
     Raises:
         ValueError: see `parse`.
@@ -60,7 +60,7 @@ def arm(text: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Pass the step `name`."""
+    """Mark that the process passes the step `name`, and act if a failpoint says so."""
     if name not in _armed:
         return
     _passed[name] += 1

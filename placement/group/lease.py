@@ -1,8 +1,8 @@
-"""A lease: how many bytes of a GPU this process may use, agreed on with the other processes there before a byte is loaded.
+"""A lease: how many bytes of a GPU this process may use, agreed with the other processes on that GPU before a byte is loaded.
 
-What keeps two processes that swap places from waiting for each other: who waits holds nothing that it could give up. `grow`
-answers at once; where it says no, the caller offloads, `settle`s for what is left, and only then `wait`s. First come, first
-served, higher priorities first; a process that is stopped while it waits loses its turn until it goes on.
+Two processes that swap places cannot wait for each other for ever, because a waiting process holds nothing that it could give up.
+`grow` answers at once. If it refuses, the caller offloads, calls `settle` with the bytes that are left, and only then calls `wait`.
+Higher priorities are served first, then earlier requests. A process that is stopped while it waits loses its turn until it goes on.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from placement.devices.base import Device
 
 _LOOK_SECONDS = (0.001, 0.02)
-"""Between two looks of a process that waits: at first, and after a while."""
+"""Pause between two looks of a waiting process: the first pause, and the longest."""
 _MAX_PRIORITY = 1 << 31
-"""So that a note has room for it."""
+"""The limit of a priority, so that it fits into a note."""
 STALE_SECONDS = 1.0
-"""After so long without a look, a process that waits is passed over."""
+"""A waiting process that has not looked for so long is passed over."""
 
 
 class Lease:
-    """One claim on a GPU's bytes, from now until `close()` or the end of the process, however it ends. Begins with 0 bytes.
+    """One claim on a GPU's bytes, from now until `close()` or the end of the process, however it ends. It begins with 0 bytes.
 
         lease = Lease("GPU-5b27...", 80 << 30, name="rollout")
         with lease.holding(60 << 30):        # waits until the others leave that much
             ...
 
     Args:
-        gpu: its UUID; all processes that share it have to use the same name.
-        capacity_bytes: what all of them may use together.
-        name: who this is, in the others' error messages and metrics.
-        folder: where the ledger lies, the same for all; None: `/dev/shm/placement-<uid>`.
-        priority: higher is served first.
-        deadline_seconds: how long `wait` waits.
+        gpu: the GPU's UUID; all processes that share the GPU must give the same text.
+        capacity_bytes: device bytes that all processes may use together.
+        name: this process's name in the error messages and metrics of all processes.
+        folder: the folder of the ledger, the same for all processes; None: `/dev/shm/placement-<uid>`.
+        priority: a higher priority is served first.
+        deadline_seconds: the longest time that `wait` waits.
 
     Raises:
         PlacementError: the ledger cannot be opened, or a stopped process is in the middle of a change.
-        ValueError: a capacity, deadline or priority that is none, or a `gpu` without a name.
+        ValueError: the capacity, deadline or priority is out of range, or `gpu` is empty.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Lease:
         deadline_seconds: float = 600.0,
     ) -> None:
         if not gpu:
-            raise ValueError("a lease needs the UUID of its GPU, by which the processes there find each other")
+            raise ValueError("gpu is empty; a lease needs the GPU's UUID, by which processes on that GPU find each other")
         if not 0 < capacity_bytes < MAX_BYTES:
             raise ValueError(f"capacity_bytes must be more than 0 and less than {MAX_BYTES:,}, not {capacity_bytes}")
         if not deadline_seconds > 0:
             raise ValueError(f"deadline_seconds must be more than 0, not {deadline_seconds}")
         if abs(priority) > _MAX_PRIORITY:
-            raise ValueError(f"priority must be between -{_MAX_PRIORITY:,} and {_MAX_PRIORITY:,}")
+            raise ValueError(f"priority must be between -{_MAX_PRIORITY:,} and {_MAX_PRIORITY:,}, not {priority}")
         self.gpu, self.capacity_bytes, self.priority, self.deadline_seconds = gpu, capacity_bytes, priority, deadline_seconds
         self.held_bytes = 0
         self._waited_seconds = 0.0
         self._waiting: tuple[int, float] | None = None
-        """How many bytes it waits for, and since when."""
+        """The number of bytes that the lease waits for, and since when."""
         self._ledger = Ledger.of(LEASES_FOLDER if folder is None else folder, gpu)
         self._own = Note(token=secrets.token_hex(8), pid=os.getpid(), name=shortened(name, 80), priority=priority)
         self._is_closed = False
@@ -86,33 +86,33 @@ class Lease:
     # --- changing
 
     def grow(self, nbytes: int, *, is_free: Callable[[], bool] = lambda: True) -> bool:
-        """Hold `nbytes` in all from now on, if they are free and nobody with an older claim waits. Never waits for memory.
+        """Hold `nbytes` in all from now on, if they are free and no older request waits. Never waits for memory.
 
         Args:
-            is_free: asked before more is leased: whether the device has the bytes. What a process held that was killed comes back
-                to the driver a moment after its lease.
+            is_free: returns whether the device really has the bytes free, asked before more is leased. When a process is killed, its lease
+                ends a moment before the driver has its memory back.
 
         Returns:
-            Whether they are leased. If not, nothing has changed. Fewer bytes than now are always granted, and change nothing.
+            Whether the bytes are leased. If not, nothing has changed. Fewer bytes than now are always granted, and change nothing.
         """
         return nbytes <= self.held_bytes or self._attempt(nbytes, time.monotonic(), is_free)
 
     def wait(self, nbytes: int, *, what: str = "a lease", is_free: Callable[[], bool] = lambda: True) -> None:
-        """Hold `nbytes` in all as soon as the others leave them.
+        """Hold `nbytes` in all as soon as the other processes leave them.
 
-        Offload and `settle` first: who waits must hold nothing that it could give up.
+        Offload and `settle` first: a waiting process must hold nothing that it could give up.
 
         Args:
-            what: what they are for, in the error message.
+            what: what the bytes are for, in the error message.
             is_free: see `grow`.
 
         Raises:
-            DeviceMemoryError: they are more than there is, or were not free in time; with a table of who holds and who waits.
+            DeviceMemoryError: the bytes exceed the capacity, or were not free in time; the message has a table of holders and waiters.
         """
         if nbytes > self.capacity_bytes:
-            raise DeviceMemoryError(f"{what} needs {nbytes:,} bytes of {self.gpu}, and all its processes share {self.capacity_bytes:,}")
+            raise DeviceMemoryError(f"{what} needs {nbytes:,} bytes of {self.gpu}, but all its processes share {self.capacity_bytes:,}")
         if self._ledger.is_my_turn:
-            raise DeviceMemoryError(f"{what} cannot wait for {nbytes:,} bytes of {self.gpu} in the middle of another lease's turn")
+            raise DeviceMemoryError(f"{what} cannot wait for {nbytes:,} bytes of {self.gpu} while this thread changes another lease")
         began = time.monotonic()
         pause = _LOOK_SECONDS[0]
         self._waiting = (nbytes, began)
@@ -128,12 +128,12 @@ class Lease:
             self._ledger.note(self._own)
 
     def settle(self, nbytes: int) -> None:
-        """Hold `nbytes`, because that is what this process uses: what it held beyond goes to the others at once.
+        """Hold `nbytes`, because this process uses that much. Bytes held beyond that go to the others at once.
 
-        More than before is taken without asking: what is used is used, and the others must know.
+        More bytes than before are taken without asking: they are in use already, and the others must know.
         """
         self._check_open()
-        # Giving needs no turn, so that a process stopped in its own keeps nobody from it.
+        # Giving back needs no turn, so a process that is stopped in its turn does not block it.
         if nbytes <= self.held_bytes and self._ledger.hold(self._own.token, nbytes):
             self.held_bytes = nbytes
             return
@@ -142,11 +142,11 @@ class Lease:
 
     @contextlib.contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Wait for `nbytes`, and give them back at the end: for a process whose memory placement does not move.
+        """Wait for `nbytes`, and give them back at the end. For a process whose memory placement does not move.
 
         Raises:
             DeviceMemoryError: see `wait`.
-            ValueError: inside another `holding`, where it would wait for itself.
+            ValueError: inside another `holding`, where the lease would wait for itself.
         """
         if self.held_bytes:
             raise ValueError(f"this lease holds {self.held_bytes:,} bytes already; give them back first")
@@ -158,8 +158,8 @@ class Lease:
                 self.settle(0)
 
     def close(self) -> None:
-        """Give everything back. Idempotent, at any moment, from any thread; nothing in a forked child."""
-        self._is_closed = True  # first: whoever is in a turn looks at it at its end
+        """Give everything back. Idempotent; may be called at any moment from any thread. Does nothing in a forked child."""
+        self._is_closed = True  # set first, because a thread inside a turn checks it at the end of that turn
         self._ledger.leave(self._own.token)
         self.held_bytes = 0
 
@@ -167,12 +167,12 @@ class Lease:
 
     @property
     def waited_seconds(self) -> float:
-        """Time spent in `wait`, the present one included."""
+        """Total time spent in `wait`, including a wait in progress."""
         waiting = self._waiting
         return self._waited_seconds + (0.0 if waiting is None else time.monotonic() - waiting[1])
 
     def snapshot(self) -> LeaseSnapshot:
-        """Who holds and who waits now. Takes no lock."""
+        """The processes that hold or wait now. Takes no lock."""
         waiting = self._waiting
         return LeaseSnapshot(
             gpu=self.gpu,
@@ -187,14 +187,14 @@ class Lease:
 
     def _attempt(self, nbytes: int, since: float, is_free: Callable[[], bool], *, is_waiting: bool = False) -> bool:
         if self._ledger.is_my_turn:
-            return False  # a collection in the middle of the turn of another lease, which counts on what it has found free
+            return False  # a garbage collection runs inside another lease's turn, which relies on the free bytes it has found
         now = time.monotonic()
         mine = self._own.model_copy(update={"wanted_bytes": nbytes, "since_seconds": since, "seen_seconds": now})
         with self._turn():
             slot = self._ledger.join(self._own, self.held_bytes)
             others = [claim for claim in self._ledger.claims() if claim.slot != slot]
             fits = sum(claim.held_bytes for claim in others) + nbytes <= self.capacity_bytes
-            # The driver last: whoever has just died may be gone from the ledger, and not yet from the device.
+            # The device is asked last: a process that just died may be gone from the ledger before its memory is free.
             if fits and not any(_is_before(claim.note, mine, now) for claim in others) and is_free():
                 self._take(nbytes)
                 return True
@@ -204,7 +204,7 @@ class Lease:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The ledger's, which leaves nothing of a lease that is closed in the meantime."""
+        """A turn of the ledger. If the lease is closed meanwhile, the turn ends without a claim of it."""
         self._check_open()
         with self._ledger.turn():
             try:
@@ -216,13 +216,13 @@ class Lease:
 
     def _take(self, nbytes: int) -> None:
         if not 0 <= nbytes < MAX_BYTES:
-            raise ValueError(f"a lease of {nbytes:,} bytes")
+            raise ValueError(f"a lease cannot hold {nbytes:,} bytes; give 0 to {MAX_BYTES - 1:,}")
         self._ledger.join(self._own, nbytes)
         self.held_bytes = nbytes
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise PlacementError("this lease is closed")
+            raise PlacementError("this lease is closed; make a new one")
 
     def _refusal(self, nbytes: int, what: str, is_free: bool) -> str:
         waited = f"{what} waited {self.deadline_seconds:g} s for {nbytes:,} bytes of {self.gpu}"
@@ -232,24 +232,24 @@ class Lease:
             name = f"{each.name} (this one)" if each.is_mine else each.name
             lines.append(f"  {name:<32} {each.pid:>8} {each.held_bytes:>18,} {each.wanted_bytes:>18,}")
         if not is_free:
-            lines.append("What they hold would leave enough: the rest is used by processes that take no lease, or was not given back yet.")
+            lines.append("The leases leave enough, but the device does not: a process without a lease uses it, or it is not freed yet.")
         lines.append("Let a holder leave its phase, need less at once (only=[...]), or wait longer (lease_deadline_seconds).")
         return "\n".join(lines)
 
 
 def lease_for(device: Device, settings: Settings, folder: str, deadline_seconds: float | None) -> Lease:
-    """The lease of a manager on its device.
+    """Make the lease of a manager on its device.
 
     Args:
-        deadline_seconds: of the ranks that change phase together, which wait for this one no longer than that.
+        deadline_seconds: the deadline of the rank's group; the other ranks do not wait longer for this one.
 
     Raises:
-        PlacementError: no other process can use this device, or see `Lease`.
+        PlacementError: no other process can use this device; or see `Lease`.
     """
     from placement.observe.discovery import Identity
 
     if not device.uuid:
-        raise PlacementError(f"leases: no other process can use device {device.name!r}; a simulated one needs shared_with=")
+        raise PlacementError(f"leases: device {device.name!r} is private to this process; give a SimulatedDevice shared_with=")
     memory = device.memory()
     capacity_bytes = settings.lease_capacity_bytes or memory.total_bytes - memory.poison_bytes
     return Lease(
@@ -263,7 +263,7 @@ def lease_for(device: Device, settings: Settings, folder: str, deadline_seconds:
 
 
 def _is_before(note: Note | None, mine: Note, now: float) -> bool:
-    """Whether somebody waits whose turn is before mine, and still looks."""
+    """Whether the note's process waits, still looks, and comes before this one."""
     return note is not None and note.wanted_bytes > 0 and now - note.seen_seconds < STALE_SECONDS and note.turn < mine.turn
 
 

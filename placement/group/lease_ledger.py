@@ -1,11 +1,11 @@
-"""The ledger of one GPU: which process on this node has how many of its bytes, without a daemon.
+"""The ledger of one GPU: which process on this node has how many of its bytes. It needs no daemon.
 
-The kernel keeps the bytes. Each claim is a POSIX lock on a span of the ledger file, and the length of the span is the number of
-bytes: no write can damage it, no crash can leave it half made, it dies with its process whatever kills it, a forked child does not
-inherit it, and a stopped process keeps it. The file itself holds only notes, one a claim: who it is, and what it waits for. A
-note that is lost or damaged costs a name in a message; a process that waits writes its own anew at each look.
+The kernel keeps the numbers. Each claim is a POSIX lock on a span of the ledger file, and the length of the span is the number of
+bytes. No write can damage such a claim and no crash can leave it half made. It ends with its process, however that is killed; a forked
+child does not inherit it; a stopped process keeps it. The file itself holds only notes, one for each claim: who the process is, and
+what it waits for. A lost or damaged note costs a name in a message; a waiting process writes its note anew at each look.
 
-All processes of a node find each other by the folder; containers must share it (`/dev/shm` of the host).
+The processes of a node find each other by the folder. Containers must share it (`/dev/shm` of the host).
 """
 
 from __future__ import annotations
@@ -31,75 +31,75 @@ from placement.core.errors import PlacementError
 from placement.core.settings import LEASES_FOLDER
 
 MAX_BYTES = (1 << 44) - 2
-"""The most that one claim can say: 16 TiB."""
+"""The largest claim: almost 16 TiB."""
 MAX_CLAIMS = 1024
-"""On one GPU."""
+"""The largest number of claims on one GPU."""
 LOCK_SECONDS = 10.0
-"""How long another process may be in the middle of a change before it is taken for stopped."""
+"""A process that has been in the middle of a change for so long counts as stopped."""
 
 _SPAN = MAX_BYTES + 2
-"""Of file offsets between two claims: the kernel joins locks that touch."""
+"""Distance of two claims in file offsets. Spans must not touch, because the kernel merges locks that do."""
 _NOTE_BYTES = 512
-"""The longest note takes 505: 80 characters of a name without control characters, as of four bytes."""
+"""The longest note takes 505 bytes: 80 characters of a name without control characters, four bytes each."""
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 class Note(BaseModel):
-    """What a process says about its claim. Times are on the monotonic clock, which all processes of a node share."""
+    """A process's entry about its claim. Times are on the monotonic clock, which all processes of a node share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str = Field(max_length=32)
-    """Tells claims apart: process numbers are used again."""
+    """Identifies the claim. The process number would not do, because the kernel reuses it."""
     pid: int
-    """As the process itself knows it."""
+    """The process number inside the process's own container."""
     name: str = Field(max_length=80)
     priority: int = 0
     wanted_bytes: int = 0
-    """What it waits for; 0: nothing."""
+    """Bytes that the process waits for; 0 when it does not wait."""
     since_seconds: float = 0.0
-    """When it began to wait."""
+    """The time when it began to wait."""
     seen_seconds: float = 0.0
-    """When it last looked whether its turn has come."""
+    """The time when it last checked whether its turn has come."""
 
     @property
     def turn(self) -> tuple[int, float, str]:
-        """Who comes first: the higher priority, then who came first."""
+        """Sort key of the queue: the higher priority first, then the earlier request."""
         return -self.priority, self.since_seconds, self.token
 
 
 class Claim(NamedTuple):
-    """One living process's part of the GPU."""
+    """The part of the GPU that one living process has."""
 
     slot: int
     pid: int
-    """As this process sees it; 0 for one of another container."""
+    """The process number as seen here; 0 for a process of another container."""
     held_bytes: int
     note: Note | None
-    """None where it is damaged."""
+    """The claim's note; None where it is damaged."""
 
 
 class Ledger:
-    """The file of one GPU, in this process. All leases of a process share it, see `Ledger.of`."""
+    """The ledger file of one GPU in this process. All leases of a process share it, see `Ledger.of`."""
 
     def __init__(self, folder: Path, gpu: str) -> None:
         stem = _file_name(gpu)
         self.path = folder / f"{stem}.leases"
         self._turn_path = folder / f"{stem}.lock"
         self._pid = os.getpid()
-        self._threads = threading.RLock()  # whoever has it can let go of it without knowing whether it has it
+        self._threads = threading.RLock()  # re-entrant: a thread may release it without knowing whether it holds it
         self._turn_of: int | None = None
         """The thread that has the turn."""
         self._file: int | None = None
         self._slots: dict[str, int] = {}
-        """Of this process's claims, by token."""
+        """The slots of this process's claims, by token."""
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str], gpu: str) -> Ledger:
         """The ledger of a GPU.
 
-        One object a process, kept for its life: closing any descriptor of the file would drop every lock that the process has on it.
+        Each process keeps one object for its life, because closing any descriptor of the file would drop every lock the process has on it.
         """
         where = Path(folder).absolute()
         return _LEDGERS.setdefault((os.getpid(), where, gpu), cls(where, gpu))
@@ -107,24 +107,24 @@ class Ledger:
     # --- reading
 
     def claims(self) -> list[Claim]:
-        """Every living claim, this process's own among them, by slot. Takes no lock and waits for nobody.
+        """Every living claim, including this process's own, by slot. Takes no lock and waits for nobody.
 
-        What changes in the meantime may be seen as it was, as it is, or in part; while it is this process's `turn`, nothing grows.
+        A claim that changes meanwhile may be seen old, new, or in part. While this process has the `turn`, no claim grows.
 
         Raises:
             PlacementError: the file cannot be opened.
         """
         file = self._open()
         found: dict[int, Claim] = {}
-        gaps = [(_SPAN, 0)]  # not searched yet: from, and how far; 0: to the end
+        gaps = [(_SPAN, 0)]  # ranges still to search: begin and length; 0: to the end of the file
         while gaps:
             begin, reach = gaps.pop()
             kind, _, start, length, pid = self._fcntl(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, begin, reach)
-            if kind == fcntl.F_UNLCK or start < _SPAN or length == 0:  # nobody, or somebody who is none of ours
+            if kind == fcntl.F_UNLCK or start < _SPAN or length == 0:  # no lock, or a lock that no ledger makes
                 continue
             slot, end = start // _SPAN - 1, start + length
             found[slot] = Claim(slot, max(pid, 0), length - 1, self._note(file, slot))
-            # The kernel names any lock in the gap, not the first: it sorts them by owner.
+            # The kernel names any lock in the range, not the first one: it sorts them by owner.
             if start > begin:
                 gaps.append((begin, start - begin))
             if not reach or end < begin + reach:
@@ -135,12 +135,12 @@ class Ledger:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """One process at a time may look and take. Whoever dies inside gives the turn back.
+        """Let one process at a time look and take. If the process dies inside, the turn is given back.
 
-        Inside one of the same thread: a part of that, at whose end nothing is given back. Only what a collection runs comes to that.
+        A turn inside a turn of the same thread gives nothing back at its end. Only code that a garbage collection runs comes to that.
 
         Raises:
-            PlacementError: another process has had it for `LOCK_SECONDS`; names it.
+            PlacementError: another process has had the turn for `LOCK_SECONDS`; the message names it.
         """
         self._check_process()
         if self.is_my_turn:
@@ -157,7 +157,7 @@ class Ledger:
                 yield
             finally:
                 self._end_turn(turn_file)
-        finally:  # again: an interrupt can fall between the end of the body and the first one
+        finally:  # repeated, because an interrupt can fall between the end of the body and the first `finally`
             self._end_turn(turn_file)
 
     @property
@@ -175,27 +175,27 @@ class Ledger:
                 if time.monotonic() >= deadline:
                     holder = self._fcntl(turn_file.fileno(), fcntl.F_GETLK, fcntl.F_WRLCK, 0, 0)[4]
                     raise PlacementError(
-                        f"process {holder} has been in the middle of a change of {self.path} for {LOCK_SECONDS:g} s; is it stopped? "
-                        "Let it go on or end it: what it holds comes back then."
+                        f"process {holder} has kept {self.path} locked for {LOCK_SECONDS:g} s and may be stopped. "
+                        "Continue that process or end it, which gives back its lease."
                     ) from None
             time.sleep(0.0005)
 
     def _end_turn(self, turn_file: FileIO | None) -> None:
         if turn_file is not None:
-            turn_file.close()  # a file of its own in each turn: closing one of the ledger itself would drop every claim of this process
+            turn_file.close()  # a separate file for each turn: closing the ledger file would drop every claim of this process
         if self.is_my_turn:
             self._turn_of = None
-        with contextlib.suppress(RuntimeError):  # not held, or no longer
+        with contextlib.suppress(RuntimeError):  # not held any more
             while True:
                 self._threads.release()
 
     def join(self, note: Note, held_bytes: int = 0) -> int:
-        """Make a claim, or find the one that this process has made; in a `turn`. Returns its slot.
+        """Make a claim, or find this process's claim with the same token. Call it in a `turn`. Returns the claim's slot.
 
-        Where the file was removed, or the lock on it was lost, the claim is made anew, for as much as it held.
+        Where the file was removed, or the lock on it was lost, the claim is made again, for as many bytes as it held.
 
         Raises:
-            PlacementError: too many, or the file cannot be written.
+            PlacementError: there are too many claims, or the file cannot be written.
         """
         if self.is_gone():
             self._reopen()
@@ -205,15 +205,15 @@ class Ledger:
         taken = {claim.slot for claim in self.claims()} | {*self._slots.values()}
         slot = next(each for each in range(len(taken) + 1) if each not in taken)
         if slot >= MAX_CLAIMS:
-            raise PlacementError(f"{self.path} has {MAX_CLAIMS} claims already")
+            raise PlacementError(f"{self.path} has {MAX_CLAIMS} claims already, the most that a GPU can have; end some of its processes")
         self._write(slot, note)
         if not self._lock(slot, held_bytes):
-            raise PlacementError(f"{self.path} is locked by another program; only placement may use it")
+            raise PlacementError(f"{self.path} is locked by another program; only placement may lock it")
         self._slots[note.token] = slot
         return slot
 
     def hold(self, token: str, held_bytes: int) -> bool:
-        """Let a claim be so many bytes, whatever it was. More of them only in a `turn`, when they are free.
+        """Set the number of bytes of a claim. A larger number only in a `turn`, when the bytes are free.
 
         Returns:
             False where the claim has to `join` again.
@@ -222,19 +222,19 @@ class Ledger:
         return slot is not None and not self.is_gone() and self._lock(slot, held_bytes)
 
     def note(self, note: Note) -> None:
-        """Put down what a claim of this process is now."""
+        """Write the note of one of this process's claims."""
         slot = self._slots.get(note.token)
         if slot is not None:
             self._write(slot, note)
 
     def leave(self, token: str) -> None:
-        """End a claim of this process. Called at any moment, also where an object dies: waits for nobody. Idempotent."""
+        """End one of this process's claims. Waits for nobody, because a finalizer may call it at any moment. Idempotent."""
         if self._file is not None and os.getpid() == self._pid and token in self._slots:
             self._fcntl(self._file, fcntl.F_SETLK, fcntl.F_UNLCK, (self._slots[token] + 1) * _SPAN, MAX_BYTES + 1)
             self._slots.pop(token, None)
 
     def is_gone(self) -> bool:
-        """Whether the file that this process holds its locks on is not the one that others find."""
+        """Whether the path no longer leads to the file that this process has locked."""
         if self._file is None:
             return True
         mine = os.fstat(self._file)
@@ -247,10 +247,10 @@ class Ledger:
     # --- the file
 
     def _lock(self, slot: int, held_bytes: int) -> bool:
-        """False when another process has the slot: this one has lost it, because something in it opened and closed the file."""
+        """Lock a slot for so many bytes. Returns False when another process has the slot, because code here opened and closed the file."""
         file, start = self._open(), (slot + 1) * _SPAN
         try:
-            # Each call takes effect at once and whole; killed between the two, the process has no claim at all.
+            # Each call takes effect at once and whole. A process killed between the two has no claim at all.
             self._fcntl(file, fcntl.F_SETLK, fcntl.F_WRLCK, start, held_bytes + 1)
             self._fcntl(file, fcntl.F_SETLK, fcntl.F_UNLCK, start + held_bytes + 1, MAX_BYTES + 1 - held_bytes)
         except (BlockingIOError, PermissionError):
@@ -261,11 +261,11 @@ class Ledger:
         text = note.model_dump_json().encode()
         line = b"%08x %s" % (zlib.crc32(text), text)
         file = self._open()
-        with contextlib.suppress(OSError):  # the file system is full: that costs a name, and a place in the queue
+        with contextlib.suppress(OSError):  # a full file system costs a name and a place in the queue, no bytes
             os.pwrite(file, line.ljust(_NOTE_BYTES - 1) + b"\n", slot * _NOTE_BYTES)
 
     def _reopen(self) -> None:
-        """Go on with the file that others find, or a new one; every claim of this process has to join again."""
+        """Use the file that the path leads to now, or a new one. Every claim of this process has to join again."""
         old, self._file = self._file, None
         self._slots.clear()
         if old is not None:
@@ -284,12 +284,12 @@ class Ledger:
             found = os.stat(folder, follow_symlinks=False)
         except OSError as error:
             raise PlacementError(f"cannot make {folder}, the folder of leases: {error.strerror}") from error
-        # Its name is known to everybody, and everybody may write beside it.
+        # Anybody may have made a folder with this well-known name.
         if str(folder) == LEASES_FOLDER and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
-            raise PlacementError(f"{folder} belongs to somebody else; give leases a folder of its own: PLACEMENT_LEASES=/path")
+            raise PlacementError(f"{folder} belongs to another user; set another folder for leases: PLACEMENT_LEASES=/path")
 
     def _note(self, file: int, slot: int) -> Note | None:
-        for _ in range(2):  # once more, should it have been in the middle of being written
+        for _ in range(2):  # a second time, in case the note was being written
             checksum, _, text = os.pread(file, _NOTE_BYTES, slot * _NOTE_BYTES).rstrip().partition(b" ")
             if checksum == b"%08x" % zlib.crc32(text):
                 with contextlib.suppress(ValidationError):
@@ -307,7 +307,7 @@ class Ledger:
 
 
 def _file_name(gpu: str) -> str:
-    """A UUID as it is; of another name its end, and what tells it apart from all others."""
+    """The file name for a GPU. A UUID stays as it is; another text becomes its end and a digest."""
     plain = _UNSAFE.sub("-", gpu)
     return plain if plain == gpu and len(gpu) <= 64 else f"{plain[-40:]}-{hashlib.sha256(gpu.encode()).hexdigest()[:12]}"
 
@@ -319,4 +319,4 @@ def _open_plain(path: str | os.PathLike[str], flags: int) -> int:
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise PlacementError(f"cannot open {path}, where processes agree on this GPU: {error.strerror}") from error
+        raise PlacementError(f"cannot open {path}, the ledger of leases on this GPU: {error.strerror}") from error

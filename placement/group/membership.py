@@ -1,4 +1,4 @@
-"""One rank's place in a group: its epoch, its keys on the board, and what a process finds that comes in the place of another."""
+"""One rank's place in a group: its epoch, its keys on the board, and how a restarted process is recognised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REJOIN = "make the group anew on all ranks, with a new generation, and pass it t
 
 
 class Membership:
-    """A rank among `world_size`, from the time it joins them. For `Group`, which says what the arguments are."""
+    """A rank among `world_size`, from the time it joins them. The base of `Group`, which documents the arguments."""
 
     def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
         check_place(rank, world_size, deadline_seconds)
@@ -26,13 +26,13 @@ class Membership:
         self._board = board
         self._prefix = f"placement/g{generation}"
         self.epoch = 0
-        """The next change."""
+        """The number of the next change."""
         self._oldest = 0
-        """The first epoch of which keys may be left."""
+        """The first epoch whose keys may still be on the board."""
         self._said: list[str] = []
-        """Keys of what this rank has said in earlier epochs beside."""
+        """Further keys that this rank has written in earlier epochs."""
         self.is_in_doubt = False
-        """Whether a decision could not be read: this rank may not take part any more."""
+        """Whether a decision could not be read. If so, this rank may not take part any more."""
         with self._reaching_the_board("join"):
             self._join()
 
@@ -42,18 +42,18 @@ class Membership:
         failpoint("group.before_claim")
         stands = decode(Decision, self._board.claim(self._key("decision"), decision.encode()))
         failpoint("group.after_claim")
-        if stands.verdict == "abort":  # for who waits for the basis
+        if stands.verdict == "abort":  # for ranks that wait for the basis
             self._board.claim(self._key("basis"), Basis(budget_bytes=None).encode())
         return stands
 
     def _enter_next_epoch(self) -> None:
-        # Said first: an interrupt in the meantime is about the epoch that this rank has not left yet.
-        with suppress(BoardLost):  # a decision that was read is obeyed; only a successor of this process looks for this
+        # Written first: until then an interrupt belongs to the epoch that this rank has not left yet.
+        with suppress(BoardLost):  # a decision that was read is obeyed; only a process that replaces this one reads this key
             self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
         self.epoch += 1
 
     def _forget_before(self, end: int) -> None:
-        """All ranks are at epoch `end`."""
+        """Delete this rank's keys before epoch `end`, which all ranks have reached."""
         for epoch in range(self._oldest, end):
             own = [self._key(what, self.rank, epoch=epoch) for what in ("proposal", "vote")]
             self._board.remove(own + ([self._key(what, epoch=epoch) for what in ("basis", "decision")] if self.rank == 0 else []))
@@ -65,7 +65,7 @@ class Membership:
     # --- membership
 
     def _join(self) -> None:
-        """Take this rank's place; a restarted process finds it taken, and ends the epoch that its predecessor is missing in."""
+        """Take this rank's place. A restarted process finds it taken, and ends the epoch that its predecessor is missing in."""
         mine = secrets.token_hex(8).encode()
         if self._board.claim(f"{self._prefix}/member/{self.rank}", mine) == mine:
             return
@@ -73,8 +73,8 @@ class Membership:
         self.epoch = max((int(found[0]) for found in at if found), default=0)
         own = abort({self.rank: RESTARTED}, is_silent=True)
         while self._claim(own) != own:
-            self.epoch += 1  # that epoch was decided without it; the next one ends
-        raise GroupError(f"rank {self.rank} was restarted: its place is taken. What helps: {REJOIN}", {self.rank: RESTARTED})
+            self.epoch += 1  # that epoch was decided without this rank; try to end the next one
+        raise GroupError(f"rank {self.rank} was restarted: its place is taken. To go on, {REJOIN}", {self.rank: RESTARTED})
 
     def _require_certain(self) -> None:
         if self.is_in_doubt:
@@ -93,15 +93,15 @@ class Membership:
             yield
         except (BoardLost, ValueError) as error:
             self.is_in_doubt = True
-            kept = "what was prepared is kept, and nothing was entered" if in_doubt else "nothing was entered"
+            kept = "the prepared move is kept, and no phase was entered" if in_doubt else "nothing was entered"
             raise CoordinatorLost(
-                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}. What helps: {REJOIN}"
+                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}. To go on, {REJOIN}"
             ) from error
 
 
 def check_place(rank: int, world_size: int, deadline_seconds: float) -> None:
-    """Raises ValueError: a rank outside the world, or a deadline that is none."""
+    """Raise ValueError if the rank is outside the world, or the deadline is not a positive finite number."""
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is outside a world of {world_size}")
+        raise ValueError(f"rank {rank} is outside a world of {world_size} ranks; give 0 to {world_size - 1}")
     if not 0 < deadline_seconds < math.inf:
         raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")

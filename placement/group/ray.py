@@ -1,4 +1,4 @@
-"""A group over a named actor: what a Ray job brings along. Nothing here imports ray before it is used."""
+"""A group over a named Ray actor. Importing this module does not import ray."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from placement.group.messages import decode
 from placement.group.ray_board import MAX_MESSAGE_BYTES, WAIT_SECONDS, Answer, BoardActor, Operation, Request
 
 _CALLERS = 100_000
-"""Requests that may wait in the actor at once: one of each rank of each group."""
+"""The number of requests that may wait in the actor at once: one for each rank of each group."""
 _PAUSE_SECONDS = (0.002, 0.05)
 _SLICES = 10
 _EPOCH = re.compile(r"/e(\d+)/")
 
 
 def import_ray() -> Any:
-    """Ray, or an error that says how to get it.
+    """Import ray and return the module.
 
     Raises:
-        PlacementError: it is not installed, or this process is not connected to a cluster.
+        PlacementError: ray is not installed, or this process is not connected to a cluster.
     """
     try:
         import ray
     except ImportError as error:
         raise PlacementError("ray is not installed here: pip install 'placement[ray]'") from error
     if not ray.is_initialized():
-        raise PlacementError("this process is connected to no Ray cluster: call ray.init() first")
+        raise PlacementError("this process is not connected to a Ray cluster: call ray.init() first")
     return ray
 
 
 def start_board(name: str, *, namespace: str | None = None) -> Any:
-    """Start the actor that the ranks of a job agree over, or find it. In the driver, before the ranks.
+    """Start the board, the actor over which the ranks of a job agree, or find it. Call it in the driver, before the ranks start.
 
-    It is restarted when its process dies, needs no CPU of the cluster's account, and ends with the driver or with the last handle.
+    Ray restarts the actor when its process dies. The actor reserves no CPU, and ends with the driver or with its last handle.
 
     Returns:
-        Its handle. Hold it as long as the ranks live.
+        The actor's handle. Hold it as long as the ranks live.
 
     Raises:
-        PlacementError: there is no Ray, or the actor cannot be started.
+        PlacementError: ray is not installed or not connected, or the actor cannot be started.
     """
     ray = import_ray()
     options = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_concurrency": _CALLERS}
@@ -62,12 +62,12 @@ def start_board(name: str, *, namespace: str | None = None) -> Any:
 class RayBoard(Board):
     """A `BoardActor` as one rank sees it.
 
-    Notes what this rank has written and read, and tells it to an actor that was restarted; see `ray_board`.
+    It remembers what this rank has written and read, and tells it to an actor that was restarted; see `ray_board`.
 
     Args:
-        ask: sends a message and returns the answer; None when the actor is being restarted. Raises BoardLost after so many seconds.
-        book: names the membership.
-        deadline_seconds: what each call may take, a restart of the actor included.
+        ask: sends a message and returns the answer; None while the actor is being restarted. Raises BoardLost after the given seconds.
+        book: the name of the membership.
+        deadline_seconds: the limit of each call, including a restart of the actor.
     """
 
     def __init__(self, ask: Callable[[bytes, float], bytes | None], book: str, rank: int, world_size: int, deadline_seconds: float) -> None:
@@ -81,7 +81,7 @@ class RayBoard(Board):
         self._removed: list[str] = []
 
     def put(self, key: str, value: bytes) -> None:
-        # Noted before it is sent: when the answer is lost, a restarted board has to learn of it as well.
+        # Remembered before it is sent: if the answer is lost, a restarted board must learn of it too.
         self._note(key, value.decode())
         self._ask("put", [key], value.decode())
 
@@ -94,7 +94,7 @@ class RayBoard(Board):
         answer = self._ask("look", keys)
         if answer.status == "missing":
             return None
-        if len(keys) == 1:  # a decision, which this rank may obey. Votes are told by those who cast them.
+        if len(keys) == 1:  # a decision, which this rank may obey. Each rank reports its own vote.
             self._note(keys[0], answer.values[0])
         return [value.encode() for value in answer.values]
 
@@ -110,8 +110,8 @@ class RayBoard(Board):
                 return None
 
     def remove(self, keys: Sequence[str]) -> None:
-        self._removed += keys  # goes with the next request: nobody waits for it
-        # Each rank removes what it wrote itself, once all are past that epoch; what it has read of that epoch goes with it.
+        self._removed += keys  # sent with the next request, because nobody waits for it
+        # Each rank removes its own keys once all ranks have left that epoch, and forgets what it read in it.
         over = max((epoch for epoch in map(_epoch_of, keys) if epoch is not None), default=-1)
         self._notes = {key: value for key, value in self._notes.items() if (its := _epoch_of(key)) is None or its > over}
 
@@ -119,10 +119,10 @@ class RayBoard(Board):
         self._notes[key] = value
 
     def _ask(self, operation: Operation, keys: Sequence[str] = (), value: str = "", *, seconds: float = 0.0) -> Answer:
-        """Until the board answers, a restart of it included.
+        """Ask until the board answers, through a restart of it if necessary.
 
         Raises:
-            BoardLost: it did not within the deadline, or says that it never will.
+            BoardLost: the board did not answer within the deadline, or says that it never will.
         """
         end = time.monotonic() + self._deadline_seconds + seconds
         pause = _PAUSE_SECONDS[0]
@@ -136,7 +136,7 @@ class RayBoard(Board):
                         self._incarnation = answer.incarnation
                         continue
             except BoardLost as error:
-                # Asked again with next to no time left: why it could not do it is what it said before.
+                # The last attempt had almost no time; the reason that the board gave earlier says more.
                 if why and time.monotonic() >= end:
                     raise BoardLost(why) from error
                 raise
@@ -165,20 +165,20 @@ class RayBoard(Board):
 
 
 def asking(actor: Any) -> Callable[[bytes, float], bytes | None]:
-    """The way to a `BoardActor`, for a `RayBoard`."""
+    """Return the function with which a `RayBoard` sends messages to a `BoardActor`."""
     ray = import_ray()
 
     def ask(message: bytes, seconds: float) -> bytes | None:
         answer = actor.ask.remote(message)
         try:
-            for _ in range(_SLICES):  # a process that was stopped in the meantime waits a part of it anew: it was not the board's fault
+            for _ in range(_SLICES):  # a process that was stopped meanwhile waits a part of it again, since the board was not late
                 with contextlib.suppress(ray.exceptions.GetTimeoutError):
                     found: bytes = ray.get(answer, timeout=seconds / _SLICES)
                     return found
         except ray.exceptions.ActorUnavailableError:
             return None
         except ray.exceptions.RayError as error:
-            raise BoardLost(f"the board is gone: {str(error).strip().partition(chr(10))[0]}") from error
+            raise BoardLost(f"the board's actor is gone: {str(error).strip().partition(chr(10))[0]}") from error
         raise BoardLost(f"the board does not answer within {seconds:.3g} s")
 
     return ask
@@ -190,16 +190,16 @@ def _epoch_of(key: str) -> int | None:
 
 
 class RayGroup(Group):
-    """Ranks of a Ray job, over the actor of `start_board`.
+    """A group of ranks of a Ray job, over the actor that `start_board` starts.
 
     Args:
         board: the actor's name or handle.
         rank, world_size, deadline_seconds, generation: see `Group`.
-        name: of the group, where several use one board.
-        namespace: of the actor's name; None: this job's.
+        name: the group's name, where several groups use one board.
+        namespace: the Ray namespace of the actor's name; None: this job's.
 
     Raises:
-        PlacementError: there is no Ray, or no such actor.
+        PlacementError: ray is not installed or not connected, or there is no such actor.
         GroupError, CoordinatorLost, ValueError: see `Group`.
     """
 
@@ -226,4 +226,4 @@ def _find(name: str, namespace: str | None) -> Any:
         return ray.get_actor(name, namespace)
     except ValueError as error:
         where = "this job's namespace" if namespace is None else f"namespace {namespace!r}"
-        raise PlacementError(f"no board {name!r} in {where}: the driver starts it, with placement.group.start_board({name!r})") from error
+        raise PlacementError(f"no board {name!r} in {where}: start it in the driver with placement.group.start_board({name!r})") from error

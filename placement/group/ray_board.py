@@ -1,8 +1,8 @@
-"""The board behind `RayGroup`: an actor that keeps the few values of each membership in memory, and what it is told and answers.
+"""The actor behind `RayGroup`, its requests and its answers. It keeps the few values of each membership in memory.
 
-A restarted actor has forgotten everything, decisions that ranks have obeyed among it. So it answers nobody of a membership until EVERY
-rank of it has told what that rank has written and read: whatever any of them obeyed stands again before anybody can claim anything else.
-Where one rank's knowledge is gone as well, nobody gets an answer, and the ranks keep what they prepared (`CoordinatorLost`).
+A restarted actor has forgotten everything, also decisions that ranks have obeyed. So it answers no rank of a membership until EVERY
+rank of it has reported what that rank wrote and read. Then every obeyed decision is restored before any rank can claim another. If the
+knowledge of one rank is gone too, no rank gets an answer, and all keep what they prepared (`CoordinatorLost`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 from placement.group.messages import MAX_BYTES, Message, decode
 
 MAX_MESSAGE_BYTES = 256 * MAX_BYTES
-"""Rank 0 of a thousand ranks asks for, and reports, a value of each of them."""
+"""The limit of a message. Among a thousand ranks, rank 0 asks for and reports one value of each."""
 WAIT_SECONDS = 5.0
 """The longest that one request waits in the actor."""
 
@@ -28,28 +28,28 @@ Status = Literal["done", "missing", "stranger", "recovering", "refused"]
 
 
 class Request(Message):
-    """What a rank asks of the board."""
+    """A request of a rank to the board."""
 
     book: str = Field(max_length=200)
     """The membership: a group's name and generation."""
     incarnation: str = Field(max_length=32)
-    """Of the actor, as this rank knows it; a message to an earlier one must not count."""
+    """The incarnation of the actor that this rank knows; a request to an earlier incarnation must not count."""
     rank: int = Field(ge=0)
     operation: Operation
     keys: tuple[str, ...] = ()
     value: str = Field(default="", max_length=MAX_BYTES)
     removed: tuple[str, ...] = ()
-    """Keys that nobody asks for any more."""
+    """Keys to delete, because nobody reads them any more."""
     seconds: float = Field(default=0.0, ge=0.0, le=WAIT_SECONDS)
     token: str = Field(default="", max_length=32)
-    """Attend: of the process that speaks for the rank."""
+    """For "attend": identifies the process that speaks for the rank."""
     world_size: int = Field(default=1, ge=1)
     notes: dict[str, str] = Field(default_factory=dict)
-    """Attend: what that process has written and read."""
+    """For "attend": what that process has written and read."""
 
 
 class Answer(Message):
-    """What the board says."""
+    """An answer of the board."""
 
     status: Status
     incarnation: str
@@ -61,7 +61,7 @@ class Book:
     """The values of one membership.
 
     Args:
-        unheard: the ranks that have to tell what they know before anything is answered; none for a membership that begins here.
+        unheard: the ranks that must report what they know before any request is answered; empty for a new membership.
     """
 
     def __init__(self, world_size: int, unheard: Iterable[int]) -> None:
@@ -74,19 +74,19 @@ class Book:
         self._awaited: dict[str, asyncio.Event] = {}
 
     def attend(self, rank: int, token: str, notes: Mapping[str, str]) -> None:
-        """A process says that it is `rank`, and what it knows: nothing, when it has just begun. Idempotent.
+        """Register a process as `rank`, with what it knows (nothing, when it has just begun). Idempotent.
 
         Raises:
-            ValueError: it knows of a membership that this one has taken the place of.
+            ValueError: the process knows of an earlier membership, which this one has replaced.
         """
         if (rank, token) in self._attended:
             return
         if not self.unheard and notes:
-            raise ValueError(f"rank {rank} is left over from an earlier membership of the same name")
+            raise ValueError(f"rank {rank} belongs to an earlier membership of the same name; use a new generation")
         self._attended.add((rank, token))
         if not self.unheard:
             return
-        if rank not in self._told or notes:  # a process that began after a death does not speak for the one that died
+        if rank not in self._told or notes:  # a process that began after a death does not speak for the dead one
             self._told[rank] = notes
         self.unheard.discard(rank)
         if not self.unheard:
@@ -96,7 +96,7 @@ class Book:
         knowing = {rank for rank, notes in self._told.items() if notes}
         if knowing and len(knowing) < self.world_size:
             gone = ", ".join(str(rank) for rank in sorted(self._told.keys() - knowing))
-            self.refusal = f"the board was restarted, and what it knew of rank {gone} is gone with that rank's process"
+            self.refusal = f"the board and the process of rank {gone} were both restarted, so that rank's values are lost"
             return
         for notes in self._told.values():
             for key, value in notes.items():
@@ -125,10 +125,10 @@ class Book:
 
 
 class Books:
-    """Every membership of one actor, and the answers to what their ranks ask.
+    """Every membership of one actor; answers the requests of their ranks.
 
     Args:
-        was_restarted: whether an earlier incarnation may have answered somebody.
+        was_restarted: whether an earlier incarnation of the actor may have answered requests.
     """
 
     def __init__(self, *, was_restarted: bool) -> None:
@@ -137,7 +137,7 @@ class Books:
         self._books: dict[str, Book] = {}
 
     async def answer(self, request: Request) -> Answer:
-        """Everything but a wait happens without a pause: one request after the other."""
+        """Answer a request. Everything but a wait happens without a pause, so requests are carried out one after the other."""
         book = self._books.get(request.book)
         if request.operation == "attend":
             try:
@@ -150,7 +150,7 @@ class Books:
             return self._say("refused", reason=book.refusal)
         if book.unheard:
             unheard = ", ".join(str(rank) for rank in sorted(book.unheard))
-            return self._say("recovering", reason=f"the board was restarted, and rank {unheard} has not told what it knows")
+            return self._say("recovering", reason=f"the board was restarted, and rank {unheard} has not reported its values yet")
         return await self._carry_out(book, request)
 
     def _attend(self, request: Request) -> Book:
@@ -159,7 +159,7 @@ class Books:
             unheard = range(request.world_size) if self._was_restarted else ()
             book = Book(request.world_size, unheard)
         if request.world_size != book.world_size or request.rank >= book.world_size:
-            raise ValueError(f"{request.book} has {book.world_size} ranks: rank {request.rank} of {request.world_size} is none of them")
+            raise ValueError(f"{request.book} has {book.world_size} ranks: rank {request.rank} of {request.world_size} is not one of them")
         book.attend(request.rank, request.token, request.notes)
         self._books[request.book] = book
         return book
@@ -186,20 +186,20 @@ class Books:
 
 
 class BoardActor:
-    """The actor's class. One method, bytes in and bytes out, so that nothing of ours is ever pickled."""
+    """The actor's class. It has one method, with bytes in and out, so that none of placement's objects is ever pickled."""
 
     def __init__(self) -> None:
         import ray
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own, about its own code
+            warnings.simplefilter("ignore")  # Ray warns about its own code
             was_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._books = Books(was_restarted=was_restarted)
 
     async def ask(self, message: bytes) -> bytes:
-        """Answer a `Request` with an `Answer`.
+        """Answer an encoded `Request` with an encoded `Answer`.
 
         Raises:
-            ValueError: it is no request.
+            ValueError: the message is not a valid request.
         """
         return (await self._books.answer(decode(Request, message, max_bytes=MAX_MESSAGE_BYTES))).encode()

@@ -1,8 +1,8 @@
-"""Why an epoch ended: the word of every rank that failed in it, and not only of the one that was first to say so.
+"""Gather the reasons of every rank that failed in an epoch, not only of the rank that was first to claim ABORT.
 
-A rank leaves its outcome before it claims ABORT, or when it obeys one that it had no part in. The lowest rank that has not failed
-collects them and writes what it has found, once for all; who waits for that in vain does so itself. Every wait here is short, because
-a rank that is dead, or busy with something else, must not hold up the others, and nobody's next step depends on what is found.
+A rank leaves its outcome before it claims ABORT, or when it obeys an ABORT of another rank. The lowest rank that has not failed
+collects the outcomes and writes what it found, once for all ranks. A rank that waits for this result in vain collects itself. Every
+wait here is short: a dead or busy rank must not hold up the others, and no rank's next step depends on the result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from placement.group.messages import Decision, Failures, Outcome, decode, gather
 
 _POLL_SECONDS = (0.001, 0.02)
 _OTHERS_WAIT = 1.5
-"""How long the others wait for who collects, as a multiple of how long that waits itself."""
+"""The other ranks wait for the collecting rank this many times as long as it waits itself."""
 
 
 def outcome_key(prefix: str, rank: int) -> str:
@@ -23,28 +23,28 @@ def outcome_key(prefix: str, rank: int) -> str:
 
 
 def failures_key(prefix: str) -> str:
-    """Of an epoch whose keys begin with `prefix`."""
+    """The board key under which the gathered reasons of an epoch are written."""
     return f"{prefix}/failures"
 
 
 def gather(board: Board, prefix: str, rank: int, world_size: int, decision: Decision, seconds: float) -> Failures:
-    """The reasons of all ranks that failed in an epoch that has ended, this one's outcome being on the board.
+    """Gather the reasons of all ranks that failed in an epoch that has ended. This rank's outcome must be on the board already.
 
     Args:
-        prefix: of the epoch's keys.
-        seconds: to wait for the outcomes of the others.
+        prefix: the beginning of the epoch's keys.
+        seconds: how long to wait for the outcomes of the other ranks.
 
     Returns:
-        The same on every rank that the board answers; else what the decision says.
+        The reasons, the same on every rank that reaches the board; on other ranks the reasons in the decision.
     """
     known = Failures(failures=decision.failures, unnamed=decision.unnamed)
     silent = decision.failures if decision.is_silent else {}
     speaking = [each for each in range(world_size) if each not in silent]
     if known.unnamed or speaking in ([], [rank]):
-        return known  # there is no room for more, or nobody to hear
+        return known  # the message is full, or no other rank will say anything
     with suppress(BoardLost, ValueError):
         key = failures_key(prefix)
-        # Not one that has failed, where there is another: it may be on its way out, with an exception of the user's.
+        # A rank that did not fail is preferred: a failed one may be on its way out, with a user's exception.
         collects = next((each for each in speaking if each not in decision.failures), speaking[0])
         if rank == collects:
             _wait_for_all(board, [outcome_key(prefix, each) for each in speaking], seconds)
@@ -64,7 +64,7 @@ def _wait_for_all(board: Board, keys: list[str], seconds: float) -> None:
 
 
 def _reasons(board: Board, prefix: str, world_size: int) -> dict[int, str]:
-    """What the ranks that failed have said so far."""
+    """The reasons that failed ranks have written so far."""
     found = board.present([outcome_key(prefix, rank) for rank in range(world_size)])
     reasons = {rank: _reason(found[key]) for rank in range(world_size) if (key := outcome_key(prefix, rank)) in found}
     return {rank: reason for rank, reason in reasons.items() if reason is not None}

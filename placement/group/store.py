@@ -1,4 +1,4 @@
-"""A group over a torch.distributed store: what torchrun brings along, with no further dependency."""
+"""A group over a torch.distributed store, which torchrun provides without a further dependency."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from placement.group.calls import BoundedCalls
 from placement.group.membership import check_place
 
 _ANSWER_SECONDS = 60.0
-"""For one call. A store that is alive answers in a fraction of a millisecond, one that thousands of ranks ask at once in seconds."""
+"""The limit for one call. A live store answers in a fraction of a millisecond, or in seconds when thousands of ranks ask at once."""
 _FIRST_PAUSE_SECONDS = 0.0005
 _LOOKS_PER_SECOND = 20_000.0
-"""Of all ranks together, while they wait: a TCPStore answers a multiple of that."""
+"""The rate of looks of all ranks together while they wait. A TCPStore can answer many times more."""
 _T = TypeVar("_T")
 
 
 class StoreBoard(Board):
-    """A `torch.distributed.Store` as a board, over a connection of its own: others' calls on it do not wait for ours, nor ours for theirs.
+    """A `torch.distributed.Store` as a board. It uses a connection of its own, so its calls and those of others do not wait for each other.
 
     Args:
-        store: TCPStore, FileStore, HashStore, or a PrefixStore over one. Its timeout is left alone.
-        answer_seconds: what one call may take; one that takes longer is lost, and the board with it.
-        looks_per_second: how often to look for a value that is waited for, after a while.
+        store: TCPStore, FileStore, HashStore, or a PrefixStore over one. Its timeout is not changed.
+        answer_seconds: the limit of one call; after a longer one the board counts as lost.
+        looks_per_second: how often, in the long run, to look for an awaited value.
 
     Raises:
         BoardLost: the store does not answer.
@@ -40,21 +40,21 @@ class StoreBoard(Board):
         self._calls = BoundedCalls("placement-store", answer_seconds)
         self._longest_pause = 1 / looks_per_second
         self._given = self._store = store
-        """Kept, because a TCPStore that serves takes its server with it, which the connection of our own does not hold."""
+        """Held because a serving TCPStore stops its server when it dies, and the new connection does not keep it alive."""
         self._store = self._reach(lambda: _connected_anew(store))
 
     def put(self, key: str, value: bytes) -> None:
         self._reach(lambda: self._store.set(key, value.decode()))
 
     def claim(self, key: str, value: bytes) -> bytes:
-        # Torch writes where nothing stands when nothing is expected, and returns what stands there afterwards.
+        # torch writes only if the key is missing when the expected value is empty, and returns the key's value afterwards.
         return self._reach(lambda: bytes(self._store.compare_set(key, "", value.decode())))
 
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
         return self._reach(lambda: [bytes(value) for value in self._store.multi_get(list(keys))] if self._store.check(list(keys)) else None)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        # Not the store's own wait: a signal does not end it, it logs two lines whenever it ends without the value, and the store
+        # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it ends only when the store answers.
         # has to answer before it may end.
         deadline = time.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
@@ -79,17 +79,17 @@ def _connected_anew(store: Store) -> Store:
     try:
         return store.clone()  # type: ignore[attr-defined, no-any-return]
     except RuntimeError as error:
-        if "pure virtual" in str(error):  # a store written in Python, without it
+        if "pure virtual" in str(error):  # a store written in Python, which has no clone
             return store
         raise
 
 
 class StoreGroup(Group):
-    """Ranks over a torch.distributed store.
+    """A group of ranks over a torch.distributed store.
 
     Args:
-        store: seen by all ranks. `torch.distributed.distributed_c10d._get_default_store()` after init_process_group, or your own.
-            It must not be the one that other libraries write `placement/...` keys to.
+        store: a store that all ranks see. `torch.distributed.distributed_c10d._get_default_store()` after init_process_group, or your
+            own. No other library may write `placement/...` keys to it.
         rank, world_size, deadline_seconds, generation: see `Group`.
     """
 
@@ -106,7 +106,7 @@ class StoreGroup(Group):
 
 
 def from_environment(*, deadline_seconds: float = DEADLINE_SECONDS, environment: Mapping[str, str] = os.environ) -> StoreGroup:
-    """The group of a torchrun job: its ranks, its store, and its restart count as generation.
+    """The group of a torchrun job: its ranks and its store, with its restart count as generation.
 
     Raises:
         ValueError: torchrun's variables are not set.
@@ -115,15 +115,15 @@ def from_environment(*, deadline_seconds: float = DEADLINE_SECONDS, environment:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not environment.get(name)]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup of your own store")
+        raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup over a store of your own")
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     timeout = timedelta(seconds=deadline_seconds)
-    # torchrun's agent serves the store on that port; where nobody does, rank 0 has to: or has done so, in init_process_group.
+    # torchrun's agent usually serves the store on that port. Else rank 0 serves it here, or already does since init_process_group.
     is_server = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store = TCPStore(*address, None, is_server, timeout, multi_tenant=True)
     except RuntimeError as error:
-        raise ValueError(f"no store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}") from error
+        raise ValueError(f"cannot reach a store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}") from error
     generation = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return StoreGroup(store, rank, world_size, deadline_seconds, generation=generation)

@@ -1,4 +1,4 @@
-"""What a phase transition has to do with the other ranks of a group; nothing where there is none."""
+"""The part of a phase transition that concerns the other ranks of a group. Without a group every method does nothing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _TOLD = "_placement_told"
 
 
 class _Told(dict[str, int]):
-    """By group, after how many of this rank's words it knew of an exception. Does not go with the exception to other processes."""
+    """Notes on an exception, for each group, at which count of its messages the other ranks knew the exception. Pickled without content."""
 
     def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
         return _Told, ()
 
 
 class _Attempt:
-    """What is known of one phase transition while it is tried.
+    """The state of one phase transition while it is tried.
 
     Attributes:
-        catches_up: this rank is about to enter its first phase, and has not proposed yet: it may have skipped phase transitions of the
-        others.
-        has_failed: the epoch has ended for all. Whatever this rank raises from here on, they do not need to know.
-        has_left: as well, because all have left the phase.
+        catches_up: this rank is about to enter its first phase and has not proposed yet, so it may have skipped phase transitions.
+        has_failed: the epoch has ended for all ranks. They need not hear of later errors of this rank.
+        has_left: the epoch has ended for all ranks because all have left the phase.
     """
 
     def __init__(self, *, catches_up: bool, has_failed: bool) -> None:
@@ -39,17 +38,17 @@ class _Attempt:
 
 
 class GroupVote:
-    """The phase transitions of one manager as its group sees them: each consumes one epoch on every rank, whatever becomes of it.
+    """The phase transitions of one manager as its group sees them. Each uses one epoch on every rank, whatever its outcome.
 
     Raises:
-        ValueError: `group` is no group.
+        ValueError: `group` is not a group.
     """
 
     def __init__(self, group: Group | None) -> None:
         self._group = None if group is None else checked(group)
         self._key = secrets.token_hex(8)
         self._words = 0
-        """That this rank has said to its group: each is one epoch's."""
+        """The number of epochs in which this rank has written to its group."""
         self._attempt: _Attempt | None = None
 
     @property
@@ -58,25 +57,25 @@ class GroupVote:
         return self._group is None
 
     def rejoin(self, group: Group) -> None:
-        """Take a new group in place of the old one, of which nothing is known any more.
+        """Replace the old group, whose state is unknown, by a new one.
 
         Raises:
-            ValueError: `group` is no group, it is in doubt, or there was none before.
+            ValueError: `group` is not a group, it is in doubt, or the manager had no group before.
         """
         if self._group is None:
             raise ValueError("this manager was made without a group: make it with Manager(group=...)")
         if checked(group).is_in_doubt:
-            raise ValueError("this group is in doubt about a decision, and stays so: make one anew on all ranks, with a new generation")
+            raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
         self._group = group
         self._key = secrets.token_hex(8)
 
     @contextlib.contextmanager
     def attempt(self, *, catches_up: bool = False, error: BaseException | None = None) -> Iterator[None]:
-        """While one phase transition is tried: `failed` ends its epoch once, however often it is called.
+        """Context of one phase transition. `failed` ends its epoch once, however often it is called inside.
 
         Args:
-            catches_up: it enters the first phase: epochs that the others gave up without this rank are passed over.
-            error: that a phase is left with; the others may know of it.
+            catches_up: whether the first phase is entered, so that epochs that the others gave up without this rank are passed over.
+            error: the exception with which a phase is left; the other ranks may know it already.
         """
         self._attempt = _Attempt(catches_up=catches_up, has_failed=error is not None and self._is_told(error))
         try:
@@ -85,14 +84,11 @@ class GroupVote:
             self._attempt = None
 
     def propose(self, action: str, ask_budget: Callable[[], int] = lambda: 0) -> LeastBudget | None:
-        """Before the plan of an entry or a switch is made. Returns the least budget of all ranks; None without a group.
+        """Propose an entry or a switch before its plan is made. Returns the least budget of all ranks; None without a group.
 
         Args:
-            action: what every rank has to be about.
-            ask_budget: gives this rank's, in bytes; not asked without a group.
-
-        Raises:
-            GroupError, CoordinatorLost: see `Group.propose`.
+            action: the action, which must be the same on every rank.
+            ask_budget: returns this rank's budget in bytes; not called without a group.
         """
         if self._group is None:
             return None
@@ -102,36 +98,32 @@ class GroupVote:
             return LeastBudget(self._group.propose(action, ask_budget(), catches_up=catches_up), self._group.budget_rank)
 
     def go_on(self, what: str) -> None:
-        """Before a further step of the same phase transition, once the one before is agreed.
-
-        Raises:
-            GroupError, CoordinatorLost: see `Group.propose`.
-        """
+        """Propose a further step of the same phase transition, after the one before was agreed."""
         self.propose(what)
 
     @property
     def agreement(self) -> Callable[[Plan], None] | None:
-        """What asks the other ranks; None without a group."""
+        """The function that asks the other ranks to agree on a plan; None without a group."""
         return None if self._group is None else self.agree
 
     def agree(self, plan: Plan) -> None:
-        """Everything is moved, and could still go back.
+        """Ask the other ranks to agree, after every move is made and while each can still be undone.
 
         Raises:
-            GroupError: go back. CoordinatorLost: keep what was prepared.
+            GroupError: the caller must go back. CoordinatorLost: the caller must keep what it prepared.
         """
         if self._group is not None:
             with self._hearing():
                 self._group.agree(plan)
 
     def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
-        """A phase transition did not succeed here: end its epoch for all, unless it has ended.
+        """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended.
 
         Args:
-            waits: for the reasons of the other ranks, because what is returned is raised.
+            waits: whether to wait for the reasons of the other ranks, because the returned error is raised.
 
         Returns:
-            What to raise in place of `error`; None: `error` itself.
+            The error to raise in place of `error`; None to raise `error` itself.
         """
         attempt = self._attempt
         if self._group is None or self._is_told(error) or (attempt is not None and attempt.has_left):
@@ -145,7 +137,7 @@ class GroupVote:
         try:
             told = self._group.abort(error, blames=blames, catches_up=self._may_catch_up(), waits=waits and isinstance(error, Exception))
         except CoordinatorLost as lost:
-            with contextlib.suppress(Exception):  # a frozen one takes no note
+            with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
             told = None
         if attempt is not None:
@@ -155,13 +147,13 @@ class GroupVote:
         return told if isinstance(error, Exception) else None
 
     def left(self, action: str, plan: Plan, failures: list[Exception], error: BaseException | None) -> list[Exception]:
-        """A phase was left: what is off the device stays off it, but everybody learns whether everybody came so far.
+        """Report that a phase was left. Offloaded bytes stay offloaded, but every rank learns whether all came this far.
 
         Args:
-            error: the user's, that is on its way.
+            error: the user's exception that is propagating.
 
         Returns:
-            `failures`, and what the group has to say.
+            `failures`, and the group's error if there is one.
         """
         if self._group is None:
             return failures
@@ -181,30 +173,29 @@ class GroupVote:
         return failures
 
     def abandoned(self, name: str) -> None:
-        """A phase was dropped while open: the others must not wait for this rank."""
-        attempt, self._attempt = self._attempt, None  # an epoch of its own, whatever phase transition is tried now
+        """Report that a phase was dropped while open, so that the other ranks do not wait for this one."""
+        attempt, self._attempt = self._attempt, None  # the report takes an epoch of its own, even during another phase transition
         try:
             self.failed(PhaseError(f"phase {name!r} was abandoned"), waits=False)
         finally:
             self._attempt = attempt
 
     def _may_catch_up(self) -> bool:
-        """Whether the next word to the group is the first of a rank that may have skipped phase transitions. Once true, it is so no
-        more."""
+        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once an attempt."""
         if self._attempt is None or not self._attempt.catches_up:
             return False
         self._attempt.catches_up = False
         return True
 
     def heard(self, told: GroupError | CoordinatorLost) -> None:
-        """The group has raised this: the epoch has ended, and all ranks know."""
+        """Note that the group raised this error: the epoch has ended, and all ranks know it."""
         self._mark(told)
         if self._attempt is not None:
             self._attempt.has_failed = True
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
-        """What the group raises, all its ranks know."""
+        """Note errors that the group raises inside, because all its ranks know them."""
         try:
             yield
         except (GroupError, CoordinatorLost) as told:
@@ -212,26 +203,26 @@ class GroupVote:
             raise
 
     def _is_told(self, error: BaseException) -> bool:
-        """Whether the others know of it: an exception ends one epoch, however many phases it passes through on its way.
+        """Whether the other ranks know this exception. It ends one epoch, however many phases it passes through.
 
-        Not for ever: the same object is raised again in a later phase by a future that is asked again; and each manager's group for
-        itself, where it passes through phases of several.
+        The knowledge expires, because a future that is asked twice raises the same object in a later phase. It is kept for each manager's
+        group, because an exception may pass through phases of several managers.
         """
         told: _Told = vars(error).get(_TOLD, _Told())
         return told.get(self._key) == self._words
 
     def _mark(self, error: BaseException) -> None:
-        # On the exception itself: to remember it would keep its frames, and the model, alive. Not by setattr, which a frozen one refuses.
+        # The exception holds the note: a table here would keep its frames and the model alive. A frozen exception refuses setattr.
         vars(error).setdefault(_TOLD, _Told())[self._key] = self._words
 
 
 def checked(group: Group) -> Group:
-    """Raises ValueError: it is no group."""
+    """Return `group`. Raises ValueError if it is not a group."""
     if getattr(group, "propose", None) is None:
-        raise ValueError(f"group must be a placement.group.StoreGroup or its like, not {group!r}")
+        raise ValueError(f"group must be a placement.group.StoreGroup or another placement.group.Group, not {group!r}")
     return group
 
 
 def describe(verb: str, name: str, only: tuple[str, ...] | None) -> str:
-    """An action as all ranks have to say it."""
+    """The text of an action, equal on all ranks that do the same."""
     return f"{verb} {name}" if only is None else f"{verb} {name} only={','.join(sorted(only))}"

@@ -1,4 +1,4 @@
-"""Asking workers from outside: what the discovery server and the command line do."""
+"""Query workers from outside, for the discovery server and the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placement.core.errors import PlacementError
 from placement.observe.discovery import Target, from_json, targets_in
 
 ASK_SECONDS = 2.0
-"""How long a worker may take to answer."""
+"""How many seconds a worker may take to answer."""
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a worker is never behind a proxy
 
@@ -20,10 +20,10 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
     """GET a page of a worker.
 
     Raises:
-        PlacementError: no worker answers there; says what it did.
+        PlacementError: no worker answers at the URL; the message has the reason.
     """
     if not url.startswith(("http://", "https://")):
-        raise PlacementError(f"{url!r} is no http address")
+        raise PlacementError(f"{url!r} is not an http address; write http://host:port")
     try:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
@@ -33,7 +33,7 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
 
 
 def find_targets(places: Iterable[str]) -> list[Target]:
-    """The workers that a user means by URLs of workers, URLs that end in /targets, and discovery folders.
+    """The workers at the given places: URLs of workers, URLs that end in /targets, and discovery folders.
 
     Raises:
         PlacementError: a place is none of these, or nobody answers there.
@@ -50,5 +50,5 @@ def find_targets(places: Iterable[str]) -> list[Target]:
         elif Path(place).is_dir():
             found += targets_in(place)
         else:
-            raise PlacementError(f"{place!r} is neither a worker's URL (http://host:port), nor one of targets, nor a discovery folder")
+            raise PlacementError(f"{place!r} is not a worker's URL (http://host:port), a URL that ends in /targets, or a discovery folder")
     return found

@@ -1,11 +1,11 @@
 """Prometheus metrics from one immutable `Snapshot`.
 
-A custom collector instead of metric objects that are set as things happen: every family of a scrape comes from the same moment
-(separate gauges tear: scrapes see no state or two), nothing is written to the files of `PROMETHEUS_MULTIPROC_DIR`, no `_created`
-series appear, an unregistered handle's series end, and the open interval of the current state counts.
+This is a custom collector, not metric objects that are set as things happen. So every family of a scrape shows the same moment
+(separate gauges tear: a scrape can see no state or two). Nothing is written to the files of `PROMETHEUS_MULTIPROC_DIR`, no `_created`
+series appear, the series of an unregistered handle end, and the time in the present state is included.
 
-Series are set to 0 from the start for every label value that is known: all states, all triggers, the shipped phases, the
-decisions, and the reasons of a failed attempt (`placement.core.journal.REASONS`).
+Series begin at 0 for every known label value: all states, all triggers, the shipped phases, the decisions, and the reasons of a
+failed attempt (`placement.core.journal.REASONS`).
 """
 
 from __future__ import annotations
@@ -30,86 +30,86 @@ _HANDLE = ("handle", "kind")
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_state": ("1 for the state that the handle is in, 0 for the others.", (*_HANDLE, "state")),
     "placement_resident_bytes": ("Bytes that the handle holds, by memory: device or host.", (*_HANDLE, "memory")),
-    "placement_last_transition_timestamp_seconds": ("Unix time of the last change of state.", _HANDLE),
-    "placement_broken": ("1 if the handle can go neither forward nor back.", _HANDLE),
-    "placement_drift_bytes": ("Bytes found outside the handle's ranges at the last audit.", _HANDLE),
-    "placement_stray_references": ("References to offloaded storages beyond those of adoption, at the last offload.", _HANDLE),
+    "placement_last_transition_timestamp_seconds": ("Unix time of the last state transition.", _HANDLE),
+    "placement_broken": ("1 if a failed move left the handle unusable.", _HANDLE),
+    "placement_drift_bytes": ("Bytes of tensors that the last audit found outside the handle's ranges.", _HANDLE),
+    "placement_stray_references": ("References to offloaded storages beyond those at adoption, counted at the last offload.", _HANDLE),
     "placement_phase": ("1 for the innermost open phase, 0 for the others.", ("phase",)),
     "placement_unpaired_bytes": ("Device bytes held by handles that their closed phases should have offloaded.", ()),
     "placement_unaccounted_bytes": ("Device bytes in use that neither torch, nor placement, nor a visible process explains.", ()),
-    "placement_other_processes_bytes": ("Device bytes of other processes; absent where NVML does not say.", ()),
-    "placement_lease_bytes": ("Device bytes that this process may use, by agreement with others; absent without leases.", ()),
+    "placement_other_processes_bytes": ("Device bytes of other processes; absent where NVML does not report them.", ()),
+    "placement_lease_bytes": ("Device bytes that this process has leased; absent without leases.", ()),
     "placement_lease_capacity_bytes": ("Device bytes that all processes under leases may use together.", ()),
     "placement_lease_others_bytes": ("Device bytes leased by other processes.", ()),
-    "placement_lease_wanted_bytes": ("Device bytes that this process waits for now.", ()),
-    "placement_lease_processes": ("Leases on the device, this one too.", ()),
+    "placement_lease_wanted_bytes": ("Device bytes that this process waits to lease.", ()),
+    "placement_lease_processes": ("Processes with a lease on the device, this one included.", ()),
     "placement_budget_bytes": ("Device bytes that the handles may hold together.", ()),
     "placement_device_used_bytes": ("Device bytes in use, all processes.", ()),
-    "placement_device_total_bytes": ("Device bytes that there are.", ()),
+    "placement_device_total_bytes": ("Device bytes in total.", ()),
     "placement_peak_bytes": ("The most device bytes that the handles have held together.", ()),
-    "placement_kept_bytes": ("Device bytes carried over the end of a phase by keep.", ()),
+    "placement_kept_bytes": ("Device bytes of handles that phase.keep carried over the end of a phase.", ()),
     "placement_host_pageable_bytes": ("Bytes of host copies that could not be pinned.", ()),
 }
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "placement_state_seconds_total": ("Seconds spent in each state, the open interval included.", (*_HANDLE, "state")),
-    "placement_transitions_total": ("Finished transitions.", (*_HANDLE, "trigger")),
-    "placement_transition_failures_total": ("Failed attempts at a transition.", (*_HANDLE, "reason")),
+    "placement_state_seconds_total": ("Seconds spent in each state, including the present one.", (*_HANDLE, "state")),
+    "placement_transitions_total": ("Finished state transitions.", (*_HANDLE, "trigger")),
+    "placement_transition_failures_total": ("Failed attempts at a state transition.", (*_HANDLE, "reason")),
     "placement_loaded_bytes_total": ("Bytes copied from host to device.", _HANDLE),
     "placement_offloaded_bytes_total": ("Bytes copied from device to host.", _HANDLE),
     "placement_skipped_bytes_total": ("Bytes proved clean at an offload and not copied.", _HANDLE),
     "placement_phase_seconds_total": ("Seconds inside each phase; the innermost open phase counts.", ("phase",)),
     "placement_phase_stall_seconds_total": ("Seconds that the worker waited for moves at the phase transitions of each phase.", ("phase",)),
-    "placement_pairing_violations_total": ("Phases that closed and left a handle where it does not belong.", ()),
+    "placement_pairing_violations_total": ("Phases that ended and left a handle on the device that belongs on the host.", ()),
     "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
-    "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to leave memory, the open wait included.", ()),
-    "placement_wrong_writes_total": ("Writes found behind offloaded addresses.", ()),
+    "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to free memory, including a wait in progress.", ()),
+    "placement_wrong_writes_total": ("Writes found at device addresses of offloaded handles.", ()),
     "placement_expired_keeps_total": ("Kept handles that the next phase did not take over.", ()),
 }
 _DURATION = "placement_transition_duration_seconds"
-_HANDLE_INFO = "placement_handle"  # the exposition adds _info
+_HANDLE_INFO = "placement_handle"  # prometheus_client adds _info to the name
 _WORKER_INFO = "placement_worker"
 _WORKER_LABELS = ("policy", "device", "worker_role", "version")
 _LABEL = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class _Families:
-    """The families of one scrape, empty at first, in the order in which they are exposed."""
+    """The metric families of one scrape, empty at first, in their order of exposition."""
 
     def __init__(self) -> None:
         self.gauges = {name: GaugeMetricFamily(name, text, labels=labels) for name, (text, labels) in _GAUGES.items()}
         self.counters = {name: CounterMetricFamily(name, text, labels=labels) for name, (text, labels) in _COUNTERS.items()}
-        self.duration = HistogramMetricFamily(_DURATION, "Seconds that a move or a sync took.", labels=("operation",))
-        self.handle_info = InfoMetricFamily(_HANDLE_INFO, "What the handle is.", labels=_HANDLE)
-        self.worker_info = InfoMetricFamily(_WORKER_INFO, "What the worker is.")
+        self.duration = HistogramMetricFamily(_DURATION, "Seconds that a move or a weight sync took.", labels=("operation",))
+        self.handle_info = InfoMetricFamily(_HANDLE_INFO, "Properties of the handle.", labels=_HANDLE)
+        self.worker_info = InfoMetricFamily(_WORKER_INFO, "Properties of the worker.")
 
     def all(self) -> list[Metric]:
         return [*self.gauges.values(), *self.counters.values(), self.duration, self.handle_info, self.worker_info]
 
 
 class SnapshotCollector:
-    """Turns what `read()` returns into metric families; one call of `read` a scrape, none at registration.
+    """Turns the snapshot that `read()` returns into metric families. It calls `read` once a scrape, and never at registration.
 
     Args:
-        read: returns the snapshot to expose. What it raises reaches the scrape.
+        read: returns the snapshot to expose. An exception from it makes the scrape fail.
         worker_info: further labels of `placement_worker_info`, beside policy, device, worker_role and version.
 
     Raises:
-        ValueError: a key of `worker_info` is no label name, or is one of the labels above.
+        ValueError: a key of `worker_info` is not a label name, or is one of the labels above.
     """
 
     def __init__(self, read: Callable[[], Snapshot], worker_info: Mapping[str, str] = MappingProxyType({})) -> None:
         for label in worker_info:
             if not _LABEL.fullmatch(label) or label in _WORKER_LABELS:
-                raise ValueError(f"worker_info: {label!r} cannot be a label; use [a-z][a-z0-9_]* and none of {', '.join(_WORKER_LABELS)}")
+                raise ValueError(f"worker_info: {label!r} cannot be a label; use [a-z][a-z0-9_]*, but not {', '.join(_WORKER_LABELS)}")
         self._read = read
         self._worker_info = {"version": __version__, **worker_info}
 
     def describe(self) -> Iterable[Metric]:
-        """The families without samples: what a registry checks for name clashes."""
+        """The families without samples, in which a registry looks for name clashes."""
         return _Families().all()
 
     def collect(self) -> Iterable[Metric]:
-        """The families of one snapshot. A list, not a generator: a failing read fails before anything is exposed."""
+        """The families of one snapshot. A list, not a generator, so that a failing `read` fails before anything is exposed."""
         snapshot = self._read()
         families = _Families()
         for handle in snapshot.handles:
@@ -125,7 +125,7 @@ class SnapshotCollector:
 
 
 def make_registry(read: Callable[[], Snapshot], worker_info: Mapping[str, str] = MappingProxyType({})) -> CollectorRegistry:
-    """A registry of its own with one `SnapshotCollector`: two managers in a process never clash, and the host's registry stays as it is."""
+    """A registry with one `SnapshotCollector`. Two managers in a process never clash, and the default registry is not touched."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(read, worker_info))
     return registry
@@ -139,7 +139,7 @@ def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
         counters["placement_state_seconds_total"].add_metric((*key, state), handle.state_seconds.get(state, 0.0))
     for trigger in Trigger:
         counters["placement_transitions_total"].add_metric((*key, trigger), handle.transitions.get(trigger, 0))
-    failures = dict.fromkeys(REASONS, 0)  # a reason of another kind counts as "error": a handle's series stay bounded
+    failures = dict.fromkeys(REASONS, 0)  # an unknown reason counts as "error", so that the number of series stays bounded
     for reason, count in handle.failures.items():
         failures[reason if reason in failures else "error"] += count
     for reason, count in failures.items():
@@ -153,7 +153,7 @@ def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
     counters["placement_loaded_bytes_total"].add_metric(key, handle.loaded_bytes)
     counters["placement_offloaded_bytes_total"].add_metric(key, handle.offloaded_bytes)
     counters["placement_skipped_bytes_total"].add_metric(key, handle.skipped_bytes)
-    # Flags and class names only: the texts of `external` and `broken` are for people, metrics are public.
+    # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
     families.handle_info.add_metric(
         key,
         {
@@ -202,7 +202,7 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
 
 
 def _add_lease(families: _Families, lease: LeaseSnapshot) -> None:
-    gauges = families.gauges  # who the others are is in /state: process numbers are no labels
+    gauges = families.gauges  # /state names the other processes: process numbers make bad labels
     gauges["placement_lease_bytes"].add_metric((), lease.held_bytes)
     gauges["placement_lease_capacity_bytes"].add_metric((), lease.capacity_bytes)
     gauges["placement_lease_others_bytes"].add_metric((), lease.others_bytes)

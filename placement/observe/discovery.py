@@ -1,11 +1,11 @@
-"""How Prometheus, `placement top` and the status page find the workers of a run, none of which has a port of its own choosing.
+"""Let Prometheus, `placement top` and the status page find the workers of a run, whose ports are chosen by the system.
 
-Two ways, the same targets in both, in the form that Prometheus reads:
+There are two ways, with the same targets in Prometheus' own format:
 
-* a folder with one file a worker (`file_sd_configs`), which workers of one node, or of many with a shared folder, write by
-  themselves. A file goes when its worker ends; one whose worker was killed is removed after a while by another worker of its
-  node, or by `placement discover`. The worker holds a POSIX lock on it, which the system drops with the process.
-* a page (`http_sd_configs`), see `DiscoveryServer`, where there is no shared folder.
+* A folder with one file for each worker (`file_sd_configs`). Workers of one node, or of many nodes with a shared folder, write their
+  files themselves. A worker removes its file when it ends. The file of a killed worker is removed after a while by another worker of
+  its node, or by `placement discover`: the worker held a POSIX lock on the file, which the system drops with the process.
+* A page (`http_sd_configs`) where there is no shared folder, see `DiscoveryServer`.
 
 Format: Prometheus documentation, "file_sd_config" and "HTTP SD".
 """
@@ -28,30 +28,30 @@ from placement.core.errors import PlacementError
 from placement.core.weak_set import WeakIdSet
 
 _HOST = "__meta_placement_host"
-"""The machine that a file's worker runs on; Prometheus drops labels that begin with two underscores."""
+"""The label for the machine of a file's worker. Prometheus drops labels that begin with two underscores."""
 REAP_SECONDS = 300.0
-"""How long the file of a worker that was killed stays."""
+"""How many seconds the file of a killed worker stays."""
 _FOUND_DEAD: dict[tuple[Path, int], float] = {}
-"""When a file, by its path and inode, was first seen without its worker."""
+"""The time when a file was first seen without its worker, by the file's path and inode."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a worker is in its run: the labels of its target."""
+    """The identity of a worker in its run; it becomes the labels of the worker's target."""
 
     run: str = "default"
     node: str = "node0"
     rank: int = 0
     gpu_uuid: str = ""
-    """As `nvidia-smi -L` says it, to join with the metrics of DCGM; empty without a GPU."""
+    """The GPU's UUID as in `nvidia-smi -L`, to join with DCGM's metrics; empty without a GPU."""
 
     @classmethod
     def from_launcher(cls, environment: Mapping[str, str] = os.environ, *, run: str | None = None, gpu_uuid: str = "") -> Identity:
-        """What torchrun (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm (SLURM_PROCID, SLURM_NODEID, SLURM_JOB_ID) say of this process.
+        """Read the identity from torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's (SLURM_PROCID, SLURM_NODEID, ..).
 
         Raises:
-            PlacementError: a rank that is no number.
+            PlacementError: the rank is not a number.
         """
 
         def first(*names: str, default: str) -> str:
@@ -59,23 +59,23 @@ class Identity:
 
         rank = first("RANK", "SLURM_PROCID", default="0")
         if not rank.isdecimal():
-            raise PlacementError(f"RANK is {rank!r}, which is no number; it names this worker in Prometheus")
+            raise PlacementError(f"RANK is {rank!r}, which is not a number; set it to this worker's rank, which names it in Prometheus")
         node = first("GROUP_RANK", "SLURM_NODEID", default="0")
         run = run or first("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", default="default")
         return cls(run=run, node=f"node{node}" if node.isdecimal() else node, rank=int(rank), gpu_uuid=gpu_uuid)
 
     @property
     def instance(self) -> str:
-        """`node0/rank3`: the same after a restart on another port, so that a worker's series go on."""
+        """The worker's name, `node0/rank3`. It is the same after a restart on another port, so the worker's series continue."""
         return f"{self.node}/rank{self.rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where one worker is scraped, and its labels there."""
+    """The address at which Prometheus scrapes one worker, and the worker's labels."""
 
     address: str
-    """host:port."""
+    """The address as host:port."""
     labels: Mapping[str, str]
 
     @classmethod
@@ -93,29 +93,29 @@ class Target:
 
 
 def as_json(targets: Iterable[Target]) -> str:
-    """Targets in Prometheus' form, one group each."""
+    """The targets in Prometheus' format, one group each."""
     return json.dumps([{"targets": [each.address], "labels": dict(each.labels)} for each in targets], indent=1) + "\n"
 
 
 def from_json(text: str | bytes, where: object) -> list[Target]:
-    """Targets from Prometheus' form.
+    """Read targets in Prometheus' format.
 
     Raises:
-        PlacementError: it is something else; names `where`.
+        PlacementError: the text has another format; the message names `where`.
     """
     try:
         groups = json.loads(text)
         return [Target(address=str(address), labels=dict(group["labels"])) for group in groups for address in group["targets"]]
     except (ValueError, TypeError, KeyError) as error:
-        raise PlacementError(f"{where} holds no list of Prometheus targets: {error!r}") from error
+        raise PlacementError(f"{where} is not a list of Prometheus targets: {error!r}") from error
 
 
 class Announcement:
     """One worker's file in a discovery folder, from now until `close()` or the end of the process.
 
     Args:
-        folder: made if it is not there.
-        target: whose `instance` and `run` name the file: a worker that restarts replaces its own.
+        folder: the folder; created if missing.
+        target: its `instance` and `run` name the file, so a restarted worker replaces its own file.
 
     Raises:
         PlacementError: the folder or file cannot be written.
@@ -123,17 +123,17 @@ class Announcement:
 
     def __init__(self, folder: str | os.PathLike[str], target: Target) -> None:
         labels = dict(target.labels) | {_HOST: socket.gethostname()}
-        # Flat: Prometheus takes a pattern in the last part of a path only.
+        # No subfolders: Prometheus accepts a pattern only in the last part of a path.
         self.path = Path(folder) / f"{_UNSAFE.sub('-', labels['run'])}.{_UNSAFE.sub('-', labels['instance'])}.json"
         self._pid = os.getpid()
-        # Prometheus watches *.json; it must never see half a file.
+        # Prometheus watches *.json and must never see half a file, so the file is written under another name.
         partial = self.path.with_suffix(f".{self._pid}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = partial.open("w+")
             self._file.write(as_json([Target(address=target.address, labels=labels)]))
             self._file.flush()
-            with contextlib.suppress(OSError):  # a file system without locks: then nobody reaps the file either
+            with contextlib.suppress(OSError):  # without file locks nobody removes the file of a killed worker
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial.replace(self.path)
         except OSError as error:
@@ -143,7 +143,7 @@ class Announcement:
         reap(folder)
 
     def close(self) -> None:
-        """Take the file away, unless a later worker of the same name has replaced it. Idempotent; nothing in a forked child."""
+        """Remove the file, unless a later worker of the same name has replaced it. Idempotent; does nothing in a forked child."""
         if self._file.closed or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ class Announcement:
 
 
 _OWN: WeakIdSet[Announcement] = WeakIdSet()
-"""Of this process. A POSIX lock is lost when its process closes ANY descriptor of the file: these are never opened to look."""
+"""This process's announcements. A POSIX lock is lost when its process closes ANY descriptor of the file, so these are never reopened."""
 
 
 def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
@@ -164,26 +164,26 @@ def files_in(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def targets_in(folder: str | os.PathLike[str]) -> list[Target]:
-    """The targets of a discovery folder. A file that vanishes in the meantime is left out.
+    """The targets in a discovery folder. A file that vanishes meanwhile is skipped.
 
     Raises:
-        PlacementError: a file holds something else.
+        PlacementError: a file is not a list of targets.
     """
     found: list[Target] = []
     own = {each.path: each for each in _OWN}
     for path in files_in(folder):
         with contextlib.suppress(FileNotFoundError):
-            # Reading its own file by another descriptor would give up the lock.
+            # Closing a second descriptor of an own file would drop its lock.
             text = os.pread(own[path]._file.fileno(), 1 << 20, 0) if path in own else path.read_bytes()
             found += from_json(text, path)
     return found
 
 
 def reap(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove the files of workers of this machine that were found dead `REAP_SECONDS` ago. Returns them.
+    """Remove and return the files of this machine's workers that were found dead `REAP_SECONDS` ago.
 
-    Not at once: while a dead worker is listed, Prometheus sees that it does not answer, and can tell it from one that ended in order.
-    Of this machine only: whether a lock is seen from another one depends on how the folder is mounted.
+    The delay lets Prometheus see that a dead worker does not answer, and so distinguish it from one that ended in order. Files of other
+    machines are left alone, because it depends on the mount whether their locks are visible here.
     """
     gone: list[Path] = []
     now = time.monotonic()
@@ -197,6 +197,6 @@ def reap(folder: str | os.PathLike[str]) -> list[Path]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while the worker lives
             inode = os.fstat(file.fileno()).st_ino
             if path.stat().st_ino == inode and now - _FOUND_DEAD.setdefault((path, inode), now) >= REAP_SECONDS:
-                path.unlink()  # else a new worker has replaced it by now
+                path.unlink()  # if the inode differs, a new worker has replaced the file
                 gone.append(path)
     return gone

@@ -1,4 +1,4 @@
-"""All workers of a run in one place: the list that Prometheus asks for, and what they show of themselves."""
+"""Serve all workers of a run in one place: the list of targets for Prometheus, and the status of every worker."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from placement.observe.page import status_pages
 
 _FRESH_SECONDS = 1.0
 _WATCHED_SECONDS = 15.0
-"""So long after the last question the workers are asked on; nobody looking costs them nothing."""
+"""How long the workers are polled after the last request. When nobody looks, polling stops."""
 _AT_ONCE = 16
 
 
 def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> list[dict[str, Any]]:
-    """What each worker shows of itself; one that does not answer has an `error` in place of the rest."""
+    """Every worker's view (see `worker_view`). A worker that does not answer has an `error` in its place."""
 
     def one(target: Target) -> list[dict[str, Any]]:
         mine = {"name": target.name, "labels": dict(target.labels)}
@@ -37,11 +37,11 @@ def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> li
 
 
 class DiscoveryServer(HttpServer):
-    """Serves the targets of a run: `/targets` for Prometheus' `http_sd_configs`, `/workers` with what all of them show,
-    `/` with the status page of all.
+    """Serves the targets of a run: `/targets` for Prometheus' `http_sd_configs`, `/workers` with the views of all workers, `/` with the
+    status page of all.
 
     Args:
-        find: the targets now; called on the server's threads.
+        find: returns the present targets; called on the server's threads.
         port, address, timeout_seconds: see `HttpServer`.
     """
 
@@ -72,18 +72,18 @@ class DiscoveryServer(HttpServer):
         return Response(HTTPStatus.OK, b"ok\n")
 
     def _workers(self, request: Request) -> Response:
-        """What the workers last said. The first question starts the asking, so it may get nothing yet."""
+        """The last views of the workers. The first request starts the polling, so it may get an empty list."""
         self._last_asked = time.monotonic()
         self._asked_for.set()
         return Response(HTTPStatus.OK, self._views, JSON)
 
     def _keep_asking(self) -> None:
-        # Not on the server's thread: a worker that hangs must not keep a page from its reader.
+        # A thread of its own: a worker that hangs must not block the server.
         while not self._is_ending:
             self._asked_for.wait()
             try:
                 self._views = json.dumps(views_of(self._find(), self._pool)).encode()
-            except (PlacementError, OSError, RuntimeError) as error:  # a folder that is being written to; the pool at the end
+            except (PlacementError, OSError, RuntimeError) as error:  # a folder that is being written, or the pool at shutdown
                 self._views = json.dumps([{"name": "discovery", "labels": {}, "error": str(error)}]).encode()
             if time.monotonic() - self._last_asked > _WATCHED_SECONDS:
                 self._asked_for.clear()

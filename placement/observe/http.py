@@ -1,9 +1,9 @@
-"""A small HTTP server for pages about this process. No page in here.
+"""A small HTTP server for pages about this process. The pages themselves are elsewhere.
 
-It lives inside a training process, so a client must not be able to cost it more than a trickle. ONE thread serves every
-connection through a selector: a client that says nothing, or a byte a second, holds a slot and no thread; a connection has
-`timeout_seconds` for its whole request head and as long again for each piece of the answer; when all slots are taken the oldest
-one makes room. Only GET and HEAD, no request body, one request a connection.
+It runs inside a training process, so a client must not be able to take much of that process's time. ONE thread serves all connections
+through a selector. A client that sends nothing, or one byte a second, occupies a slot but no thread. A connection has
+`timeout_seconds` for its whole request head, and as long again for each piece of the answer. When all slots are taken, the oldest
+connection is dropped. Only GET and HEAD are served, without request bodies, one request for each connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from placement.observe.messages import MAX_HEAD_BYTES, RefusedError, Request, Re
 MAX_CONNECTIONS = 64
 TIMEOUT_SECONDS = 5.0
 CHORE_SECONDS = 5.0
-# The process may have SIGPIPE at its default: a client that hangs up must not end a training run.
+# SIGPIPE may have its default action: a client that hangs up must not end a training run.
 _SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 
 _CLOSED = refusal(HTTPStatus.SERVICE_UNAVAILABLE).encode(with_body=True)
@@ -38,29 +38,29 @@ Page = Callable[[Request], Response]
 
 
 class _Connection:
-    """One client: its head as it comes in, then the answer as it goes out, then a pause for what it still sends."""
+    """One client. Its request head is received, then the answer is sent, then remaining input is discarded."""
 
     def __init__(self, client: socket.socket, deadline: float) -> None:
         self.socket = client
         self.head = bytearray()
         self.answer: memoryview | None = None
         self.rest: Iterator[bytes] = iter(())
-        """What of the answer is made only when the client has taken what was before it."""
+        """Pieces of the answer that are made only when the client has taken the earlier ones."""
         self.deadline = deadline
 
 
 class HttpServer:
-    """Answers requests with pages until `close()`. A context manager; also closed in forked children.
+    """Answers requests with pages until `close()`. A context manager; a forked child closes its copy.
 
     Args:
-        pages: by path; called on the server's thread, so a page must not wait for anything. What it raises is a 500 for that client.
-        port: TCP port; 0 lets the system choose, see `port`.
-        address: loopback by default. Name another one to be reachable from other machines; there is no authentication.
-        timeout_seconds: for the request head as a whole, and again for every piece of the answer.
+        pages: functions by path. They run on the server's thread, so a page must not wait. A page that raises becomes a 500 response.
+        port: the TCP port; 0 lets the system choose, see `port`.
+        address: the address to bind, loopback by default. Others make the server reachable from other machines, without authentication.
+        timeout_seconds: the limit for the whole request head, and again for each piece of the answer.
 
     Raises:
         PlacementError: the address and port cannot be bound.
-        ValueError: an empty address, or a port outside 0..65535.
+        ValueError: the address is empty, or the port is outside 0..65535.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HttpServer:
         if not address:
             raise ValueError("address is empty, which would mean every interface; name one, such as 127.0.0.1")
         if not 0 <= port <= 65535:
-            raise ValueError(f"port {port} is outside 0..65535")
+            raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
         self._pages = dict(pages)
         self._timeout_seconds = timeout_seconds
         self._chore: Callable[[], object] | None = None
@@ -93,23 +93,23 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, without a path; a server on every interface is named by its loopback address."""
+        """`http://host:port`, without a path. A server on every interface shows its loopback address."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address, self.address)  # noqa: S104 (compared, not bound)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def close(self) -> None:
-        """Stop serving and free the port. Idempotent, from any thread; waits at most `timeout_seconds` for a page that is being made.
+        """Stop serving and free the port. Idempotent, from any thread. Waits at most `timeout_seconds` for a page in progress.
 
-        Who has asked and was not answered yet gets a 503.
+        A client whose request was not answered yet gets a 503.
         """
         if self._closing and not self._thread.is_alive():
             return
         self._closing = True
-        with contextlib.suppress(OSError):  # closed by the thread, which has ended
+        with contextlib.suppress(OSError):  # the thread has ended and closed it
             self._wake_writer.send(b"\0", _SEND_FLAGS)
         if threading.current_thread() is not self._thread:
             self._thread.join(self._timeout_seconds)
-        self._listener.close()  # even where the thread is still held up in read(): the port is free now
+        self._listener.close()  # frees the port now, even if the thread still hangs in a page
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +123,7 @@ class HttpServer:
         try:
             while not self._closing:
                 ready = self._selector.select(self._seconds_to_next_deadline())
-                # Taken before the pages are made: a client that waited while read() was slow is looked at before it is dropped.
+                # The time before pages are made: a client that waited through a slow page is served before it can time out.
                 now = time.monotonic()
                 for key, _ in ready:
                     key.data(key.fileobj)
@@ -136,9 +136,9 @@ class HttpServer:
             self._release()
 
     def do_regularly(self, chore: Callable[[], object]) -> None:
-        """Call something short on the server's thread every `CHORE_SECONDS`, beginning now. What it raises is logged."""
+        """Call a short function on the server's thread every `CHORE_SECONDS`, beginning now. Its exceptions are logged."""
         self._chore = chore
-        with contextlib.suppress(OSError):  # closed already
+        with contextlib.suppress(OSError):  # the server is closed
             self._wake_writer.send(b"\0", _SEND_FLAGS)
 
     def _do(self, chore: Callable[[], object]) -> None:
@@ -157,7 +157,7 @@ class HttpServer:
         try:
             client, _ = listener.accept()
         except BlockingIOError:
-            return  # the client has gone again
+            return  # the client has gone
         except OSError as exc:
             _logger.debug("accept failed: %s", exc)
             self._make_room()
@@ -170,7 +170,7 @@ class HttpServer:
         self._selector.register(client, selectors.EVENT_READ, self._advance)
 
     def _make_room(self) -> None:
-        """Drop the oldest connection, one that is not being answered where there is one."""
+        """Drop the oldest connection, preferably one that is not being answered."""
         oldest_first = sorted(self._connections.values(), key=lambda c: bool(c.answer))  # stable
         if oldest_first:
             self._drop(oldest_first[0])
@@ -178,7 +178,7 @@ class HttpServer:
     def _advance(self, client: socket.socket) -> None:
         connection = self._connections.get(client)
         if connection is None:
-            return  # dropped to make room, earlier in this round
+            return  # it was dropped to make room, earlier in this round
         try:
             if connection.answer is None:
                 self._receive(connection)
@@ -210,7 +210,7 @@ class HttpServer:
             connection.answer = memoryview(piece)
             connection.deadline = time.monotonic() + self._timeout_seconds
         elif not connection.answer:
-            # Closing with unread input resets the connection, which can take the answer from the client before it has read it.
+            # Closing with unread input resets the connection, which could destroy the answer before the client has read it.
             connection.socket.shutdown(socket.SHUT_WR)
             connection.deadline = time.monotonic() + self._timeout_seconds
             self._selector.modify(connection.socket, selectors.EVENT_READ, self._advance)
@@ -218,7 +218,7 @@ class HttpServer:
     def _drop(self, connection: _Connection) -> None:
         self._connections.pop(connection.socket, None)
         self._selector.unregister(connection.socket)
-        # A child forked a moment ago may hold a copy of the descriptor: shutdown ends the connection for all of them.
+        # A child forked a moment ago may hold a copy of the descriptor. A shutdown ends the connection for all copies.
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_RDWR)
         connection.socket.close()
@@ -230,7 +230,7 @@ class HttpServer:
         self._close_descriptors()
 
     def _dismiss(self, connection: _Connection) -> None:
-        """The last words to a client, as much of them as it takes at once: what was left of its answer, or that there will be none."""
+        """Send a client what it takes at once: the rest of its answer, or a 503."""
         with contextlib.suppress(OSError):
             if connection.answer is None:
                 with contextlib.suppress(BlockingIOError):
@@ -247,12 +247,12 @@ class HttpServer:
         self._connections.clear()
 
     def _forget_in_child(self) -> None:
-        """In a forked child: give up the copies of the descriptors, without a word to the selector, which the parent still uses."""
+        """Close a forked child's copies of the descriptors. The selector is not told, because the parent still uses it."""
         self._closing = True
         self._close_descriptors()
 
     def _answer(self, head: bytes) -> tuple[bytes, Iterator[bytes]] | None:
-        """The encoded response and what of it is still to be made; None while the head is incomplete."""
+        """The encoded response and its remaining pieces; None while the request head is incomplete."""
         with_body = True
         try:
             request = parse_head(head)
@@ -263,10 +263,10 @@ class HttpServer:
             response = page(request) if page else refusal(HTTPStatus.NOT_FOUND)
         except RefusedError as refused:
             response = refused.response
-        except Exception as exc:  # whatever a page raises is one client's 500, never the end of the server
-            _logger.debug("the page cannot be made", exc_info=True)
-            # The type alone: a message may hold what is not for everybody who can reach the port.
-            response = Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"no page: {type(exc).__name__}\n".encode())
+        except Exception as exc:  # an exception in a page is one client's 500, never the end of the server
+            _logger.debug("a page raised an exception", exc_info=True)
+            # The type alone, because the message may hold secrets, and anybody may reach the port.
+            response = Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(exc).__name__}\n".encode())
         return response.encode(with_body=with_body), (response.rest if with_body else None) or iter(())
 
 
@@ -280,7 +280,7 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-# Data loaders fork. A child that kept the listening socket would hold the port after its parent's death and never answer on it.
+# Data loaders fork. A child with the listening socket would hold the port after its parent's death, and never answer on it.
 _SERVERS: WeakIdSet[HttpServer] = WeakIdSet()
 
 

@@ -1,4 +1,4 @@
-"""The little HTTP that the server speaks: a bounded, strict request head in, a response out. No socket in here."""
+"""The subset of HTTP that the server speaks: a strict request head of bounded length in, a response out. Contains no socket code."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Request:
 
     method: str
     path: str
-    """Without the query."""
+    """The path without the query."""
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Headers by name in lower case."""
     query: str = ""
 
     def number(self, name: str) -> float | None:
         """A value of the query as a number; None where it is not given.
 
         Raises:
-            RefusedError: it is no finite number of zero or more.
+            RefusedError: the value is not a finite number of at least zero.
         """
         given = parse_qs(self.query).get(name)
         if given is None:
@@ -51,17 +51,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the client gets."""
+    """The response to a client."""
 
     status: HTTPStatus
     body: bytes
     content_type: str = TEXT
     headers: tuple[tuple[str, str], ...] = ()
     rest: Iterator[bytes] | None = None
-    """A body that is too long to be held as a whole comes in pieces after `body`; its end is the end of the connection."""
+    """The rest of a body that is too long to hold at once, in pieces after `body`. The end of the connection ends the body."""
 
     def encode(self, *, with_body: bool) -> bytes:
-        """The bytes to send; HEAD gets the headers of GET without the body."""
+        """The bytes to send. A HEAD request gets GET's headers without the body."""
         head = [
             f"HTTP/1.1 {self.status.value} {self.status.phrase}",
             f"Content-Type: {self.content_type}",
@@ -74,7 +74,7 @@ class Response:
 
 
 class RefusedError(Exception):
-    """A request that gets no page; `response` says why."""
+    """A request that is refused; `response` has the reason."""
 
     def __init__(self, status: HTTPStatus) -> None:
         super().__init__(status.phrase)
@@ -82,16 +82,16 @@ class RefusedError(Exception):
 
 
 def refusal(status: HTTPStatus) -> Response:
-    """A plain-text answer with the status' own phrase."""
+    """A plain-text response with the standard phrase of the status."""
     headers = (("Allow", ", ".join(METHODS)),) if status is HTTPStatus.METHOD_NOT_ALLOWED else ()
     return Response(status, f"{status.phrase}\n".encode(), headers=headers)
 
 
 def parse_head(head: bytes) -> Request | None:
-    """The request that `head` (all bytes received so far) holds; None while its end has not come.
+    """Parse `head`, all bytes received so far. Returns the request; None while the end of its head is missing.
 
     Raises:
-        RefusedError: this is no request, one of a method that is not served, or too long a one. As early as the bytes show it.
+        RefusedError: the bytes are no request, use a method that is not served, or are too long. Raised as early as possible.
     """
     line_end = head.find(b"\n")
     if (line_end if line_end >= 0 else len(head)) > MAX_REQUEST_LINE_BYTES:
@@ -115,7 +115,7 @@ def parse_head(head: bytes) -> Request | None:
 def _parse_headers(lines: bytes) -> dict[str, str]:
     headers: dict[str, str] = {}
     for line in lines.decode("latin-1").split("\n") if lines else ():
-        # Folded lines and control characters are refused: part of the Accept header comes back in the answer's Content-Type.
+        # Folded lines and control characters are refused, because part of the Accept header is echoed in the answer's Content-Type.
         header = _HEADER.fullmatch(line.removesuffix("\r"))
         if header is None:
             raise RefusedError(HTTPStatus.BAD_REQUEST)

@@ -1,7 +1,7 @@
-"""What other processes hold on the GPU, which neither torch nor CUDA can see; needs `nvidia-ml-py` (extra `nvml`).
+"""Measure the GPU memory of other processes, which neither torch nor CUDA shows. Needs `nvidia-ml-py` (extra `nvml`).
 
-NVML is asked on a thread of its own, every few seconds: a call may take milliseconds, and hangs with a driver that hangs. In a
-container NVML may list no processes, or ones with ids of another namespace; then nothing is said.
+NVML is queried on a thread of its own every few seconds: a call may take milliseconds, and hangs if the driver hangs. In a container
+NVML may list no processes, or process ids of another namespace; then the result is None.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ ASK_SECONDS = 5.0
 
 
 class OtherProcesses:
-    """Device bytes of all processes but this one, as last measured.
+    """Device bytes of all other processes, as last measured.
 
     Args:
-        uuid: of the GPU, as `nvidia-smi -L` says it; empty for a device that is none: then nothing is ever known.
-        nvml: the library; None: `pynvml` where it is installed.
+        uuid: the GPU's UUID as in `nvidia-smi -L`; empty for a device that is no GPU, whose result is always None.
+        nvml: the NVML module; None: `pynvml` if it is installed.
     """
 
     def __init__(self, uuid: str, nvml: Any = None) -> None:
         self.nbytes: int | None = None
-        """None while it is not known."""
+        """The last measurement; None while unknown."""
         self._ended = threading.Event()
         nvml = _library() if nvml is None and uuid else nvml
         if nvml is not None and uuid:
@@ -34,7 +34,7 @@ class OtherProcesses:
             threading.Thread(target=_watch, args=(me, ended, nvml, uuid), name="placement-nvml", daemon=True).start()
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop measuring."""
         self._ended.set()
 
 
@@ -53,7 +53,7 @@ def _watch(me: weakref.ref[OtherProcesses], ended: threading.Event, nvml: Any, u
             watcher.nbytes = nbytes
             del watcher
             ended.wait(ASK_SECONDS)
-    except nvml.NVMLError:  # a MIG slice, or the driver went away: what was measured last is no longer true
+    except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
         if (watcher := me()) is not None:
             watcher.nbytes = None
     finally:
@@ -61,7 +61,7 @@ def _watch(me: weakref.ref[OtherProcesses], ended: threading.Event, nvml: Any, u
 
 
 def _others(nvml: Any, device: Any) -> int | None:
-    """Bytes of the processes that are listed, this one left out; None where this one is not listed, so that ids mean nothing here."""
+    """Bytes of the listed processes except this one; None if this one is not listed, because then the ids come from elsewhere."""
     listed = {each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
     if os.getpid() not in listed or any(nbytes is None for nbytes in listed.values()):
         return None

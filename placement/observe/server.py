@@ -27,11 +27,11 @@ from placement.observe.trace import encoded_trace
 from placement.observe.worker_view import worker_view
 
 _REST_SECONDS = 0.0003
-"""Work at a time: a waiting thread asks for the interpreter only after 5 ms, and would get it no sooner."""
+"""How long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms."""
 
 
 class _Paced(CollectorRegistry):
-    """A registry that lets other threads run now and then: a phase that begins in the meantime does not wait for the whole page."""
+    """A registry that lets other threads run now and then, so that a phase that begins meanwhile does not wait for the whole page."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Paced(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         rested = time.perf_counter()
-        for family in list(self._whole.collect()):  # one snapshot, however slowly it is written down
+        for family in list(self._whole.collect()):  # all families come from one snapshot, however slowly they are written
             yield family
             if time.perf_counter() - rested > _REST_SECONDS:
                 time.sleep(0)
@@ -47,16 +47,16 @@ class _Paced(CollectorRegistry):
 
 
 class MetricsServer(HttpServer):
-    """Serves `read()`'s snapshot over HTTP until `close()`; see `HttpServer`.
+    """Serves the snapshots of `read()` over HTTP until `close()`; see `HttpServer`.
 
-    `/metrics` (Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that), `/healthz` (200 "ok", or 503 with the names
-    of the broken handles), `/state` (the snapshot as JSON), `/trace` (the journal as a Chrome trace; `?seconds=60`: of the last
-    minute only), `/workers` (see `worker_view`), `/` (the status page); 404 elsewhere. A failing `read()` is a 500 for that client.
+    `/metrics`: Prometheus text or OpenMetrics, as the client asks, gzip if it accepts that. `/healthz`: 200 "ok", or 503 with the
+    broken handles' names. `/state`: the snapshot as JSON. `/trace`: the journal as a Chrome trace; `?seconds=60` limits it to the last
+    minute. `/workers`: see `worker_view`. `/`: the status page. Any other path is a 404. A failing `read()` is a 500 for that client.
 
     Args:
-        read: returns the snapshot; called on the server's thread, once a request, never at construction.
-        is_over: whether there is nothing to show any more: 503 everywhere, whatever `read` would return.
-        journal: what `/trace` shows; without one it is empty.
+        read: returns the snapshot; called on the server's thread once a request, never at construction.
+        is_over: returns whether the manager is closed. Then every page is a 503.
+        journal: the journal that `/trace` shows; None: an empty one.
         worker_info: further labels of `placement_worker_info`.
     """
 
@@ -76,7 +76,7 @@ class MetricsServer(HttpServer):
         self._journal = journal if journal is not None else Journal(1)
         self._registry = make_registry(read, worker_info)
         self.target: Target | None = None
-        """Where and as what this worker is scraped, once it was announced."""
+        """The address and labels under which this worker is scraped; None before it is announced."""
         self._announcement: Announcement | None = None
         pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
         pages["/workers"] = self._workers
@@ -84,10 +84,10 @@ class MetricsServer(HttpServer):
         super().__init__(pages, port=port, address=address, timeout_seconds=timeout_seconds)
 
     def announce(self, folder: str | os.PathLike[str] | None, identity: Identity) -> Target:
-        """Say who this worker is, and write its file into a discovery folder until `close()`.
+        """Set this worker's identity, and keep its file in a discovery folder (None: no file) until `close()`.
 
         Returns:
-            Where and as what it is scraped: for a list of one's own, such as a `DiscoveryServer`'s.
+            The worker's target, for a list of your own, such as a `DiscoveryServer`'s.
 
         Raises:
             PlacementError: the folder cannot be written.
@@ -108,14 +108,14 @@ class MetricsServer(HttpServer):
     def _unless_over(self, page: Page, request: Request) -> Response:
         if not self._is_over():
             response = page(request)
-            if not self._is_over():  # nor has it become so in the meantime
+            if not self._is_over():  # the manager may have been closed while the page was made
                 return response
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _metrics(self, request: Request) -> Response:
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (TypeError, ValueError):  # a version that is no version
+        except (TypeError, ValueError):  # the client asks for a malformed version
             encode, content_type = choose_encoder("")
         body = encode(_Paced(self._registry))
         headers: tuple[tuple[str, str], ...] = (("Vary", "Accept, Accept-Encoding"),)

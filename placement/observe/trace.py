@@ -1,8 +1,8 @@
-"""The journal as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write the journal as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A track for each handle: its states, and within them the moves with their bytes and rate. A track for the phases. A counter for
-the device bytes of each handle. Times are Unix time in microseconds minus `base_nanoseconds`, as `torch.profiler` writes them
-(`baseTimeNanoseconds` in its files), so that both can be laid over each other: see `write_trace`.
+Each handle has a track with its states, and within them its moves with bytes and rate. The phases have a track. The device bytes of
+each handle are a counter. Times are Unix time in microseconds minus `base_nanoseconds`, as in the files of `torch.profiler`
+(`baseTimeNanoseconds`), so that both traces can be shown together: see `write_trace`.
 
 Format: "Trace Event Format", Google, 2016: complete events ("X") of one track must nest, times are in microseconds.
 """
@@ -25,19 +25,19 @@ Event = dict[str, Any]
 
 _PHASES_TRACK = 1
 _PIECE_EVENTS = 512
-"""Events that are encoded at a time: what a trace holds in memory beside the journal."""
+"""The number of events encoded at a time, which bounds the memory that writing a trace takes."""
 
 
 def trace_events(
     records: Iterable[Record], spans: Iterable[PhaseSpan], *, now_seconds: float, offset_seconds: float, pid: int, process: str
 ) -> Iterator[Event]:
-    """The events of one worker, track by track in no order of time.
+    """The events of one worker, track by track, not sorted by time.
 
     Args:
-        records: oldest first.
-        now_seconds: `time.monotonic()`; where open states end.
-        offset_seconds: what turns monotonic time into the time of the trace.
-        process: the name of the worker in the trace.
+        records: the journal's records, oldest first.
+        now_seconds: the value of `time.monotonic()` at which open states end.
+        offset_seconds: added to monotonic time to get the trace's time.
+        process: the worker's name in the trace.
     """
 
     def micros(seconds: float) -> float:
@@ -65,7 +65,7 @@ def trace_events(
         state, began = since.get(handle, (record.source, end - record.seconds))
         yield span(state.value, "state", began, end, track)
         if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD):
-            # The move is part of the time in the state that it ends. Handles that move together each show the time of all.
+            # A move lies at the end of its source state. Handles that move together each show the time of all.
             move = span(record.trigger.value, "move", max(began, end - record.seconds), end, track, phase=record.phase)
             move["args"] |= {"bytes": record.nbytes, "skipped_bytes": record.skipped_bytes}
             if record.seconds > 0:
@@ -86,12 +86,12 @@ def encoded_trace(
     process: str | None = None,
     after: Iterable[Event] = (),
 ) -> Iterator[bytes]:
-    """A whole trace file in pieces, which are made as they are taken: a long journal is never held as text.
+    """A trace file in pieces that are made on demand, so a long journal is never held as text.
 
     Args:
-        last_seconds: leave out what was over longer ago.
-        base_nanoseconds: Unix time that the trace counts from.
-        after: events of others, put behind ours.
+        last_seconds: leave out events that ended longer ago.
+        base_nanoseconds: the Unix time at which the trace's time begins.
+        after: further events, put after placement's own.
     """
     now = time.monotonic()
     offset = time.time() - now - base_nanoseconds / 1e9
@@ -114,11 +114,11 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
     """Write a manager's journal as a Chrome trace: `placement.trace(manager.journal, "trace.json")`.
 
     Args:
-        path: the file to write, atomically.
-        beside: a trace that `torch.profiler` exported in the same process; its events go into the same file, on the same time.
+        path: the file to write; it is replaced atomically.
+        beside: a trace that `torch.profiler` exported in the same process. Its events go into the same file, on the same time axis.
 
     Raises:
-        PlacementError: `beside` is no trace file.
+        PlacementError: `beside` is not a trace file.
         OSError: a file cannot be read or written.
     """
     base, events = (0, []) if beside is None else _read_trace(Path(beside))
@@ -134,12 +134,12 @@ def write_trace(journal: Journal, path: str | os.PathLike[str], *, beside: str |
 
 
 def _read_trace(path: Path) -> tuple[int, list[Event]]:
-    """What a trace counts from (nanoseconds of Unix time), and its events."""
+    """Read a trace. Returns the Unix time at which its time begins (nanoseconds), and its events."""
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
-        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
+        raise PlacementError(f"{path} is not a Chrome trace: {error}") from error
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
-        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
+        raise PlacementError(f"{path} is not a Chrome trace: it has no list of traceEvents")
     return (int(found.get("baseTimeNanoseconds", 0)) if isinstance(found, dict) else 0), events

@@ -1,6 +1,6 @@
-"""What people look at of one worker, as JSON: the snapshot, the last minutes of its journal, its last failures.
+"""One worker as JSON for people: the snapshot, the last minutes of the journal, the last failures.
 
-The status page and `placement top` show this; one worker serves its own at `/workers`, the discovery server those of all.
+The status page and `placement top` show it. A worker serves its own view at `/workers`; the discovery server serves all views.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from placement.core.snapshot import Snapshot
 
 HISTORY_SECONDS = 300.0
 _LAST = 20
-"""Transitions and failures that are shown."""
+"""The number of state transitions and failures shown."""
 _MOST_SPANS = 500
-"""Of each track: a page that draws more than it has pixels only gets slow."""
+"""The limit for each track. More spans than a page has pixels only make it slow."""
 
 
 def worker_view(snapshot: Snapshot, journal: Journal, *, name: str, labels: dict[str, str]) -> dict[str, Any]:
-    """One worker as it is now.
+    """The view of one worker.
 
     Returns:
-        `name`, `labels` and `snapshot` (its JSON form); `timeline`: by handle its states of the last `HISTORY_SECONDS` as
-        [state, begin, end]; `phases`: [phase, begin, end]; `transitions` and `failures`: the last ones, newest first. Times are
-        Unix time in seconds.
+        `name`, `labels` and `snapshot` (as JSON). `timeline`: for each handle its states in the last `HISTORY_SECONDS` as
+        [state, begin, end]. `phases`: [phase, begin, end]. `transitions` and `failures`: the last ones, newest first. Times are Unix time
+        in seconds.
     """
     now = time.monotonic()
     offset, start = time.time() - now, now - HISTORY_SECONDS

@@ -123,7 +123,7 @@ def test_a_sync_that_stops_half_way_spoils_weights_that_are_kept_too(kind: Any, 
         for bucket in job.actor.weights(bucket_bytes=1):
             job.engine.update_weights(bucket)
             break
-        with pytest.raises(EngineError, match="a sync has begun and not been finished"):
+        with pytest.raises(EngineError, match="a sync has begun and was not finished"):
             step.switch("rollout")
         job.publish(bucket_bytes=1)
         step.switch("rollout")

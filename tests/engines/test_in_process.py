@@ -163,7 +163,7 @@ def test_vllm_with_requests_that_nobody_finishes(shared: Path) -> None:
     manager, _, handle = job(VllmInProcess(llm), shared)
     with manager.phase("rollout") as step:
         llm.unfinished = 2
-        with pytest.raises(EngineError, match="requests that are not finished"):
+        with pytest.raises(EngineError, match="has unfinished requests"):
             step.switch("train")
         assert handle.state is State.GPU_RESIDENT
         llm.unfinished = 0
@@ -176,7 +176,7 @@ def test_vllm_that_fails(shared: Path) -> None:
     llm.failing["wake_up"] = RuntimeError("CUDA Error: out of memory")
     with pytest.raises(EngineError, match=r"wake_up\(tags=\['weights'\]\) of vLLM failed: .*out of memory"):
         manager.phase("rollout").__enter__()
-    with pytest.raises(EngineError, match="cannot be trusted"):
+    with pytest.raises(EngineError, match="so they are not valid"):
         manager.phase("rollout").__enter__()
     handle.object.residency.stale = None
     with manager.phase("rollout"):
@@ -226,7 +226,7 @@ def test_what_is_no_vllm(shared: Path) -> None:
         VllmInProcess(object())
     with pytest.raises(ValueError, match="its sleep is asynchronous"):
         VllmInProcess(Asynchronous(shared))
-    with pytest.raises(ValueError, match=r"no sglang\.Engine: it has no release_memory_occupation"):
+    with pytest.raises(ValueError, match=r"not an sglang\.Engine: it has no release_memory_occupation"):
         SglangInProcess(object())
 
 

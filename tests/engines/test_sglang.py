@@ -169,6 +169,6 @@ def test_half_a_sync_is_half_a_sync_for_the_next_manager_too(shared: Path, start
         job.engine.update_weights(next(job.actor.weights(bucket_bytes=1)))
     job.manager.unregister("rollout")
     job.register()
-    with pytest.raises(EngineError, match="has begun and not been finished"):
+    with pytest.raises(EngineError, match="has begun and was not finished"):
         job.manager.phase("rollout").__enter__()
     assert job.step() == "actor"

@@ -246,6 +246,6 @@ def test_two_processes_in_one_place_are_found_out() -> None:
     group = groups(2)[1]
     group._board.claim("placement/g0/e0/decision", Decision(verdict="commit").encode())
     group.deadline_seconds = 0.05
-    with pytest.raises(CoordinatorLost, match="another process has its place"):
+    with pytest.raises(CoordinatorLost, match="another process uses its rank"):
         change(group)
     assert group.is_in_doubt

@@ -154,7 +154,7 @@ def test_a_board_that_is_lost_leaves_the_rank_in_doubt() -> None:
     group = StoreGroup(Silent(), 0, 1, 0.5)
     group.propose("enter train", 100)
     Silent.is_gone = True
-    with pytest.raises(CoordinatorLost, match="what was prepared is kept"):
+    with pytest.raises(CoordinatorLost, match="the prepared move is kept"):
         group.agree(PLAN)
     Silent.is_gone = False
     assert group.is_in_doubt
@@ -203,6 +203,6 @@ def test_what_is_no_message_is_refused() -> None:
     from placement.group.messages import MAX_BYTES, Decision, decode
 
     for value in (b"", b"{}", b'{"verdict": "maybe"}', b'{"verdict": "commit", "more": 1}', b" " * (MAX_BYTES + 1), b"\x80\x04K\x01."):
-        with pytest.raises(ValueError, match=r"no Decision|a message of"):
+        with pytest.raises(ValueError, match=r"not a valid Decision|a message has"):
             decode(Decision, value)
     assert issubclass(BoardLost, Exception)

@@ -53,7 +53,7 @@ def test_ranks_that_skipped_transitions_meet_in_the_next_attempt(
             assert (told is None) if rank in skipping else "no proposal within 0.3 s" in told
     with caplog.at_level(logging.WARNING, logger="placement"):
         assert attempt(ranks) == ["done"] * world_size
-    assert "when the other ranks were about to enter train, and they gave that up" in caplog.text
+    assert "came too late for the other ranks' attempt to enter train, which they gave up" in caplog.text
     assert len({rank.group.epoch for rank in ranks}) == 1
     assert on_all(ranks, Rank.step) == ["done"] * world_size
 

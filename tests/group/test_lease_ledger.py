@@ -104,7 +104,7 @@ def test_a_deadline_names_who_holds_how_much_and_ends_the_wait(processes: Proces
 
 
 def test_more_than_there_is_is_refused_at_once(folder: str) -> None:
-    with pytest.raises(DeviceMemoryError, match="needs 101 bytes of GPU-1, and all its processes share 100"):
+    with pytest.raises(DeviceMemoryError, match="needs 101 bytes of GPU-1, but all its processes share 100"):
         Lease("GPU-1", 100, folder=folder).wait(101)
 
 
@@ -266,7 +266,7 @@ def test_a_process_stopped_in_its_turn_is_named_and_keeps_nobody_from_giving_bac
     stopped = processes.start(Holder, folder)
     stopped.begin("stop_in_turn")
     stopped.until_stopped()
-    with pytest.raises(PlacementError, match=rf"process {stopped.pid} has been in the middle of a change of .* is it stopped"):
+    with pytest.raises(PlacementError, match=rf"process {stopped.pid} has kept .* locked for .* and may be stopped"):
         mine.grow(60)
     mine.settle(20)
     assert held(folder)[os.getpid()] == 20
@@ -368,7 +368,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
         Lease("GPU-1", 100, folder=tmp_path / "links")
     monkeypatch.setattr(lease_ledger, "LEASES_FOLDER", str(tmp_path))
     monkeypatch.setattr(lease_ledger.os, "getuid", lambda: 12345)
-    with pytest.raises(PlacementError, match="belongs to somebody else"):
+    with pytest.raises(PlacementError, match="belongs to another user"):
         Lease("GPU-1", 100, folder=tmp_path)
 
 

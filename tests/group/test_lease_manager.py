@@ -293,7 +293,7 @@ def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: Wo
     assert not errors
     chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]
     impatient(worker)
-    with pytest.raises(DeviceMemoryError, match="the rest is used by processes that take no lease"), worker.manager.phase("train"):
+    with pytest.raises(DeviceMemoryError, match="a process without a lease uses it"), worker.manager.phase("train"):
         pass
     chunks.clear()
 
@@ -461,7 +461,7 @@ def test_a_phase_that_all_processes_together_have_no_room_for_says_so(tmp_path: 
 
 
 def test_a_device_that_nobody_else_can_use_has_no_leases(tmp_path: Path) -> None:
-    with pytest.raises(PlacementError, match=r"no other process can use device 'simulated'; a simulated one needs shared_with="):
+    with pytest.raises(PlacementError, match=r"device 'simulated' is private to this process; give a SimulatedDevice shared_with="):
         Manager(device=SimulatedDevice(1 << 20), leases=str(tmp_path))
 
 

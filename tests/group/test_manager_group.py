@@ -61,7 +61,7 @@ def test_ranks_that_want_different_phases_are_named(two_ranks: Ranks, generation
 def test_an_exception_that_is_raised_again_in_a_later_step_is_told_again(two_ranks: Ranks, generation: int, failing: int) -> None:
     results = two_ranks.run(worker.one_error_in_two_steps, generation, failing)
     assert results[failing][0] == ["in a thread of the user's"] * 2
-    assert results[1 - failing][0] == ["the ranks did not change together, and all went back"] * 2
+    assert results[1 - failing][0] == ["the ranks did not change phase together, so all went back"] * 2
     assert results[0][1:] == results[1][1:]
 
 

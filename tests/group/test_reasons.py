@@ -194,9 +194,9 @@ def test_reasons_that_are_no_message_are_named_and_long_ones_fit() -> None:
     assert len(many.encode()) <= MAX_BYTES
     assert len(many.failures) + many.unnamed == 1000
     for value in (b"{}", b'{"failures": {}, "more": 1}', b'{"failures": {"x": "y"}}'):
-        with pytest.raises(ValueError, match="no Failures"):
+        with pytest.raises(ValueError, match="not a valid Failures"):
             decode(Failures, value)
-    with pytest.raises(ValueError, match="no Outcome"):
+    with pytest.raises(ValueError, match="not a valid Outcome"):
         decode(Outcome, b'{"reason": 1}')
     with pytest.raises(ValueError, match="no Decision"):
         decode(Decision, b'{"verdict": "abort", "missed": 3}')

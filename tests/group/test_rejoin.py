@@ -131,7 +131,7 @@ def test_a_rank_that_has_not_heard_a_decision_goes_on_in_a_new_group(lost: int) 
 
     found = on_all(ranks, body)
     assert found[lost].startswith("CoordinatorLost")
-    assert "what was prepared is kept" in found[lost]
+    assert "the prepared move is kept" in found[lost]
     assert "pass it to manager.rejoin(group)" in found[lost]
     assert found[1 - lost].startswith("GroupError")
     assert ranks[lost].manager.handles["actor"].state is State.GPU_RESIDENT  # prepared, and not decided
@@ -172,7 +172,7 @@ def test_a_group_that_is_in_doubt_is_none_to_go_on_with() -> None:
     rank = Rank(CutAtTheDecision(dist.HashStore(), 0, 1, 0.5))
     with pytest.raises(CoordinatorLost):
         rank.manager.enter("train")
-    with pytest.raises(ValueError, match="in doubt"):
+    with pytest.raises(ValueError, match="is unusable"):
         rank.manager.rejoin(rank.group)
 
 

@@ -113,7 +113,7 @@ def test_the_process_group_goes(three: Ranks, generation: int) -> None:
 
 def test_a_rank_that_cannot_read_the_decision_has_everything_and_the_others_go_on(three: Ranks, generation: int) -> None:
     told = [lost for lost, _ in three.run(worker.in_doubt, generation, 1)]
-    assert "what was prepared is kept" in told[1]
+    assert "the prepared move is kept" in told[1]
     assert not told[0]
     assert not told[2]
     three.close()  # their process group is not what it was

@@ -269,14 +269,14 @@ def test_a_second_export_changes_nothing_and_somebodys_edits_are_kept(tmp_path: 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"prometheus_url": "localhost:9090"}, "prometheus_url is 'localhost:9090'; it is a URL like"),
+        ({"prometheus_url": "localhost:9090"}, "prometheus_url is 'localhost:9090'; it must be a URL like"),
         ({"prometheus_url": 'http://x"\n  evil: 1'}, "prometheus_url"),
-        ({"scrape_interval": "15"}, "scrape_interval is '15'; it is a number and a unit"),
+        ({"scrape_interval": "15"}, "scrape_interval is '15'; it must be a number and a unit"),
         ({"scrape_interval": "0s"}, "scrape_interval"),
-        ({"discovery": "http:/targets"}, "discovery is 'http:/targets', which is no URL"),
+        ({"discovery": "http:/targets"}, "discovery is 'http:/targets', which is not a valid URL"),
         ({"discovery": ""}, "discovery is ''"),
         ({"discovery": "runs/*"}, "discovery is 'runs/\\*'"),
-        ({"grafana_path": "pages"}, "grafana_path is 'pages'; Grafana wants an absolute path"),
+        ({"grafana_path": "pages"}, "grafana_path is 'pages'; it must be an absolute path"),
     ],
 )
 def test_a_wrong_option_is_named(wrong: dict[str, str], message: str) -> None:

@@ -62,7 +62,7 @@ def test_targets_survive_their_form() -> None:
     assert from_json(as_json(targets), "here") == targets
     assert json.loads(as_json([])) == []  # Prometheus wants a list, also of nothing
     for text in ("{", "{}1", '[{"targets": ["a"]}]', "[3]"):
-        with pytest.raises(PlacementError, match="here holds no list"):
+        with pytest.raises(PlacementError, match="here is not a list"):
             from_json(text, "here")
 
 
@@ -177,7 +177,7 @@ def test_the_discovery_server_lists_and_shows_all(tmp_path: Path) -> None:
 
 
 def test_what_names_no_worker_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(PlacementError, match="is neither a worker's URL"):
+    with pytest.raises(PlacementError, match="is not a worker's URL"):
         find_targets([str(tmp_path / "nowhere")])
     assert main(["discover", str(tmp_path / "nowhere")]) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

@@ -183,8 +183,8 @@ def test_a_failing_read_is_one_clients_error(snapshot: Snapshot) -> None:
         return answer
 
     with MetricsServer(read) as server:
-        assert request(server, "/metrics")[::2] == (500, b"no page: RuntimeError\n")
-        assert request(server, "/state")[::2] == (500, b"no page: MemoryError\n")
+        assert request(server, "/metrics")[::2] == (500, b"the page failed: RuntimeError\n")
+        assert request(server, "/state")[::2] == (500, b"the page failed: MemoryError\n")
         assert request(server, "/metrics")[0] == 200
 
 

@@ -69,7 +69,7 @@ def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Mana
         assert main(["status"]) == 1
         assert "no workers named" in capsys.readouterr().err
         assert main(["top", server.url, "--interval", "0"]) == 1
-        assert "is not more than 0" in capsys.readouterr().err
+        assert "must be more than 0" in capsys.readouterr().err
 
 
 def test_without_a_terminal_top_prints_once(

@@ -102,7 +102,7 @@ def test_a_board_that_is_stopped_leaves_the_rank_in_doubt_within_its_deadline(cl
     os.kill(pid, signal.SIGSTOP)
     assert wait_until_stopped(pid)
     try:
-        with pytest.raises(CoordinatorLost, match="does not answer within 2 s; what was prepared is kept"):
+        with pytest.raises(CoordinatorLost, match="does not answer within 2 s; the prepared move is kept"):
             group.agree(Plan({"actor": State.TRAINING}))
     finally:
         os.kill(pid, signal.SIGCONT)

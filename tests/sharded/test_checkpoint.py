@@ -48,7 +48,7 @@ def test_the_wrappers_in_a_dict_of_the_users(kind: str, two_ranks: Ranks, tmp_pa
 
 def test_what_fits_on_one_rank_only_changes_nothing_on_any(two_ranks: Ranks, tmp_path: Path) -> None:
     for rank, (fits, chosen, unchanged) in enumerate(two_ranks.run(worker.one_rank_that_cannot, str(tmp_path))):
-        assert "'actor': row has shape (1, 12) in the checkpoint, and (1, 13) here" in fits, rank
+        assert "'actor': row has shape (1, 12) in the checkpoint, but (1, 13) here" in fits, rank
         assert "no such handle" in chosen, rank
         assert unchanged
 

@@ -54,10 +54,10 @@ def rewrite(root: Path, **changes: Any) -> Path:
     ("changes", "said"),
     [
         ({"actor__0.weight": None}, "'actor': 0.weight is not in the checkpoint"),
-        ({"critic__2.bias": torch.zeros(9)}, r"'critic': 2.bias has shape \(9,\) in the checkpoint, and \(8,\) here"),
-        ({"critic__2.bias": torch.zeros(8).half()}, "'critic': 2.bias has dtype torch.float16 in the checkpoint, and torch.float32 here"),
-        ({"actor__more": torch.zeros(2)}, "'actor': more is in the checkpoint, and the module has no such parameter"),
-        ({"critic__2.bias": "words"}, "'critic': 2.bias is no tensor in the checkpoint"),
+        ({"critic__2.bias": torch.zeros(9)}, r"'critic': 2.bias has shape \(9,\) in the checkpoint, but \(8,\) here"),
+        ({"critic__2.bias": torch.zeros(8).half()}, "'critic': 2.bias has dtype torch.float16 in the checkpoint, but torch.float32 here"),
+        ({"actor__more": torch.zeros(2)}, "'actor': more is in the checkpoint, but the module has no such parameter"),
+        ({"critic__2.bias": "words"}, "'critic': 2.bias is not a tensor in the checkpoint"),
         ({"actor_optimizer__state__0.weight__exp_avg": torch.zeros(2)}, "'actor.optimizer': state of '0.weight': 'exp_avg' has shape"),
         ({"actor_optimizer__state__other": {"exp_avg": torch.zeros(2)}}, "'actor.optimizer': state of 'other' is in the checkpoint"),
         ({"critic_optimizer__param_groups": None}, "'critic.optimizer': 'param_groups' is not in the checkpoint"),
@@ -146,7 +146,7 @@ def test_a_lazy_handle_that_is_not_built(tmp_path: Path) -> None:
     checkpoint.save(manager, tmp_path / "without")
     checkpoint.load(manager, tmp_path / "without")  # nothing of it is there to be lost
     assert not manager.handles["critic"].is_built
-    with pytest.raises(NotResidentError, match="'critic' has no state to save or restore: it is not built yet"):
+    with pytest.raises(NotResidentError, match="'critic' has no state to save or load: it is not built yet"):
         checkpoint.save(manager, tmp_path / "x", only=["critic"])
     with manager.phase("values"):
         checkpoint.save(manager, tmp_path / "with")
@@ -251,7 +251,7 @@ def test_a_buffer_that_cannot_be_written_is_refused_before_anything_is(tmp_path:
     checkpoint.save(manager, tmp_path / "a")
     with manager.phase("log_prob"), torch.no_grad():
         model[0].weight.zero_()
-    with pytest.raises(CheckpointError, match="'actor': wide has several elements in one place"):
+    with pytest.raises(CheckpointError, match="'actor': wide has several elements at one address"):
         checkpoint.load(manager, tmp_path / "a")
     assert not handle.state_dict()["0.weight"].any()
 

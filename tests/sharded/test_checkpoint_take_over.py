@@ -169,9 +169,9 @@ def test_what_shows_copies_is_restored_in_every_state(kind: str, phase: str | No
 @pytest.mark.parametrize(
     ("cls", "said"),
     [
-        (Deaf, "It ran, and seen, 0.weight, 0.bias, 1.weight of the state dict is still not what was saved"),
-        (Lossy, "It ran, and .* of the state dict is still not what was saved"),
-        (Raising, "that raised ValueError: half way"),
+        (Deaf, "It ran, but seen, 0.weight, 0.bias, 1.weight of the state dict differ from the saved ones"),
+        (Lossy, "It ran, but .* of the state dict differ from the saved ones"),
+        (Raising, "That raised ValueError: half way"),
     ],
 )
 def test_what_cannot_be_restored_is_as_it_was(cls: type[Layers], said: str, phase: str | None, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ class Packing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("fails", "said"), [("", ""), ("differs", "the state of '0.weight' is not what was saved"), ("raises", "raised ValueError: half way")]
+    ("fails", "said"), [("", ""), ("differs", "the state of '0.weight' is not as saved"), ("raises", "raised ValueError: half way")]
 )
 def test_an_optimizer_with_a_load_of_its_own(fails: str, said: str, tmp_path: Path) -> None:
     model = Layers()
@@ -239,7 +239,7 @@ def test_an_optimizer_with_a_load_of_its_own(fails: str, said: str, tmp_path: Pa
         if not fails:
             checkpoint.load(manager, tmp_path)
         else:
-            with pytest.raises(CheckpointError, match=f"'actor.optimizer': Packing takes state over .*{said}.*Every value is as it was"):
+            with pytest.raises(CheckpointError, match=f"'actor.optimizer': Packing loads state .*{said}.*Every value is as it was"):
                 checkpoint.load(manager, tmp_path)
     assert_same(handle.state_dict(), changed if fails else saved)
     if fails:
@@ -257,8 +257,8 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
     whole = data.read_bytes()
     for kept in (0, 10, len(whole) // 2, len(whole) - 1):
         data.write_bytes(whole[:kept])
-        with pytest.raises(CheckpointError, match=rf"(?s)rank 0: \w+.*[^.]\. Of its files, {data.name} ends after {kept:,} of \S+ bytes"):
+        with pytest.raises(CheckpointError, match=rf"(?s)rank 0: \w+.*[^.]\. Damaged files: {data.name} ends after {kept:,} of \S+ bytes"):
             checkpoint.load(manager, tmp_path)
     data.unlink()
-    with pytest.raises(CheckpointError, match=rf"Of its files, {data.name} is missing"):
+    with pytest.raises(CheckpointError, match=rf"Damaged files: {data.name} is missing"):
         checkpoint.load(manager, tmp_path)

@@ -107,7 +107,7 @@ class Silent(Colocated):
 @pytest.mark.parametrize(
     ("policy", "phase", "message"),
     [
-        (Forgetful, "values", "no plan: PolicyError: the plan forgets ref"),
+        (Forgetful, "values", "no plan: PolicyError: the plan has no target for ref"),
         (Failing, "reward", "no plan: KeyError: 'judge'"),
         (Silent, "idle", "no plan: PolicyError: plan() returned NoneType, not a Plan"),
     ],
@@ -145,7 +145,7 @@ def test_the_command_reads_settings_and_its_options_win(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--budget", "lots"], "'lots' is no number of bytes"), (["--settings", "absent.toml"], "absent")],
+    [(["--budget", "lots"], "'lots' is not a number of bytes"), (["--settings", "absent.toml"], "absent")],
 )
 def test_the_command_says_what_it_cannot_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(*words) == 2

@@ -256,7 +256,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [7, ["policy"], b"path"])
 def test_another_source_is_a_type_error(source: Any) -> None:
-    with pytest.raises(TypeError, match="settings come from"):
+    with pytest.raises(TypeError, match="settings must be"):
         Settings.from_any(source)
 
 

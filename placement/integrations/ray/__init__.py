@@ -1,4 +1,4 @@
-"""placement on Ray: workers that register their models once, and a driver that declares phases for all of them.
+"""placement on Ray: each worker registers its models once, and the driver declares phases for all workers.
 
 In the driver:
 

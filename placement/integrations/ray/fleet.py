@@ -1,4 +1,4 @@
-"""The driver's part: a phase for the whole fleet, all workers or none."""
+"""The driver's side of a fleet: a phase that all workers enter, or none."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from placement.integrations.ray.messages import MAX_MESSAGE_BYTES, Fleetwide, Or
 from placement.phases.phase import checked, names_of
 
 _LOOK_SECONDS = 0.2
-"""How long it may take until the ranks of a worker that died hear of it."""
+"""The longest delay until a dead worker's group learns of the death."""
 _WARN_SECONDS = 30.0
 _CHANGE_DEADLINES = 4
-"""An order may take several waits of a group: for the others, for the decision, for a board that is restarted."""
+"""An order may take several waits of a group: for the other ranks, for the decision, for a board that is restarted."""
 
 
 @dataclass(frozen=True)
 class NoReply:
-    """Why a worker did not answer."""
+    """Takes the place of a worker's reply, with the reason why there is none."""
 
     reason: str
     is_restarting: bool = False
@@ -39,13 +39,13 @@ class Fleet:
     """The workers of a job, and the actors that serve them: a coordinator, and a board for the groups.
 
     Args:
-        name: of the job; the run in Prometheus.
-        port: of the coordinator's pages; 0 takes a free one.
-        address: for them; "node" is this node's address in the cluster, which other machines reach.
-        deadline_seconds: for a worker's answer, beyond what the moves take.
+        name: the job's name; the run's name in Prometheus.
+        port: the port of the coordinator's pages; 0 takes a free one.
+        address: the address of the pages; "node" is this node's address in the cluster, which other machines reach.
+        deadline_seconds: how long to wait for a worker's answer, in addition to its moves.
 
     Raises:
-        PlacementError: there is no Ray, a fleet of this name is there already, or the port is taken.
+        PlacementError: ray is not available, a fleet of this name exists already, or the port is taken.
     """
 
     def __init__(self, name: str, *, port: int = 0, address: str = "127.0.0.1", deadline_seconds: float = DEADLINE_SECONDS) -> None:
@@ -63,26 +63,26 @@ class Fleet:
         self._last: dict[int, WorkerStatus] = {}
         self._generation = 0
         self._has_to_begin = True
-        """Some worker is another process than before, or does not know what was decided."""
+        """Whether a worker runs in a new process, or missed a decision, so that all must begin a new membership."""
         self._open: tuple[tuple[str, tuple[str, ...] | None], ...] = ()
 
     def join(self, workers: Sequence[Any]) -> None:
-        """Take these actors for the fleet's workers, in place of earlier ones. Waits until they have made themselves.
+        """Make these actors the fleet's workers, in place of earlier ones. Waits until their constructors are done.
 
         Raises:
             PhaseError: a phase is open.
-            TypeError: one of them is no `Worker`.
-            GroupError: one of them cannot be made, or two have one rank; with the reasons. Its number here stands for its rank then.
+            TypeError: an actor is not a `Worker`.
+            GroupError: an actor's constructor failed (the error then has its index in place of its rank), or two have the same rank.
         """
         if self._open:
             raise PhaseError(f"phase {self._open[-1][0]!r} is open; leave it before workers join")
         for worker in workers:
             if not hasattr(worker, "placement_order"):
-                raise TypeError(f"{worker!r} is no actor of a class that has placement.ray.Worker among its bases")
+                raise TypeError(f"{worker!r} is not an actor of a class that has placement.ray.Worker among its bases")
         by_number = self._send(self._begin_order(), dict(enumerate(workers)))
         replies = [reply for reply in by_number.values() if isinstance(reply, Reply)]
         if twice := [rank for rank, count in Counter(reply.status.rank for reply in replies).items() if count > 1]:
-            raise GroupError(f"two workers have rank {twice[0]}", dict.fromkeys(twice, "is there twice"))
+            raise GroupError(f"two workers have rank {twice[0]}; give each its own", dict.fromkeys(twice, "is used twice"))
         self._raise_failures("be joined", by_number)
         by_rank = {reply.status.rank: worker for worker, reply in zip(workers, replies, strict=True)}
         self._workers = by_rank
@@ -99,12 +99,12 @@ class Fleet:
         """A phase of every worker, for a `with` statement. See `Manager.phase`.
 
         Raises (on entering):
-            GroupError: with the reasons by rank. Every worker is where it was.
+            GroupError: a worker failed; the error has the reasons by rank. Every worker is where it was before.
         """
         return FleetPhase(self, checked(name), names_of(only))
 
     def status(self) -> list[WorkerStatus]:
-        """Every worker as it was last heard of, by rank: from the coordinator, or here, whichever is newer.
+        """The last known status of every worker, by rank: the coordinator's or the driver's own, whichever is newer.
 
         Raises:
             CoordinatorLost: the coordinator does not answer.
@@ -121,7 +121,7 @@ class Fleet:
         return [known[rank] for rank in sorted(known)]
 
     def close(self) -> None:
-        """End the coordinator and the board. The workers are the driver's. Idempotent."""
+        """End the coordinator and the board. The workers belong to the driver, and live on. Idempotent."""
         for actor in (self._coordinator, self._board):
             self._ray.kill(actor, no_restart=True)
 
@@ -131,10 +131,10 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # --- what a phase does
+    # --- phase transitions of the fleet
 
     def enter(self, name: str, only: tuple[str, ...] | None) -> None:
-        """`FleetPhase.__enter__`."""
+        """Enter a phase on every worker, for `FleetPhase.__enter__`."""
         if not self._workers:
             raise PhaseError("the fleet has no workers: call fleet.join(workers)")
         is_retried = False
@@ -145,19 +145,19 @@ class Fleet:
                 self._change("enter", name, only)
                 break
             except GroupError:
-                # A worker may have been restarted since the last phase: then all begin anew, once.
+                # A worker may have been restarted since the last phase. Then all begin a new membership and try once more.
                 if is_retried or self._open or not self._has_to_begin:
                     raise
                 is_retried = True
         self._open = (*self._open, (name, only))
 
     def switch(self, name: str, only: tuple[str, ...] | None) -> None:
-        """`FleetPhase.switch`."""
+        """Switch the innermost phase on every worker, for `FleetPhase.switch`."""
         self._change("switch", name, only)
         self._open = (*self._open[:-1], (name, only))
 
     def leave(self, error: BaseException | None) -> None:
-        """`FleetPhase.__exit__`."""
+        """Leave the innermost phase on every worker, for `FleetPhase.__exit__`."""
         name = self._open[-1][0]
         reason = "" if error is None else shortened(f"{type(error).__name__}: {error}")
         try:
@@ -182,7 +182,7 @@ class Fleet:
             raise
 
     def _take_back(self, change: str, name: str, changed: list[int], told: GroupError) -> None:
-        """Some workers changed, and others could not: those back to where all were."""
+        """Bring back the workers that changed phase, because others could not."""
         if not changed:
             return
         before = self._phases()
@@ -200,19 +200,19 @@ class Fleet:
     # --- orders and answers
 
     def _begin(self) -> None:
-        """A new membership, after a restart. Waits for workers that are being restarted.
+        """Begin a new membership after a restart. Waits for workers that are being restarted.
 
         Raises:
-            GroupError: a worker is not there.
+            GroupError: a worker is missing.
         """
-        self._wait_for_all()  # a board that was restarted answers nobody before all have told it what they know
+        self._wait_for_all()  # a restarted board answers nobody until every worker has reported to it
         answers = self._send(self._begin_order())
-        self._raise_failures("begin anew", answers)
+        self._raise_failures("begin a new membership", answers)
         self._last |= {rank: answer.status for rank, answer in answers.items() if isinstance(answer, Reply)}
         self._has_to_begin = False
 
     def _wait_for_all(self) -> None:
-        """Until every worker has made itself, also those whose processes died; those that will not come back are left to the order."""
+        """Wait until every worker's constructor is done, even after a restart. A worker that never comes back is left to the next order."""
         deadline = time.monotonic() + self.deadline_seconds
         missing = {rank: worker.__ray_ready__.remote() for rank, worker in self._workers.items()}
         while missing and time.monotonic() < deadline:
@@ -230,9 +230,9 @@ class Fleet:
                 time.sleep(_LOOK_SECONDS)
 
     def _begin_order(self) -> Order:
-        # The time, so that a driver that was restarted does not take a number twice.
+        # The time, so that a restarted driver does not use a number twice.
         self._generation = max(self._generation + 1, time.time_ns() // 1000)
-        return Order(change="begin", generation=self._generation, reason="the fleet begins anew")
+        return Order(change="begin", generation=self._generation, reason="the fleet begins a new membership")
 
     def _phases(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self._open)
@@ -241,7 +241,7 @@ class Fleet:
         return Order(change=change, generation=self._generation, phases=self._phases() if phases is None else phases, **about)
 
     def _send(self, order: Order, workers: Mapping[int, Any] | None = None) -> dict[int, Reply | NoReply]:
-        """An order to every worker at once. Returns by rank its reply, or why there is none."""
+        """Send an order to every worker at once. Returns by rank the reply, or the reason why there is none."""
         try:
             return self._ask(order, self._workers if workers is None else workers)
         except BaseException:
@@ -249,12 +249,12 @@ class Fleet:
             raise
 
     def _interrupted(self, order: Order) -> None:
-        """Who has heard an order is not known, nor what became of it: nobody stays in a phase that the driver takes for closed."""
+        """Make every worker leave the phase that the driver regards as closed. It is unknown which workers heard the interrupted order."""
         self._has_to_begin = True
-        if order.change not in ("begin", "switch"):  # a phase that was to be switched is left by its `with`
+        if order.change not in ("begin", "switch"):  # in a switch the phase is still open, and its `with` statement leaves it
             phases = (*order.phases, order.phase) if order.change == "enter" else order.phases
             message = self._order("give_up", phases, reason="the driver was interrupted").encode()
-            with contextlib.suppress(Exception):  # where there is no Ray any more, there are no workers
+            with contextlib.suppress(Exception):  # without Ray there are no workers any more
                 for worker in self._workers.values():
                     worker.placement_order.remote(message)
 
@@ -270,9 +270,7 @@ class Fleet:
             if pending and not is_warned and time.monotonic() - began > _WARN_SECONDS:
                 is_warned = True
                 waited = ", ".join(str(refs[ref]) for ref in pending[:10])
-                logger.warning(
-                    "fleet %s waits for %d workers (%s): are they made, and is there room for them?", self.name, len(pending), waited
-                )
+                logger.warning("fleet %s waits for %d workers (%s): do they exist, and have they room?", self.name, len(pending), waited)
             for ref in ready:
                 rank = refs[ref]
                 answers[rank] = self._answer(ref)
@@ -290,14 +288,14 @@ class Fleet:
             return decode(Reply, self._ray.get(ref), max_bytes=MAX_MESSAGE_BYTES)
         except errors.ActorUnavailableError:
             return NoReply("its process died, and is being restarted", is_restarting=True)
-        except errors.ActorDiedError as error:  # the last line says what its constructor raised
+        except errors.ActorDiedError as error:  # the last line has the constructor's exception
             return NoReply(shortened(f"its process died: {str(error).strip().splitlines()[-1].strip()}"))
         except (errors.RayError, ValueError) as error:
             return NoReply(shortened(f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"))
 
     def _note_lost(self, answers: Mapping[int, Reply | NoReply]) -> None:
         for rank, answer in answers.items():
-            # One that was not where the fleet was may not be where its group is, either.
+            # A worker whose phases differed from the fleet's may also differ from its group.
             if isinstance(answer, NoReply) or answer.error in (CoordinatorLost.__name__, PhaseError.__name__):
                 self._has_to_begin = True
             if isinstance(answer, Reply):
@@ -306,7 +304,7 @@ class Fleet:
                 self._last[rank] = answer.status
 
     def _end_change_for(self, rank: int) -> None:
-        """A worker died: its group hears of it now, and not at the deadline. What its successor would say, the driver says."""
+        """Tell the group of a dead worker now, so that it need not wait for the deadline. The driver speaks for the worker's successor."""
         together = self._together.get(rank, ())
         if len(together) < 2:
             return
@@ -315,7 +313,7 @@ class Fleet:
             group.begin(self._generation)
             group.abort(PlacementError("its process died"), waits=False)
         except (GroupError, CoordinatorLost):
-            pass  # told; or the group finds out by itself
+            pass  # the group has been told, or notices at its deadline
 
     def _raise_failures(self, what: str, answers: Mapping[int, Reply | NoReply]) -> None:
         failures: dict[int, str] = {}
@@ -330,7 +328,7 @@ class Fleet:
 
 
 class FleetPhase:
-    """An open phase of a fleet. Made by `Fleet.phase`."""
+    """A phase of a fleet. Made by `Fleet.phase`."""
 
     def __init__(self, fleet: Fleet, name: str, only: tuple[str, ...] | None) -> None:
         self._fleet = fleet
@@ -339,12 +337,12 @@ class FleetPhase:
 
     @property
     def name(self) -> str:
-        """The phase that is open now, after every switch."""
+        """The name of the phase that is open now, after every switch."""
         return self._wanted[0]
 
     def __enter__(self) -> Self:
         if self._depth:
-            raise PhaseError(f"phase {self.name!r} was entered before; call fleet.phase() again")
+            raise PhaseError(f"phase {self.name!r} was entered before; make a new one with fleet.phase()")
         self._fleet.enter(*self._wanted)
         self._depth = len(self._fleet._open)
         return self
@@ -354,10 +352,10 @@ class FleetPhase:
         self._fleet.leave(error)
 
     def switch(self, name: str, *, only: Iterable[str] | None = None) -> None:
-        """End this phase and begin `name`, on every worker; see `Phase.switch`.
+        """End this phase and begin `name` on every worker; see `Phase.switch`.
 
         Raises:
-            GroupError: with the reasons by rank. Every worker that can be is in the phase that it was in.
+            GroupError: a worker failed; the error has the reasons by rank. Workers go back to their phase where they can.
         """
         self._require_innermost(f"switch to {name!r}")
         wanted = checked(name), names_of(only)
@@ -366,4 +364,4 @@ class FleetPhase:
 
     def _require_innermost(self, what: str) -> None:
         if not self._depth or self._depth != len(self._fleet._open):
-            raise PhaseError(f"cannot {what}: phase {self.name!r} is not the fleet's innermost open phase")
+            raise PhaseError(f"cannot {what}: phase {self.name!r} is not the fleet's innermost open phase; leave the inner ones first")

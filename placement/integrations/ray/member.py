@@ -1,4 +1,4 @@
-"""What a worker does with the driver's orders: its phases follow the fleet's, whatever was missed in between."""
+"""The worker's side of a fleet: it follows the driver's orders, even when it missed some of them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class FleetGroup(RayGroup):
-    """The ranks that a worker changes phase with. It begins when the driver says so, and anew after a restart of any of them.
+    """The ranks that a worker changes phase with. It begins when the driver says so, and again after a restart of any rank.
 
     Args:
-        board: the actor that they agree over.
-        together: their ranks in the fleet, the same on all of them.
-        rank: in the fleet.
+        board: the actor over which the ranks agree.
+        together: the ranks of the group, numbered in the fleet; the same on all of them.
+        rank: this worker's rank in the fleet.
         deadline_seconds: see `Group`.
 
     Raises:
-        ValueError: `rank` is not among `together`.
+        ValueError: `rank` is not among `together`, or `together` has a rank twice.
     """
 
     def __init__(self, board: Any, together: Sequence[int], rank: int, deadline_seconds: float) -> None:
         self.together = tuple(together)
         if self.together.count(rank) != 1 or len(set(self.together)) != len(self.together):
-            raise ValueError(f"rank {rank} must be among together={self.together} once, and all of these different")
+            raise ValueError(f"together={self.together} must contain rank {rank}, and no rank twice")
         self._actor = board
         self.rank, self.world_size, self.deadline_seconds = self.together.index(rank), len(self.together), deadline_seconds
         self.is_in_doubt = False
@@ -45,10 +45,10 @@ class FleetGroup(RayGroup):
         self._of = f"ranks {digest[:16]}"
 
     def begin(self, generation: int) -> None:
-        """Join the others in a membership. Only outside every phase.
+        """Join the other ranks in a membership. Call it only outside every phase.
 
         Raises:
-            GroupError: they have begun it with another process in this rank's place, and it has told them.
+            GroupError: another process has begun it as this rank; the group has been told.
             CoordinatorLost: the board does not answer.
         """
         self._has_begun = False
@@ -57,7 +57,7 @@ class FleetGroup(RayGroup):
 
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> int:
         if not self._has_begun:
-            raise GroupError("the driver has not begun this fleet: it calls fleet.join(workers)", {self.rank: "has not begun"})
+            raise GroupError("the driver has not begun this fleet: call fleet.join(workers) there first", {self.rank: "has not begun"})
         return super().propose(action, budget_bytes, catches_up=catches_up)
 
     def agree(self, plan: Plan) -> None:
@@ -73,8 +73,8 @@ class Member:
     """One worker of a fleet.
 
     Args:
-        manager: its manager, made with `group`.
-        target: where and as what it is scraped.
+        manager: the worker's manager, made with `group`.
+        target: the address and labels under which the worker is scraped.
     """
 
     def __init__(self, manager: Manager, rank: int, target: Target, group: FleetGroup | None = None) -> None:
@@ -82,13 +82,13 @@ class Member:
         self._process = secrets.token_hex(8)
         self._generation = 0
         self._phases: tuple[str, ...] = ()
-        """That the fleet opened here."""
+        """The phases that the fleet opened on this worker, outermost first."""
         self._below: tuple[int, ...] = ()
-        """Of each, how many phases were entered by hand when it was."""
+        """For each of these phases: how many phases of the manager were open below it."""
         self._lock = threading.Lock()
 
     def carry_out(self, order: Order) -> Reply:
-        """Follow an order. What fails is in the reply: exceptions of ours do not travel."""
+        """Carry out an order. A failure is described in the reply, because exceptions of placement are not sent to other processes."""
         with self._lock:
             try:
                 self._follow(order)
@@ -139,10 +139,10 @@ class Member:
         self._generation = generation
 
     def _stand_with(self, order: Order) -> None:
-        """Be where the driver takes this worker to be.
+        """Bring this worker to the phases in which the driver believes it to be.
 
         Raises:
-            PhaseError: it was somewhere else, and its group knows.
+            PhaseError: the worker was in other phases. Its group has been told.
         """
         self._see_own_phases(order)
         if self._phases == order.phases:
@@ -155,31 +155,31 @@ class Member:
         had_more = common < len(self._phases)
         self._give_up(order.phases[:common], str(error))
         if had_more and common == len(order.phases) and self.group is None:
-            return  # it missed an exit, and nobody waits for it
+            return  # it only missed an exit, and no other rank waits for it
         if self.group is not None and not had_more:
             self.group.abort(error, catches_up=True, waits=False)
         raise error
 
     def _see_own_phases(self, order: Order) -> None:
-        """That the worker's own code has neither entered a phase inside the fleet's without leaving it, nor left the fleet's.
+        """Check that the worker's own code has left every phase that it entered, and none of the fleet's.
 
         Raises:
-            PhaseError: it has. It is where the fleet is, or further out, and its group knows.
+            PhaseError: it has not. The worker is then in the fleet's phases or further out, and its group has been told.
         """
         entered = len(self.manager._entered)
         if not self._phases or entered == self._below[-1] + 1:
             return
         if entered <= self._below[-1]:
-            error = PhaseError(f"a method of this worker left phase {self._phases[-1]!r}, which is the fleet's")
+            error = PhaseError(f"a method of this worker left phase {self._phases[-1]!r}, which only the fleet may leave")
             depth = sum(below < entered for below in self._below)
             self._phases, self._below = self._phases[:depth], self._below[:depth]
             if self.group is not None:
                 self.group.abort(error, waits=False)
             raise error
-        error = PhaseError(f"a method of this worker entered phase {self.manager.phase_name!r} and did not leave it")
+        error = PhaseError(f"a method of this worker entered phase {self.manager.phase_name!r} and did not leave it; use a with statement")
         while len(self.manager._entered) > self._below[-1] + 1:
             self.manager.leave(error)
-        if order.change == "leave":  # as the others do, when they hear of it
+        if order.change == "leave":  # the other ranks leave too when they hear of it
             self._leave(error)
         raise error
 
@@ -197,7 +197,7 @@ class Member:
             self._leave(None)
 
     def _give_up(self, down_to: tuple[str, ...], reason: str) -> None:
-        """Leave what was opened beyond `down_to` as an exception would: without waiting for others."""
+        """Leave the phases beyond `down_to` as an exception would, without waiting for other workers."""
         while len(self._phases) > len(down_to):
             self._leave(PlacementError(reason or "the fleet gave this phase up"))
 

@@ -1,4 +1,4 @@
-"""The worker's part: a mixin for the actor classes of a training framework."""
+"""The worker's side of a fleet: a mixin for the actor classes of a training framework."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _R = TypeVar("_R")
 
 
 class Worker:
-    """Mixin for an actor class: `join_fleet` in `__init__`, and the driver's phases reach its manager.
+    """Mixin for an actor class. Call `join_fleet` in `__init__`, and the driver's phases reach the worker's manager.
 
-    Orders are carried out by the actor like any other call, so in the order in which the driver sends them. An actor with `async`
-    methods is busy while its phase changes.
+    The actor carries out orders like any other call, in the order in which the driver sends them. An actor with `async` methods is
+    blocked during a phase transition.
     """
 
     manager: Manager
@@ -48,23 +48,23 @@ class Worker:
         address: str = "127.0.0.1",
         **manager: Any,
     ) -> Manager:
-        """Make this worker's manager, serve its metrics, and report to the fleet's coordinator from now on.
+        """Make this worker's manager, serve its metrics, and start reporting to the fleet's coordinator.
 
         Args:
             fleet: the name of the driver's `Fleet`.
-            rank: of this worker among all workers of the fleet.
-            together: the ranks that change phase together, all or none, this one among them: those of one model. None: this worker
-                changes alone, and the driver takes the others back when it cannot.
+            rank: the worker's rank among all workers of the fleet.
+            together: the ranks that change phase together, all or none, including this one: usually the ranks of one model. None: this
+                worker changes alone, and the driver takes the others back when it fails.
             deadline_seconds: see `Group`.
-            address: for the metrics; "node" is this node's address in the cluster, which other machines reach.
-            manager: keywords of `Manager`.
+            address: the address of the metrics; "node" is this node's address in the cluster, which other machines reach.
+            manager: keyword arguments of `Manager`.
 
         Raises:
-            PlacementError: there is no Ray, or no such fleet.
+            PlacementError: ray is not available, or there is no such fleet.
             ValueError: a keyword does not fit, or this worker has joined before.
         """
         if self._member is not None:
-            raise ValueError("this worker has joined its fleet already")
+            raise ValueError("this worker has joined its fleet already; call join_fleet once")
         import_ray()
         coordinator = find(actor_name(fleet), fleet)
         group = None if together is None else FleetGroup(find(board_name(fleet), fleet), together, rank, deadline_seconds)
@@ -79,25 +79,25 @@ class Worker:
         return self.manager
 
     def placement_order(self, message: bytes) -> bytes:
-        """An `Order` of the driver, answered with a `Reply`. `Fleet` calls this.
+        """Carry out an encoded `Order`, and return an encoded `Reply`. Only `Fleet` calls this.
 
         Raises:
-            ValueError: it is no order.
+            ValueError: the message is not a valid order.
             PlacementError: this worker has not joined.
         """
         if self._member is None:
-            raise PlacementError("this worker has not joined its fleet: its __init__ calls self.join_fleet(...)")
+            raise PlacementError("this worker has not joined its fleet: call self.join_fleet(...) in its __init__")
         return self._member.carry_out(decode(Order, message, max_bytes=MAX_MESSAGE_BYTES)).encode()
 
     def leave_fleet(self) -> None:
-        """Report no more, and be listed no more. The manager stays as it is."""
+        """Stop reporting, and remove the worker from the coordinator's list. The manager stays as it is."""
         if self._reporter is not None:
             self._reporter.end()
             self._reporter = None
 
 
 class Reporter(threading.Thread):
-    """Tells the coordinator how its worker is, at once and then as often as it wants to know."""
+    """Reports the worker's status to the coordinator, at once and then as often as the coordinator asks."""
 
     def __init__(self, member: Member, coordinator: Any) -> None:
         super().__init__(name="placement-report", daemon=True)
@@ -118,17 +118,17 @@ class Reporter(threading.Thread):
             ray.get(self._coordinator.forget.remote(self._member.rank), timeout=_ANSWER_SECONDS)
 
     def _report(self) -> float:
-        """Returns the seconds until the next one."""
+        """Report once. Returns the seconds until the next report."""
         ray = import_ray()
         try:
             answer = ray.get(self._coordinator.report.remote(self._member.status().encode()), timeout=_ANSWER_SECONDS)
         except ray.exceptions.ActorDiedError:
-            logger.info("the fleet is closed")
+            logger.info("the coordinator is gone, because the fleet is closed; no more reports")
             self._ended.set()
-        except ray.exceptions.RayError:  # it is being restarted
+        except ray.exceptions.RayError:  # the coordinator is being restarted
             pass
-        except Exception:  # of asking the manager; whatever it is, the thread that dies of it would report nothing any more
-            logger.exception("rank %d cannot say how it is", self._member.rank)
+        except Exception:  # the manager's status failed; the thread must survive, or it would never report again
+            logger.exception("rank %d cannot report its status", self._member.rank)
         else:
             return decode(NextReport, answer).seconds
         return _RETRY_SECONDS
@@ -137,7 +137,7 @@ class Reporter(threading.Thread):
 def in_phase(
     name: str, *, only: Iterable[str] | None = None
 ) -> Callable[[Callable[Concatenate[_W, _P], _R]], Callable[Concatenate[_W, _P], _R]]:
-    """For a method of a `Worker`: it runs in this phase, of its own unless the fleet is in it already."""
+    """Decorate a method of a `Worker` to run in this phase: in the fleet's phase if that has the name, else in a phase of its own."""
     wanted = None if only is None else tuple(only)
 
     def decorate(method: Callable[Concatenate[_W, _P], _R]) -> Callable[Concatenate[_W, _P], _R]:

@@ -1,6 +1,6 @@
-"""Grafana pages, recording rules and alerts over the metrics of `placement.observe.collector`, as files.
+"""Grafana dashboards, recording rules and alerts for the metrics of `placement.observe.collector`, as files.
 
-`files/` holds what is shipped: two pages of JSON and a file of rules. `export` writes them with a configuration around them, and
-needs nothing installed. The JSON is made by `build`, which needs grafana-foundation-sdk (the extra "dashboards"); rules are
-written by hand.
+`files/` holds the shipped files: two dashboards in JSON and one file of rules. `export` writes them together with a configuration, and
+needs no extra package. `build` makes the JSON and needs grafana-foundation-sdk (the extra "dashboards"). The rules are written by
+hand.
 """

@@ -1,4 +1,4 @@
-"""Makes the pages in `files/` anew: `python -m placement.observe.dashboards.build`. Needs grafana-foundation-sdk."""
+"""Rebuild the dashboards in `files/`: `python -m placement.observe.dashboards.build`. Needs grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from placement.observe.dashboards.export import FILES
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by its file name."""
+    """The JSON text of each dashboard, by file name."""
     made = {"placement-fleet.json": fleet.page(), "placement-worker.json": worker.page()}
     return {name: json.dumps(page, cls=JSONEncoder, sort_keys=True, indent=1) + "\n" for name, page in made.items()}
 
 
 def write(directory: Path = FILES) -> None:
-    """Write the pages into a directory that is there."""
+    """Write the dashboards into an existing directory."""
     for name, text in pages().items():
         (directory / name).write_text(text, encoding="utf-8")
 

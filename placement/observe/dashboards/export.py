@@ -1,7 +1,7 @@
-"""Writes the pages, rules and a configuration around them into a directory, for Grafana and Prometheus to read as they are.
+"""Write dashboards, rules and a configuration into a directory, for Grafana and Prometheus to read as they are.
 
-* grafana/provisioning/datasources/placement.yml: where Prometheus is
-* grafana/provisioning/dashboards/placement.yml: where the pages are
+* grafana/provisioning/datasources/placement.yml: the address of Prometheus
+* grafana/provisioning/dashboards/placement.yml: the path of the dashboards
 * grafana/dashboards/placement-fleet.json, placement-worker.json
 * prometheus/prometheus.yml: an example that finds the workers and reads the rules
 * prometheus/rules/placement.yml: recording rules and alerts
@@ -19,7 +19,7 @@ from placement.core.errors import PlacementError
 
 FILES = Path(__file__).parent / "files"
 DISCOVERY = "discovery"
-"""Where the example looks for workers unless told otherwise: beside prometheus.yml."""
+"""The example's default discovery folder, beside prometheus.yml."""
 
 _INTERVAL = re.compile(r"[1-9][0-9]*(ms|s|m)")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
@@ -27,33 +27,33 @@ _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What the files must know of the place where they are used.
+    """The facts about a deployment that the files depend on.
 
     Raises:
-        PlacementError: on construction, naming the field that is wrong.
+        PlacementError: a field is wrong; raised on construction, and names the field.
     """
 
     prometheus_url: str = "http://localhost:9090"
-    """As Grafana reaches it."""
+    """The URL at which Grafana reaches Prometheus."""
     discovery: str = DISCOVERY
-    """The folder in which the workers announce themselves (`Settings.discovery`), as Prometheus reaches it, or the URL of a list of
-    targets. A relative folder is looked for beside prometheus.yml."""
+    """The discovery folder (`Settings.discovery`) as Prometheus sees it, or the URL of a list of targets. A relative path is relative to
+    prometheus.yml."""
     scrape_interval: str = "15s"
-    """Also Grafana's smallest step: what it takes rates over is four times as long."""
+    """The interval between scrapes, and Grafana's smallest step. Grafana computes rates over four times as long."""
     grafana_path: str | None = None
-    """The directory of the pages as Grafana sees it, where it runs in a container; None: where they are written."""
+    """The directory of the dashboards as Grafana sees it, if it runs in a container; None: the directory where they are written."""
 
     def __post_init__(self) -> None:
         if not _URL.fullmatch(self.prometheus_url):
-            raise PlacementError(f"prometheus_url is {self.prometheus_url!r}; it is a URL like http://localhost:9090")
+            raise PlacementError(f"prometheus_url is {self.prometheus_url!r}; it must be a URL like http://localhost:9090")
         if not _INTERVAL.fullmatch(self.scrape_interval):
-            raise PlacementError(f"scrape_interval is {self.scrape_interval!r}; it is a number and a unit, like 15s, 500ms or 1m")
+            raise PlacementError(f"scrape_interval is {self.scrape_interval!r}; it must be a number and a unit, like 15s, 500ms or 1m")
         if self._is_url and not _URL.fullmatch(self.discovery):
-            raise PlacementError(f"discovery is {self.discovery!r}, which is no URL; targets are at one like http://host:9400/targets")
+            raise PlacementError(f"discovery is {self.discovery!r}, which is not a valid URL; write one like http://host:9400/targets")
         if not self.discovery or "*" in self.discovery:
-            raise PlacementError(f"discovery is {self.discovery!r}; it is the folder or URL where Prometheus finds the workers")
+            raise PlacementError(f"discovery is {self.discovery!r}; it must be the workers' folder or URL for Prometheus, without *")
         if self.grafana_path is not None and not PurePosixPath(self.grafana_path).is_absolute():
-            raise PlacementError(f"grafana_path is {self.grafana_path!r}; Grafana wants an absolute path")
+            raise PlacementError(f"grafana_path is {self.grafana_path!r}; it must be an absolute path")
 
     @property
     def _is_url(self) -> bool:
@@ -61,26 +61,26 @@ class Deployment:
 
     @property
     def found_by(self) -> tuple[str, str]:
-        """Prometheus' way to find the workers, and the rest of that section."""
+        """The Prometheus key for the way to find workers, and the rest of that section."""
         if self._is_url:
             return "http_sd_configs", f"- url: {json.dumps(self.discovery)}\n        refresh_interval: 15s"
-        glob = json.dumps(f"{self.discovery.rstrip('/')}/*.json")  # Prometheus takes a star in the last part of a path, nowhere else
-        # Prometheus is told of changes by the kernel, but not of those that another machine makes in a shared folder.
+        glob = json.dumps(f"{self.discovery.rstrip('/')}/*.json")  # Prometheus accepts a star only in the last part of a path
+        # The kernel tells Prometheus of changed files, but not of changes that another machine makes in a shared folder.
         return "file_sd_configs", f"- files: [{glob}]\n        refresh_interval: 15s"
 
 
 def export(directory: str | os.PathLike[str], deployment: Deployment | None = None, *, overwrite: bool = False) -> list[Path]:
-    """Write the files; those that are there and equal stay.
+    """Write the files. Files that exist with the same content are not touched.
 
     Args:
-        directory: made if it is not there.
-        overwrite: replace files that are there and differ.
+        directory: the directory; created if missing.
+        overwrite: whether to replace existing files that differ.
 
     Returns:
-        All files, written or not.
+        The paths of all files, written or not.
 
     Raises:
-        PlacementError: the directory cannot be written, or a file there differs and `overwrite` is not given; then none is written.
+        PlacementError: the directory cannot be written, or an existing file differs without `overwrite`. Then nothing is written.
     """
     root = Path(directory).absolute()
     wanted = {root / name: text for name, text in _texts(root, deployment or Deployment()).items()}
@@ -92,7 +92,7 @@ def export(directory: str | os.PathLike[str], deployment: Deployment | None = No
             raise PlacementError(f"{names} would change; nothing was written. Overwrite with --force, or choose another directory")
         for path in changed:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # Grafana and Prometheus read *.json and *.yml while we write
+            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # Grafana and Prometheus read *.json and *.yml at any moment
             partial.write_text(wanted[path], encoding="utf-8")
             partial.replace(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -101,7 +101,7 @@ def export(directory: str | os.PathLike[str], deployment: Deployment | None = No
 
 
 def _texts(root: Path, deployment: Deployment) -> dict[str, str]:
-    """The text of every file by its path below the root."""
+    """The text of every file, by its path below the root."""
     pages = "grafana/dashboards"
     shipped = {f"{pages}/{path.name}": path.read_text(encoding="utf-8") for path in sorted(FILES.glob("*.json"))}
     kind, found = deployment.found_by
@@ -116,7 +116,7 @@ def _texts(root: Path, deployment: Deployment) -> dict[str, str]:
     }
 
 
-# Quoted strings are written as JSON, which YAML reads.
+# Strings are quoted as JSON, which YAML can read.
 _DATASOURCE = """\
 apiVersion: 1
 datasources:

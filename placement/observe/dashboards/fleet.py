@@ -1,4 +1,4 @@
-"""The page of all workers of a run: which GPU holds what, what it costs, who is worst. Needs grafana-foundation-sdk."""
+"""The dashboard of all workers of a run: what each GPU holds, what moves cost, and the worst ranks. Needs grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placement.observe.dashboards.queries import BY_WORKER, budget_share, failur
 
 WORKERS = 'run="$run",instance=~"$instance"'
 REST = "everything else"
-"""What is on a GPU beside the handles: activations, torch's cache, CUDA's context, other processes."""
+"""The name of device memory that handles do not hold: activations, torch's cache, CUDA's context, other processes."""
 
 _COLUMNS: tuple[tuple[str, str, str, Steps, int], ...] = (
     ("On the GPU", held_bytes(WORKERS, BY_WORKER), BYTES, panels.PLAIN_STEPS, 110),
@@ -33,12 +33,12 @@ _COLUMNS: tuple[tuple[str, str, str, Steps, int], ...] = (
     ("Failures", failures(WORKERS, BY_WORKER), COUNT, NONE_STEPS, 90),
     ("Findings", findings(WORKERS, BY_WORKER), COUNT, NONE_STEPS, 90),
 )
-"""Of the table: title, expression, unit, thresholds, width in pixels."""
+"""The columns of the table: title, expression, unit, thresholds, width in pixels."""
 _GAUGES = {"Of the budget", "GPU in use"}
 
 
 def page() -> model.Dashboard:
-    """The whole page: 22 rows of the grid, which a screen of 1080 lines shows without scrolling."""
+    """The whole dashboard: 22 rows of the grid, which fit on a screen of 1080 lines without scrolling."""
     to_worker = ("One worker", WORKER_UID, "One worker in detail: states, bytes, moves")
     text = "Which GPUs of a run hold what, what moving costs, and which ranks are worst."
     made = panels.page(FLEET_UID, "Placement: fleet", text, many=True, to=to_worker)
@@ -51,7 +51,7 @@ def page() -> model.Dashboard:
 def _numbers() -> list[Any]:
     workers = panels.number(
         "Workers",
-        "Workers whose metrics Prometheus has now, and targets of the run that do not answer.",
+        "Number of workers that Prometheus scrapes, and number of targets of the run that do not answer.",
         {
             "up": f"count(placement_worker_info{{{WORKERS}}}) or vector(0)",
             "down": f"count(up{{{WORKERS}}} == 0) or vector(0)",
@@ -65,7 +65,7 @@ def _numbers() -> list[Any]:
         panels.number("On the GPUs", "Device bytes that the handles of all workers hold now.", held_bytes(WORKERS), BYTES),
         panels.number(
             "Unpaired",
-            "Device bytes that handles still hold although the phase that loaded them is over. A sound run has none.",
+            "Device bytes that handles still hold although the phase that loaded them has ended. Should be 0.",
             f"sum(placement_unpaired_bytes{{{WORKERS}}})",
             BYTES,
             NONE_STEPS,
@@ -73,26 +73,26 @@ def _numbers() -> list[Any]:
         panels.number("Unaccounted, worst", unaccounted, f"max(placement_unaccounted_bytes{{{WORKERS}}})", BYTES, panels.UNACCOUNTED_STEPS),
         panels.number(
             "Stall share",
-            "Part of the wall time in which workers waited for moves, over the time shown: what placement costs a step.",
+            "Fraction of the wall time in which workers waited for moves, over the time shown. This is the cost of placement.",
             stall_share(WORKERS),
             SHARE,
             panels.STALL_STEPS,
         ),
         panels.number(
             "Failures",
-            "Failed transitions, plans refused because they did not fit, and writes into offloaded memory, in the time shown.",
+            "State transitions that failed, plans refused because they did not fit, and writes into offloaded memory, in the time shown.",
             failures(WORKERS),
             COUNT,
             NONE_STEPS,
         ),
         panels.number(
             "Handles with findings",
-            "Handles that are broken, whose tensors drifted from their place, or whose offloaded memory something else still refers to.",
+            "Handles that are broken, that have tensors outside their ranges, or whose offloaded memory is still referenced.",
             findings(WORKERS),
             COUNT,
             NONE_STEPS,
         ),
-        panels.number("Alerts", "Alerts of placement that fire now. Needs the rules in Prometheus.", alerts, COUNT, NONE_STEPS),
+        panels.number("Alerts", "Number of placement's alerts that fire now. Needs the rules in Prometheus.", alerts, COUNT, NONE_STEPS),
     ]
 
 
@@ -103,8 +103,8 @@ def _holdings() -> barchart.Panel:
     fullest = f"topk(24, {used})"
     made = panels.bars(
         "What each GPU holds",
-        f"Device memory now, by handle. '{REST}' is what else is in use on that GPU: activations, torch's cache, other processes. "
-        "The 24 fullest workers; the variable 'Worker' chooses others.",
+        f"Device memory now, by handle. '{REST}' is the other memory in use on that GPU: activations, torch's cache, other processes. "
+        "Shows the 24 fullest workers; choose others with the variable 'Worker'.",
         BYTES,
         f'({per_handle} or label_replace({rest}, "handle", "{REST}", "", "")) and on (instance) {fullest}',
         rows="instance",
@@ -119,7 +119,7 @@ def _worst_stalls() -> timeseries.Panel:
     share = stall_share(WORKERS, BY_WORKER, "$__rate_interval")
     made = panels.lines(
         "Stall share, five worst ranks",
-        "Part of the wall time in which the worker waited for moves. The five that waited longest in the time shown.",
+        "Fraction of the wall time in which a worker waited for moves, for the five workers with the largest in the time shown.",
         SHARE,
         [(f"({share}) and on (instance) topk(5, {_at_end(stall_share(WORKERS, BY_WORKER))})", "{{instance}}")],
     )
@@ -144,8 +144,8 @@ def _worst_unaccounted() -> timeseries.Panel:
 def _workers() -> table.Panel:
     made = table.Panel().title("Workers, worst first").filterable(True).cell_height(options.TableCellHeight.SM)
     made.description(
-        "One row a worker, those with unpaired bytes first, then by stall share. Stall share and failures are over the time shown, "
-        "the rest is now. A worker's name leads to its page."
+        "One row for each worker; workers with unpaired bytes come first, then by stall share. Stall share and failures cover the time "
+        "shown, other columns the present moment. Click a worker's name for its dashboard."
     )
     made.with_target(panels.query(f"max by (instance, gpu_uuid, phase) (placement_phase{{{WORKERS}}} == 1)", table=True))
     titles = {"instance": "Worker", "gpu_uuid": "GPU", "phase": "Phase"}
@@ -194,5 +194,5 @@ def _dashed() -> common.GraphThresholdsStyleConfig:
 
 
 def _at_end(expr: str) -> str:
-    """The expression at the end of the time shown, so that the same workers are chosen at every moment."""
+    """The expression evaluated at the end of the time shown, so that every moment shows the same workers."""
     return expr.replace("[$__range]", "[$__range] @ end()")

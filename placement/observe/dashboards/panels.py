@@ -1,4 +1,4 @@
-"""Parts of a page: queries, panels in one style, links between the pages. Needs grafana-foundation-sdk."""
+"""Building blocks of the dashboards: queries, panels in one style, links between the dashboards. Needs grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 FLEET_UID = "placement-fleet"
 WORKER_UID = "placement-worker"
 BYTES = "bytes"  # Grafana's IEC unit: GiB
-SHARE = "percentunit"  # of 1
+SHARE = "percentunit"  # 1 is 100 %
 SECONDS = "s"
-BYTES_A_SECOND = "Bps"  # SI: GB/s, as links are sold
+BYTES_A_SECOND = "Bps"  # SI units: GB/s, like link speeds
 COUNT = "short"
 
 STALL_STEPS = (("green", None), ("yellow", 0.1), ("red", 0.2))
-"""Of the wall time; the last is where `PlacementStallShareHigh` begins."""
+"""Fractions of the wall time. At the last one `PlacementStallShareHigh` begins."""
 BUDGET_STEPS = (("green", None), ("yellow", 0.85), ("red", 0.95))
-"""Of the budget; the last is where `PlacementBudgetNearlyFull` begins."""
+"""Fractions of the budget. At the last one `PlacementBudgetNearlyFull` begins."""
 NONE_STEPS = (("green", None), ("red", 0.5))
-"""For what a sound worker has none of; increase() can make 0.9 of one."""
+"""For counts that should be 0. Not 1, because Prometheus' increase() can turn one event into 0.9."""
 UNACCOUNTED_STEPS = (("green", None), ("yellow", 4 * 2.0**30), ("red", 8 * 2.0**30))
-"""CUDA contexts and NCCL take one to three GiB."""
+"""CUDA contexts and NCCL normally take one to three GiB."""
 PLAIN_STEPS = (("text", None),)
 Steps = Sequence[tuple[str, float | None]]
 
@@ -35,13 +35,13 @@ _VALUES = "var-datasource=${datasource}&var-run=${run:percentencode}"
 
 
 def worker_link(instance: str) -> dashboard.DashboardLink:
-    """A link on a value of the fleet page to the page of the worker that `instance` expands to, over the same time."""
+    """A link from a value of the fleet dashboard to the dashboard of the worker that `instance` expands to, with the same time range."""
     url = f"/d/{WORKER_UID}?{_VALUES}&var-instance=${{{instance}:percentencode}}&${{__url_time_range}}"
     return dashboard.DashboardLink("This worker").url(url).target_blank(False)
 
 
 def query(expr: str, legend: str = "", *, instant: bool = False, table: bool = False) -> prometheus.Dataquery:
-    """One query; `table` for panels that take rows."""
+    """One query; `table` is for panels that show rows."""
     made = prometheus.Dataquery().expr(" ".join(expr.split())).datasource(DATASOURCE).legend_format(legend)
     if table:
         made.format(PromQueryFormat.TABLE)
@@ -57,12 +57,12 @@ def thresholds(steps: Steps) -> dashboard.ThresholdsConfig:
 
 
 def fixed(colour: str) -> model.DynamicConfigValue:
-    """An override: this colour and no other."""
+    """An override that sets a fixed colour."""
     return model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
 
 
 def number(title: str, text: str, expr: str | Mapping[str, str], unit: str = COUNT, steps: Steps = PLAIN_STEPS) -> stat.Panel:
-    """One large number, coloured by its thresholds; several with their names where `expr` maps legends to expressions."""
+    """One large number, coloured by its thresholds. If `expr` maps legends to expressions, several numbers with their names."""
     panel = stat.Panel().title(title).description(text).unit(unit).thresholds(thresholds(steps))
     for legend, asked in (expr if isinstance(expr, Mapping) else {"": expr}).items():
         panel.with_target(query(asked, legend, instant=True))
@@ -74,7 +74,7 @@ def number(title: str, text: str, expr: str | Mapping[str, str], unit: str = COU
 
 
 def lines(title: str, text: str, unit: str, queries: Iterable[tuple[str, str]], *, stacked: bool = False) -> timeseries.Panel:
-    """Values over time: (expression, legend) each a family of lines, or of areas on top of one another."""
+    """Values over time. Each (expression, legend) gives a family of lines, or of stacked areas."""
     panel = timeseries.Panel().title(title).description(text).unit(unit).axis_soft_min(0)
     for expr, legend in queries:
         panel.with_target(query(expr, legend))
@@ -86,11 +86,11 @@ def lines(title: str, text: str, unit: str, queries: Iterable[tuple[str, str]], 
 
 
 def bars(title: str, text: str, unit: str, expr: str, *, rows: str, columns: str, named: str) -> barchart.Panel:
-    """One horizontal bar for each value of the label `rows` (called `named` on the page), cut into the values of the label `columns`."""
+    """A horizontal bar for each value of the label `rows` (shown as `named`), divided by the values of the label `columns`."""
     panel = barchart.Panel().title(title).description(text).unit(unit).min(0).with_target(query(expr, table=True))
     matrix = {"rowField": rows, "columnField": columns, "valueField": "Value", "emptyValue": "null"}
     panel.with_transformation(model.DataTransformerConfig(id_val="groupingToMatrix", options=matrix))
-    rename = {"renameByName": {f"{rows}\\{columns}": named}}  # what groupingToMatrix calls its first column
+    rename = {"renameByName": {f"{rows}\\{columns}": named}}  # the name that groupingToMatrix gives its first column
     panel.with_transformation(model.DataTransformerConfig(id_val="organize", options=rename))
     order = {"fields": {}, "sort": [{"field": named}]}
     panel.with_transformation(model.DataTransformerConfig(id_val="sortBy", options=order))
@@ -101,7 +101,7 @@ def bars(title: str, text: str, unit: str, expr: str, *, rows: str, columns: str
 
 
 def legend_below(*calcs: str) -> common.VizLegendOptions:
-    """Names under the panel; with `calcs`, a table on the right that has them."""
+    """A legend below the panel, or with `calcs` a table on the right with these calculations."""
     made = common.VizLegendOptions().show_legend(True).calcs(list(calcs))
     if calcs:
         return made.display_mode(options.LegendDisplayMode.TABLE).placement(options.LegendPlacement.RIGHT)
@@ -109,12 +109,12 @@ def legend_below(*calcs: str) -> common.VizLegendOptions:
 
 
 def tooltip(*, zeros: bool = False) -> common.VizTooltipOptions:
-    """All values at one moment, largest first."""
+    """A tooltip with all values at one moment, largest first."""
     return common.VizTooltipOptions().mode(options.TooltipDisplayMode.MULTI).sort(options.SortOrder.DESCENDING).hide_zeros(not zeros)
 
 
 def page(uid: str, title: str, text: str, *, many: bool, to: tuple[str, str, str]) -> dashboard.Dashboard:
-    """A page with its variables and no panel. `many`: of all workers at once; `to`: title, uid and tooltip of the other page's link."""
+    """A dashboard with its variables and no panel. `many`: for several workers. `to`: title, uid and tooltip of the link to the other."""
     made = dashboard.Dashboard(title).uid(uid).description(text).tags(["placement"]).editable()
     made.timezone("browser").time("now-30m", "now").refresh("10s").tooltip(model.DashboardCursorSync.CROSSHAIR)
     made.with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
@@ -131,18 +131,18 @@ def page(uid: str, title: str, text: str, *, many: bool, to: tuple[str, str, str
 
 
 def add_row(to: dashboard.Dashboard, height: int, *panels: tuple[int, Any]) -> None:
-    """Panels side by side, (width, panel) each; Grafana's grid has 24 columns."""
+    """Add panels side by side, each with its width. Grafana's grid has 24 columns."""
     if (total := sum(width for width, _ in panels)) != 24:
-        raise ValueError(f"a row is 24 columns wide, these panels {total}")
+        raise ValueError(f"the panels of a row must be 24 columns wide together, not {total}")
     for width, panel in panels:
         to.with_panel(panel.datasource(DATASOURCE).height(height).span(width))
 
 
 def finished(made: dashboard.Dashboard) -> model.Dashboard:
-    """The page with what the SDK leaves out: numbers of panels and letters of queries, in order, and its links in sight."""
+    """The finished dashboard, with parts that the SDK leaves out: panel numbers, query letters, and visible links."""
     whole = made.build()
     for link in whole.links or []:
-        link.placement = None  # type: ignore[assignment] # the SDK's default hides it in a menu
+        link.placement = None  # type: ignore[assignment] # the SDK's default hides the link in a menu
     for number_of_panel, panel in enumerate(whole.panels or [], start=1):
         assert isinstance(panel, model.Panel)
         panel.id_val = number_of_panel
@@ -152,7 +152,7 @@ def finished(made: dashboard.Dashboard) -> model.Dashboard:
 
 
 def value_mappings(texts: Mapping[float, tuple[str, str]]) -> list[model.ValueMapping]:
-    """Numbers shown as (text, colour)."""
+    """Mappings that show a number as a text in a colour."""
     shown = {
         f"{value:g}": model.ValueMappingResult(text=text, color=colour, index=index)
         for index, (value, (text, colour)) in enumerate(texts.items())

@@ -1,4 +1,4 @@
-"""The page of one worker: what its handles did, what they hold, what moved and what it cost. Needs grafana-foundation-sdk."""
+"""The dashboard of one worker: what its handles did and hold, what moved and what that cost. Needs grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MOVES = ("load", "offload")
 
 
 def page() -> model.Dashboard:
-    """The whole page: 22 rows of the grid, which a screen of 1080 lines shows without scrolling."""
+    """The whole dashboard: 22 rows of the grid, which fit on a screen of 1080 lines without scrolling."""
     to_fleet = ("All workers", FLEET_UID, "All workers of this run")
-    text = "One worker: the state of every handle, the bytes on the GPU, what moved and what it cost."
+    text = "One worker: the state of every handle, the bytes on the GPU, the bytes moved, and the time spent waiting."
     made = panels.page(WORKER_UID, "Placement: worker", text, many=False, to=to_fleet)
     panels.add_row(made, 3, *((3, each) for each in _numbers()))
     panels.add_row(made, 7, (16, _timeline()), (8, _state_shares()))
@@ -35,21 +35,21 @@ def page() -> model.Dashboard:
 
 def _numbers() -> list[Any]:
     current = {"{{phase}}": f"placement_phase{{{WORKER}}} == 1"}
-    phase = panels.number("Phase", "The innermost open phase now; idle outside every phase.", current)
+    phase = panels.number("Phase", "The innermost open phase; idle outside every phase.", current)
     phase.text_mode(options.BigValueTextMode.NAME)
     return [
         phase,
         panels.number("On the GPU", "Device bytes that the handles hold now.", held_bytes(WORKER), BYTES),
         panels.number(
             "Of the budget",
-            "Device bytes of the handles, as a part of what they may hold together.",
+            "Device bytes of the handles as a fraction of the budget, the bytes that they may hold together.",
             budget_share(WORKER),
             SHARE,
             panels.BUDGET_STEPS,
         ),
         panels.number(
             "Unpaired",
-            "Device bytes that handles still hold although the phase that loaded them is over. A sound worker has none.",
+            "Device bytes that handles still hold although the phase that loaded them has ended. Should be 0.",
             f"max(placement_unpaired_bytes{{{WORKER}}})",
             BYTES,
             NONE_STEPS,
@@ -63,21 +63,21 @@ def _numbers() -> list[Any]:
         ),
         panels.number(
             "Stall share",
-            "Part of the wall time in which the worker waited for moves, over the time shown.",
+            "Fraction of the wall time in which the worker waited for moves, over the time shown.",
             stall_share(WORKER),
             SHARE,
             panels.STALL_STEPS,
         ),
         panels.number(
             "Failures",
-            "Failed transitions, plans refused because they did not fit, and writes into offloaded memory, in the time shown.",
+            "State transitions that failed, plans refused because they did not fit, and writes into offloaded memory, in the time shown.",
             failures(WORKER),
             COUNT,
             NONE_STEPS,
         ),
         panels.number(
             "Handles with findings",
-            "Handles that are broken, whose tensors drifted from their place, or whose offloaded memory something else still refers to.",
+            "Handles that are broken, that have tensors outside their ranges, or whose offloaded memory is still referenced.",
             findings(WORKER),
             COUNT,
             NONE_STEPS,
@@ -87,17 +87,17 @@ def _numbers() -> list[Any]:
 
 def _timeline() -> statetimeline.Panel:
     codes = " or ".join(f'placement_state{{{WORKER},state="{state}"}} * {code}' for code, state in enumerate(COLOURS))
-    # A broken handle has a state still; the next code hides it.
+    # A broken handle still has a state; the largest code hides it.
     expr = f"clamp_max(sum without (state) ({codes}) + {_BROKEN} * placement_broken{{{WORKER}}}, {_BROKEN})"
     shown = {float(code): (str(state), colour) for code, (state, colour) in enumerate(COLOURS.items())}
     made = statetimeline.Panel().title("State of every handle").with_target(panels.query(expr, "{{handle}}"))
     made.description(
-        "The state at each scrape. States shorter than the time between two scrapes can be missing here; "
+        "The state at each scrape. States shorter than the scrape interval can be missing here; "
         "the shares on the right are exact, and `placement trace` shows every change."
     )
     made.mappings(panels.value_mappings({**shown, float(_BROKEN): ("BROKEN", "#f85149")}))
     made.color_scheme(dashboard.FieldColor().mode(model.FieldColorModeId.THRESHOLDS)).thresholds(panels.thresholds(panels.PLAIN_STEPS))
-    # No value is carried over a gap: what the worker did while nobody scraped it is not known.
+    # Values are not carried over a gap, because the state between scrapes is unknown.
     made.merge_values(True).span_nulls(False).insert_nulls(False)
     made.show_value(options.VisibilityMode.NEVER).row_height(0.8).line_width(0).fill_opacity(90)
     return made.legend(panels.legend_below()).tooltip(panels.tooltip(zeros=True))
@@ -107,7 +107,7 @@ def _state_shares() -> barchart.Panel:
     seconds = f"sum by (handle, state) (increase(placement_state_seconds_total{{{WORKER}}}[$__range]))"
     made = panels.bars(
         "Time in each state",
-        "How the time shown divides, for every handle. Counted by the worker, so that short states are in it whole.",
+        "Share of each state in the time shown, for every handle. The worker itself measures it, so short states are included.",
         SHARE,
         f"{seconds} / on (handle) group_left () sum by (handle) (increase(placement_state_seconds_total{{{WORKER}}}[$__range]))",
         rows="handle",
@@ -124,7 +124,7 @@ def _resident() -> timeseries.Panel:
     nothing = f'label_replace(0 * max(placement_budget_bytes{{{WORKER}}}), "handle", "nothing registered", "", "")'
     made = panels.lines(
         "On the GPU, against the budget",
-        "Device bytes of each handle, on top of one another. The line is what they may hold together.",
+        "Device bytes of each handle, stacked. The dashed line is the budget, the bytes that they may hold together.",
         BYTES,
         [(f"{per_handle} or on () {nothing}", "{{handle}}"), (f"max(placement_budget_bytes{{{WORKER}}})", _BUDGET)],
         stacked=True,
@@ -145,7 +145,7 @@ def _resident() -> timeseries.Panel:
 def _phases() -> timeseries.Panel:
     made = panels.lines(
         "Share of each phase",
-        "How the wall time divides into phases; the innermost open one counts. 'waiting for moves' is the part of it all that was stall.",
+        "Share of each phase in the wall time; the innermost open one counts. 'waiting for moves' is the stalled part of all phases.",
         SHARE,
         [
             (f"sum by (phase) (rate(placement_phase_seconds_total{{{WORKER}}}[$__rate_interval])) > 0", "{{phase}}"),
@@ -170,7 +170,7 @@ def _moved() -> timeseries.Panel:
     skipped = ("not copied: unchanged", "placement_skipped_bytes_total")
     return panels.lines(
         "Bytes moved and skipped",
-        "Copied to the GPU, copied back to the host, and offloaded without a copy because nothing had changed; per second of wall time.",
+        "Bytes copied to the GPU, back to the host, and offloaded without a copy because they were unchanged; per second of wall time.",
         panels.BYTES_A_SECOND,
         [(or_zero(f"sum(rate({name}{{{WORKER}}}[$__rate_interval]))", WORKER, ""), legend) for legend, name in (*moved.items(), skipped)],
     ).fill_opacity(15)
@@ -180,8 +180,8 @@ def _durations() -> timeseries.Panel:
     buckets = f'sum by (le) (rate(placement_transition_duration_seconds_bucket{{{WORKER},operation="%s"}}[$__rate_interval]))'
     return panels.lines(
         "Time of one move",
-        "Half of the moves took less than p50, one in twenty more than p95. What moves at one phase transition moves together, and each "
-        "handle counts the whole time. Empty while nothing moves.",
+        "Half of the moves took less than p50, one in twenty more than p95. Handles of one phase transition move together, and each "
+        "counts the whole time. Empty while nothing moves.",
         panels.SECONDS,
         [
             (f"histogram_quantile({quantile}, {buckets % operation})", f"{operation} p{quantile * 100:.0f}")
@@ -196,7 +196,7 @@ def _speed() -> timeseries.Panel:
     waited = f"sum(rate(placement_phase_stall_seconds_total{{{WORKER}}}[$__rate_interval]))"
     return panels.lines(
         "Speed of moves",
-        "Bytes copied, both ways together, for each second that the worker waited. Well under the link's speed: look for host memory that "
+        "Bytes copied, both ways together, per second that the worker waited. If far below the link's speed, look for host memory that "
         "is not pinned. Empty while nothing moves.",
         panels.BYTES_A_SECOND,
         [(f"({copied}) / {waited}", "loaded and offloaded")],

@@ -1,4 +1,4 @@
-"""The status page: one HTML file and its script, without anything from elsewhere."""
+"""The status page: one HTML file and its script. It loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADERS = (
 
 
 def status_pages() -> dict[str, Page]:
-    """The page and its script, for a server that has `/workers`."""
+    """The page and its script, by path, for a server that also serves `/workers`."""
     return {path: _page(name, content_type) for path, (name, content_type) in _FILES.items()}
 
 
