@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked import import_before
-from tests.order import imports_of, make_scheduler, ordered
-from tests.programs import Programs
-from tests.ranks import RankError, Ranks
-from tests.seeds import seed
+from tests.support.forked import import_before
+from tests.support.order import imports_of, make_scheduler, ordered
+from tests.support.programs import Programs
+from tests.support.ranks import RankError, Ranks
+from tests.support.seeds import seed
 
 # Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -20,7 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from placement import IntegrityError, Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.contract.collectives import COLLECTIVES, WORLD, write_with_each
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 CHUNK = 16384
 SIDE = 64

@@ -18,7 +18,7 @@ from placement.devices.base import POISON_WORD, Copy, poison_bytes
 from placement.devices.host import slab as host
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
-from tests.poison import poison, reads_poison
+from tests.support.poison import poison, reads_poison
 
 SIZE = 16384
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -15,7 +15,7 @@ from placement import BrokenHandleError, IntegrityError, Manager, State
 from placement.devices.base import Copy, Device, Direction
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import assert_same, learn
+from tests.support.worker import assert_same, learn
 
 CHUNK = 16384
 SIDE = 64

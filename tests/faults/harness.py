@@ -18,7 +18,7 @@ import placement
 from placement.engines.base import TorchEngine
 from placement.tensors.plain import nested_tensors
 from placement.testing import Faults, SimulatedDevice
-from tests.seeds import seed
+from tests.support.seeds import seed
 
 PAGE = 4096
 CAPACITY_BYTES = 104 * 1024

@@ -13,7 +13,7 @@ from torch import nn
 
 import placement
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import assert_same
+from tests.support.worker import assert_same
 
 pytestmark = pytest.mark.gpu
 

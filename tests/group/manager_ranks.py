@@ -16,7 +16,7 @@ from placement.group import Group, StoreGroup
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.group.test_ray_board import Actor
-from tests.threads import in_threads
+from tests.support.threads import in_threads
 
 CHUNK = 4096
 Join = Callable[[int, int, float, int], Group]

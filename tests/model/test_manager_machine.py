@@ -22,7 +22,7 @@ from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import PHASES_USED, drawn_policies
 from tests.model.shadow import Shadow
 from tests.model.values import ANY, Values, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
-from tests.seeds import seed
+from tests.support.seeds import seed
 
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
 PHASES = st.sampled_from((*PHASES_USED, "train", "train"))

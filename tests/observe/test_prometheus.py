@@ -20,9 +20,9 @@ import pytest
 from placement.cli import main
 from placement.observe.discovery import targets_in
 from placement.observe.fleet import DiscoveryServer
-from tests.forked import processes
 from tests.observe import prometheus_worker
 from tests.observe.expressions import expressions
+from tests.support.forked import processes
 
 WORKERS = 4
 SCRAPES_SECONDS = 60

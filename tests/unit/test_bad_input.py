@@ -12,7 +12,7 @@ import torch
 import placement
 from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import Scripted, Worker, assert_same, everything, in_a_range, learn, make_manager, net
+from tests.support.worker import Scripted, Worker, assert_same, everything, in_a_range, learn, make_manager, net
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 import placement
 from placement import Manager, PlacementError, TorchEngine
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.threads import in_threads
-from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.threads import in_threads
+from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
 
 
 class KeepReference(placement.policies.Colocated):

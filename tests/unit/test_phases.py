@@ -16,7 +16,7 @@ import torch
 import placement
 from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

@@ -13,8 +13,8 @@ import torch
 
 from placement import PlacementError
 from placement.testing import assert_nothing_resident
-from tests.programs import Programs
-from tests.unit.worker import Worker, assert_same, batch, in_a_range, learn, net
+from tests.support.programs import Programs
+from tests.support.worker import Worker, assert_same, batch, in_a_range, learn, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 

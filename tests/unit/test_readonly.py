@@ -11,7 +11,7 @@ import torch
 
 from placement import IntegrityError, Manager, State
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import GPU, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import GPU, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
 STEPS = 20
 

@@ -15,7 +15,7 @@ from placement import IntegrityError
 from placement.devices.simulated import poison
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, Worker, assert_same, batch, make_manager
+from tests.support.worker import CAPACITY, Worker, assert_same, batch, make_manager
 
 Tensors = dict[str, torch.Tensor]
 Write = Callable[[torch.Tensor], object]
