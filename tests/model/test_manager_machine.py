@@ -1,6 +1,6 @@
 """Everything that users do, in any order, on a real manager: no byte is lost, and everything is where the plan says.
 
-`HYPOTHESIS_PROFILE=nightly` runs for long. A failing example becomes a small test of its own in `test_found.py`.
+`HYPOTHESIS_PROFILE=nightly` runs for long. A failing example becomes a small test of its own in `test_manager_machine_regressions.py`.
 """
 
 from __future__ import annotations

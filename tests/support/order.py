@@ -48,7 +48,7 @@ _FIRST = (
     "tests/unit/test_phases.py",
     "tests/model/test_barrier_spin.py",
     "tests/faults/test_allocations.py",
-    "tests/sharded/test_adversary.py",
+    "tests/sharded/test_disrupted_training.py",
     "programs",
     "tests/integrations/test_demo.py",
     "tests/unit/test_steady.py",
