@@ -45,7 +45,7 @@ class Trainer:
         self.adam.zero_grad()
         loss.backward()
         self.adam.step()
-        return float(loss)
+        return float(loss.detach())
 
     def states(self) -> dict[str, str]:
         """The state of every handle, by name."""

@@ -189,6 +189,7 @@ def test_lora_added_after_registration(when: str) -> None:
     assert_nothing_resident(worker.manager)
 
 
+@pytest.mark.leaves_behind("the optimizer steps a parameter that was replaced")
 @pytest.mark.parametrize("when", ["offloaded", "resident"])
 def test_a_replaced_parameter(when: str) -> None:
     worker = Worker()
