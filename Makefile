@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # So bytecode is kept, whatever the caller's environment says; many tests start interpreters of their own.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint bench setup
+.PHONY: demo test durations lint bench setup
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -28,6 +28,10 @@ test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 test:
 	@$(MAKE) --no-print-directory --jobs=2 $(FRAMEWORKS) $(SYSTEM)
 	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# By these the next runs are ordered: what takes long begins first.
+durations:
+	@$(MAKE) --no-print-directory test ARGS="--record-durations $(ARGS)"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked import import_before
-from tests.order import imports_of, make_scheduler, ordered
-from tests.programs import Programs
-from tests.ranks import RankError, Ranks
-from tests.seeds import seed
+from tests.support import nothing_left
+from tests.support.durations import Recorder
+from tests.support.forked import import_before
+from tests.support.order import imports_of, make_scheduler, ordered
+from tests.support.programs import Programs
+from tests.support.ranks import RankError, Ranks
+from tests.support.seeds import seed
 
 # Several processes share few cores here, and torch's threads spin where they wait. Set before a test, also for what it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,9 +38,19 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir(_MEMORY) and shut
     os.environ["PYTEST_DEBUG_TEMPROOT"] = _MEMORY
 
 COUNTED = "counted"
+_WATCHED = pytest.StashKey[nothing_left.Watched]()
 _looked_at: dict[str, int] = {}
 _FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write how long each test file takes into tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record_durations"):
+        config.pluginmanager.register(Recorder(writes=not hasattr(config, "workerinput")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,6 +98,30 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
         if (missing := _FRAMEWORK.search(str(error))) is None:
             raise
         pytest.skip(f"{missing[1]} is not installed here")
+
+
+@pytest.fixture(autouse=True)
+def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Knows the managers of a test and of its fixtures. `pytest_pyfunc_call` checks them while those fixtures are still there.
+
+    Tests on a GPU end by the fixtures of tests/gpu, which also look at what the driver says.
+    """
+    if request.node.get_closest_marker("leaves_behind") or request.node.get_closest_marker("gpu"):
+        yield
+        return
+    looks_at_what_is_collected = not {"gc", "weakref"}.isdisjoint(vars(request.module))
+    with nothing_left.watched(holds=not looks_at_what_is_collected) as request.node.stash[_WATCHED]:
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Every test that has passed: its managers are in order, and nothing is left on their devices."""
+    answer = yield
+    if _WATCHED in pyfuncitem.stash:
+        for manager in pyfuncitem.stash[_WATCHED].managers():
+            nothing_left.check(manager)
+    return answer
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 from placement import Handle, Manager, Plan, View
 from placement.devices.base import Device
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import GPU
+from tests.support.worker import GPU
 
 SIDES = ("rollout", "eval")
 """The phases, each of which has one side's handles on the device."""

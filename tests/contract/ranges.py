@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from placement.devices.base import Addresses, Chunk, Device
-from tests.poison import reads_poison
+from tests.support.poison import reads_poison
 
 
 def poisoned(device: Device, nbytes: int) -> Addresses:

@@ -20,7 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from placement import IntegrityError, Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.contract.collectives import COLLECTIVES, WORLD, write_with_each
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 CHUNK = 16384
 SIDE = 64
@@ -36,7 +36,7 @@ class Blocks(nn.Module):
         self.register_buffer("mean", torch.zeros(SIDE, SIDE))
 
 
-class Worker:
+class ModelWithTwin:
     """A registered model with an optimizer that has no state, and a twin that placement does not know."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -210,7 +210,7 @@ ONE: dict[str, Callable[[nn.Parameter], object]] = {
 
 @pytest.mark.parametrize("write", ONE.values(), ids=ONE.keys())
 def test_one_parameter_written_and_one_chunk_copied(write: Callable[[nn.Parameter], object]) -> None:
-    worker = Worker()
+    worker = ModelWithTwin()
     assert worker.visit() == (0, worker.size)
     assert worker.visit(lambda model: write(model.written)) == (CHUNK, worker.size - CHUNK)
     write(worker.twin.written)  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ ALL: dict[str, tuple[Callable[[Any], object], int]] = {
 
 @pytest.mark.parametrize(("write", "least"), ALL.values(), ids=ALL.keys())
 def test_a_whole_module_written(write: Callable[[Any], object], least: int) -> None:
-    worker = Worker()
+    worker = ModelWithTwin()
     copied, skipped = worker.visit(write)
     assert copied == least
     assert copied + skipped >= worker.size
@@ -272,13 +272,13 @@ def test_a_whole_module_written(write: Callable[[Any], object], least: int) -> N
 
 
 def test_the_same_values_written_again_are_no_change() -> None:
-    worker = Worker()
+    worker = ModelWithTwin()
     worker.visit()
     assert worker.visit(lambda model: model.written.data.copy_(model.written.data.clone())) == (0, worker.size)
 
 
 def test_a_write_undone_is_no_change() -> None:
-    worker = Worker()
+    worker = ModelWithTwin()
 
     def there_and_back(model: Any) -> None:
         model.written.data.view(torch.int32).bitwise_xor_(255)
@@ -305,7 +305,7 @@ def test_a_write_into_a_readonly_handle_is_named_and_never_copied(write: Callabl
 
 def test_batch_norm_writes_its_buffers_in_forward() -> None:
     torch.manual_seed(0)
-    worker = Worker(nn.Sequential(nn.Linear(4096, 8, bias=False), nn.BatchNorm1d(8)))
+    worker = ModelWithTwin(nn.Sequential(nn.Linear(4096, 8, bias=False), nn.BatchNorm1d(8)))
     data = torch.randn(5, 4096)
 
     def forward(model: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placement.core.errors import DeviceMemoryError
 from placement.devices.base import POISON_WORD, Copy, Device, Mark, fill_with_poison, poison_bytes
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, whole
-from tests.poison import reads_poison
+from tests.support.poison import reads_poison
 
 
 def test_addresses_are_aligned_and_rounded_up(device: Device) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from placement.devices.base import Device
 from tests.contract.ranges import is_poison, loaded, poisoned, random_bytes, read, whole
-from tests.poison import poison, reads_poison
+from tests.support.poison import poison, reads_poison
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])

@@ -16,7 +16,7 @@ from placement import DeviceMemoryError, IntegrityError, Manager, Plan, View
 from placement.devices.base import Addresses, Chunk, Copy, Device, Direction
 from placement.group import StoreGroup
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, net
+from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, net
 
 PAGE = 4096
 CHUNK = 4 * PAGE

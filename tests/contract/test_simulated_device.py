@@ -18,7 +18,7 @@ from placement.devices.base import POISON_WORD, Copy, poison_bytes
 from placement.devices.host import slab as host
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
-from tests.poison import poison, reads_poison
+from tests.support.poison import poison, reads_poison
 
 SIZE = 16384
 forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -57,6 +57,7 @@ def test_capacity_holds_to_the_byte_and_the_refusal_names_the_numbers() -> None:
 
 def test_memory_goes_back_to_the_host() -> None:
     device = make()
+    gc.collect()  # devices of earlier tests
     before = bytes_in_memory_files()
     addresses = device.reserve(4 * SIZE)
     chunks = [device.create(SIZE) for _ in range(4)]
@@ -116,6 +117,7 @@ def test_a_mapped_chunk_among_others_keeps_all_of_them() -> None:
     addresses, chunks = device.reserve(SIZE), [device.create(SIZE) for _ in range(3)]
     device.map(addresses, chunks[1:2])
     device.view(addresses, 0, SIZE).fill_(5)
+    gc.collect()  # devices of earlier tests
     held = bytes_in_memory_files()
     with pytest.raises(ValueError, match="still behind addresses"):
         device.release(*chunks)
@@ -359,7 +361,7 @@ def test_an_interrupt_at_any_bytecode_loses_nothing(
 ) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 1 << 30)  # it only reads, at thousands of bytecodes
     shared = tmp_path / "capacity" if is_shared else None
-    gc.collect()  # devices of other tests
+    gc.collect()  # devices of earlier tests
     files_before = bytes_in_memory_files()
     device = make(shared_with=shared)
     device.unmap(first := device.reserve(3 * SIZE), 3 * SIZE)

@@ -15,7 +15,7 @@ from placement import DeviceMemoryError, Manager, Plan, View
 from placement.devices.base import Addresses, Chunk, Copy, Device, Direction, Mark
 from placement.storage.transfer.arrivals import WINDOW
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import GPU, OFF, assert_same
+from tests.support.worker import GPU, OFF, assert_same
 
 PAGE = 4096
 CHUNK = 4 * PAGE

@@ -15,7 +15,7 @@ from placement import BrokenHandleError, IntegrityError, Manager, State
 from placement.devices.base import Copy, Device, Direction
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import assert_same, learn
+from tests.support.worker import assert_same, learn
 
 CHUNK = 16384
 SIDE = 64
@@ -49,7 +49,7 @@ def blocks(count: int = 4) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(count)])
 
 
-class Worker:
+class VerifiedPair:
     """A model with plain SGD, and a reference that is readonly."""
 
     def __init__(self, verify: str = "always", count: int = 4, **settings: Any) -> None:
@@ -84,7 +84,7 @@ def flip(handle: Any, chunk: int, at: int = 12345) -> None:
 @pytest.mark.parametrize("after", ["registration", "a clean offload", "a dirty offload"])
 @pytest.mark.parametrize("chunk", range(4))
 def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(chunk: int, after: str) -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     if after != "registration":
         with worker.manager.phase("train"):
             if after == "a dirty offload":
@@ -100,7 +100,7 @@ def test_a_flipped_bit_in_the_host_copy_is_caught_and_named(chunk: int, after: s
 
 
 def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     flip(worker.actor, 2)
     with pytest.raises(IntegrityError), worker.manager.phase("train"):
         pass
@@ -117,7 +117,7 @@ def test_what_is_lost_stays_unusable_and_everything_else_works() -> None:
 
 
 def test_what_is_lost_comes_back_from_a_checkpoint() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     flip(worker.actor, 0)
     with pytest.raises(IntegrityError), worker.manager.phase("train"):
         pass
@@ -132,7 +132,7 @@ def test_what_is_lost_comes_back_from_a_checkpoint() -> None:
 
 
 def test_what_is_lost_is_not_published() -> None:
-    worker = Worker(policy=Colocated(stream_sync=True))
+    worker = VerifiedPair(policy=Colocated(stream_sync=True))
     flip(worker.actor, 0)
     with pytest.raises(IntegrityError), worker.manager.phase("train"):
         pass
@@ -141,7 +141,7 @@ def test_what_is_lost_is_not_published() -> None:
 
 
 def test_a_manager_with_a_lost_handle_closes() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     flip(worker.actor, 0)
     with pytest.raises(IntegrityError), worker.manager.phase("train"):
         pass
@@ -150,7 +150,7 @@ def test_a_manager_with_a_lost_handle_closes() -> None:
 
 
 def test_a_switch_onto_a_lost_handle_leaves_the_other_where_it_was() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     with worker.manager.phase("log_prob", only=["ref"]) as phase:
         flip(worker.actor, 3)
         with pytest.raises(IntegrityError, match="chunk 3 of 4"):
@@ -162,7 +162,7 @@ def test_a_switch_onto_a_lost_handle_leaves_the_other_where_it_was() -> None:
 
 @pytest.mark.parametrize("chunk", range(3))
 def test_a_readonly_handle_is_no_exception(chunk: int) -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     flip(worker.ref, chunk)
     with pytest.raises(IntegrityError, match=rf"chunk {chunk} of 3 \({chunk}\) changed in the host copy of 'ref'"):
         worker.manager.enter("log_prob")
@@ -172,7 +172,7 @@ def test_a_readonly_handle_is_no_exception(chunk: int) -> None:
 def test_a_sample_catches_its_share() -> None:
     caught = 0
     for _ in range(60):
-        worker = Worker("sample")
+        worker = VerifiedPair("sample")
         with worker.manager.phase("train"):
             worker.write()
         flip(worker.actor, 1)
@@ -185,7 +185,7 @@ def test_a_sample_catches_its_share() -> None:
 
 
 def test_a_sample_of_one_chunk_is_all_of_it() -> None:
-    worker = Worker("sample", count=1)
+    worker = VerifiedPair("sample", count=1)
     with worker.manager.phase("train"):
         worker.write()
     flip(worker.actor, 0)
@@ -196,7 +196,7 @@ def test_a_sample_of_one_chunk_is_all_of_it() -> None:
 def test_a_sample_leaves_the_random_numbers_of_the_script_alone() -> None:
     import random
 
-    worker = Worker("sample")
+    worker = VerifiedPair("sample")
     random.seed(3)
     torch.manual_seed(3)
     before = random.getstate(), torch.get_rng_state()
@@ -211,7 +211,7 @@ def test_a_sample_leaves_the_random_numbers_of_the_script_alone() -> None:
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_a_skipped_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_given_up(chunk: int) -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     with worker.manager.phase("train") as phase:
         flip(worker.actor, chunk)
         with pytest.raises(IntegrityError, match=rf"'actor': chunk {chunk} of 4 \({chunk}\) differ between the device and the host"):
@@ -224,7 +224,7 @@ def test_a_skipped_chunk_whose_host_copy_went_bad_is_found_before_its_memory_is_
 
 
 def test_an_exit_makes_it_good_and_counts_it() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     with worker.manager.phase("train"):
         flip(worker.actor, 1)
     assert_same(dict(worker.actor.state_dict()), dict(worker.values))
@@ -234,7 +234,7 @@ def test_an_exit_makes_it_good_and_counts_it() -> None:
 
 
 def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     with worker.manager.phase("log_prob") as phase:
         flip(worker.ref, 1)
         with pytest.raises(IntegrityError, match="'ref': chunk 1 of 3"):
@@ -251,7 +251,7 @@ def test_a_readonly_host_copy_that_went_bad_is_written_again_from_the_device() -
 
 
 def test_a_copy_that_arrives_changed_on_the_host_keeps_the_handle_on_the_device() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     with worker.manager.phase("train") as phase:
         worker.write()
         worker.device.spoil("to_host")
@@ -265,7 +265,7 @@ def test_a_copy_that_arrives_changed_on_the_host_keeps_the_handle_on_the_device(
 
 
 def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     worker.manager.enter("train")
     worker.write()
     worker.device.spoil("to_host", count=10**6)
@@ -281,7 +281,7 @@ def test_a_link_that_stays_bad_keeps_the_handle_on_the_device_until_it_is_good()
 
 
 def test_a_copy_that_arrives_changed_on_the_device_is_undone_and_can_be_tried_again() -> None:
-    worker = Worker()
+    worker = VerifiedPair()
     worker.device.spoil("to_device")
     with pytest.raises(IntegrityError, match=r"'actor': chunk \d of 4 .* did not arrive on the device"):
         worker.manager.enter("train")
@@ -318,7 +318,7 @@ def test_state_on_its_first_way_to_the_host_is_compared_too() -> None:
 @pytest.mark.parametrize("verify", ["always", "sample", "off"])
 def test_nothing_else_changes(verify: str) -> None:
     """The same bytes are copied, the same skipped, and the same values come out, whatever is verified."""
-    worker, plain = Worker(verify), Worker("off")
+    worker, plain = VerifiedPair(verify), VerifiedPair("off")
     for each in (worker, plain):
         for seed in range(3):
             with each.manager.phase("train") as phase:

@@ -73,7 +73,7 @@ class Slow(StoreGroup):
         time.sleep(0.03)  # longer than the other rank needs to be ahead, if it were let
 
 
-class Worker:
+class EngineRank:
     """A rank with its actor."""
 
     def __init__(self, folder: str, generation: int) -> None:
@@ -114,7 +114,7 @@ class Worker:
 
 
 def steps_together(folder: str, generation: int) -> Any:
-    worker = Worker(folder, generation)
+    worker = EngineRank(folder, generation)
     for _ in range(4):
         worker.step()
     assert_nothing_resident(worker.manager)
@@ -123,7 +123,7 @@ def steps_together(folder: str, generation: int) -> Any:
 
 def engine_fails_to_load(folder: str, generation: int) -> Any:
     """The leader's engine has no memory for its cache: nobody enters the rollout, and the next one succeeds."""
-    worker = Worker(folder, generation)
+    worker = EngineRank(folder, generation)
     told: dict[int, str] = {}
     with worker.manager.phase("weight_sync") as step:
         for bucket in worker.actor.weights(bucket_bytes=1 << 14):

@@ -20,9 +20,9 @@ from placement.ownership.module import ModuleAdapter
 from placement.tensors.owned import Adapter
 from placement.testing import assert_nothing_resident
 from tests.engines import matrix_worker as worker
-from tests.ranks import Ranks
 from tests.sharded import test_quantized, training
-from tests.unit.worker import assert_same, batch, in_a_range, make_manager, net
+from tests.support.ranks import Ranks
+from tests.support.worker import assert_same, batch, in_a_range, make_manager, net
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines import rank_worker as worker
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 _generations = itertools.count(1000)
 

@@ -18,7 +18,7 @@ import placement
 from placement.engines.base import TorchEngine
 from placement.tensors.plain import nested_tensors
 from placement.testing import Faults, SimulatedDevice
-from tests.seeds import seed
+from tests.support.seeds import seed
 
 PAGE = 4096
 CAPACITY_BYTES = 104 * 1024
@@ -47,7 +47,7 @@ class Actor(nn.Module):
         return out
 
 
-class Worker:
+class FaultyWorker:
     """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one phase transition after the other."""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, **settings: Any) -> None:
@@ -67,7 +67,7 @@ class Worker:
         self.committed: dict[str, str] = {}
         """Digest of each handle's values as the last thing that changed them left it."""
 
-    def register_few(self) -> Worker:
+    def register_few(self) -> FaultyWorker:
         """The actor, its optimizer and the rollout engine: enough for a move in each direction."""
         self.manager.register("rollout", self.engine, role="rollout")
         self.manager.register("actor", self.actor, role="actor")
@@ -75,7 +75,7 @@ class Worker:
         self.commit(*self.manager.handles)
         return self
 
-    def register(self) -> Worker:
+    def register(self) -> FaultyWorker:
         """Register everything, the actor and its kind first, then what steps them."""
         register = self.manager.register
         register("rollout", self.engine, role="rollout")
@@ -196,7 +196,7 @@ def hidden_bytes(handle: placement.Handle) -> dict[str, bytes]:
     return {owned.name: as_bytes(owned.tensor) for owned in handle.adapter.owned() if owned.name not in shown and not owned.transient}
 
 
-def check_sound(worker: Worker) -> None:
+def check_sound(worker: FaultyWorker) -> None:
     """Nothing disagrees, and the ledger is what the handles hold."""
     worker.manager.check_integrity()
     held = sum(r.resident_bytes for handle in worker.manager.handles.values() if handle.holding for r in handle.holding.ranges)
@@ -204,7 +204,7 @@ def check_sound(worker: Worker) -> None:
     assert [name for name, handle in worker.manager.handles.items() if handle.broken] == []
 
 
-def check_values(worker: Worker, except_for: Collection[str] = ()) -> None:
+def check_values(worker: FaultyWorker, except_for: Collection[str] = ()) -> None:
     """Every handle holds what was last committed, bit by bit."""
     names = [name for name in worker.committed if name in worker.manager.handles and name not in except_for]
     found = {name: digest(worker.manager.handles[name]) for name in names}
@@ -216,7 +216,7 @@ def many_cases() -> Iterator[None]:
     """For thousands of tiny cases: one thread for torch, and collections that look only at what was made inside."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    worker = Worker().register()  # what torch imports only now would be looked at each time
+    worker = FaultyWorker().register()  # what torch imports only now would be looked at each time
     worker.run_step()
     worker.manager.close()
     del worker
@@ -228,7 +228,7 @@ def many_cases() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def check_left(worker: Worker) -> None:
+def check_left(worker: FaultyWorker) -> None:
     """Outside every phase: sound, the values of the last commit, and not a byte on the device."""
     gc.collect()
     assert worker.manager.snapshot().phases == ()

@@ -13,7 +13,7 @@ from torch import nn
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
 from placement.testing import InjectedFault
-from tests.faults.harness import Worker, as_bytes, check_left, check_sound, check_values, hidden_bytes, many_cases
+from tests.faults.harness import FaultyWorker, as_bytes, check_left, check_sound, check_values, hidden_bytes, many_cases
 
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 STEPS = 2
@@ -22,7 +22,7 @@ STEPS = 2
 @pytest.fixture(scope="module")
 def undisturbed() -> list[dict[str, str]]:
     """The values after each of enough steps without a fault."""
-    worker = Worker().register()
+    worker = FaultyWorker().register()
     values = []
     for _ in range(2 * STEPS):
         worker.run_step()
@@ -37,7 +37,7 @@ def _many_cases() -> Iterator[None]:
         yield
 
 
-def run_until_it_fails(worker: Worker) -> BaseException | None:
+def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:
     for _ in range(STEPS):
         try:
             worker.run_step()
@@ -52,7 +52,7 @@ def run_until_it_fails(worker: Worker) -> BaseException | None:
 def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
     points = 0
     while True:
-        worker = Worker().register()
+        worker = FaultyWorker().register()
         identity = worker.identity()
         with worker.manager.phase("log_prob"):
             hidden = {name: hidden_bytes(worker.manager.handles[name]) for name in ("actor", "ref")}
@@ -99,7 +99,7 @@ def test_every_call_of_register_failed(operation: str, forever: bool, counted: C
     """Inside a phase that wants the new handle, so that it is loaded too: a failed registration leaves the object as it was."""
     points = 0
     while True:
-        worker = Worker().register_few()
+        worker = FaultyWorker().register_few()
         extra, before = make_extra()
         with worker.manager.phase("reward"):
             worker.device.fail(operation, at=points + 1, forever=forever)
@@ -126,7 +126,7 @@ def test_every_call_of_register_failed(operation: str, forever: bool, counted: C
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 def test_a_device_that_fails_while_handles_leave(forever: bool) -> None:
     """unregister() inside a phase and close() wait for the device; when that fails the handle stays, complete, and can leave later."""
-    worker = Worker().register_few()
+    worker = FaultyWorker().register_few()
     with worker.manager.phase("log_prob"):
         worker.manager.unregister("actor.optimizer")
         worker.device.fail("sync", forever=forever)
@@ -144,7 +144,7 @@ def test_a_device_that_fails_while_handles_leave(forever: bool) -> None:
 
 
 def test_a_failed_restore_is_a_note_on_the_users_exception() -> None:
-    worker = Worker().register_few()
+    worker = FaultyWorker().register_few()
     with pytest.raises(ZeroDivisionError) as caught, worker.manager.phase("log_prob"):  # noqa: PT012
         worker.device.fail("copy", forever=True)
         worker.device.fail("sync", forever=True)
@@ -160,7 +160,7 @@ def test_a_failed_restore_is_a_note_on_the_users_exception() -> None:
 
 
 def test_a_failed_restore_without_another_exception_is_raised() -> None:
-    worker = Worker().register_few()
+    worker = FaultyWorker().register_few()
     with pytest.raises(InjectedFault, match="sync") as caught, worker.manager.phase("log_prob"):
         worker.device.fail("sync", forever=True)
     assert any("leaving phase 'log_prob'" in note for note in caught.value.__notes__)
@@ -172,7 +172,7 @@ def test_a_failed_restore_without_another_exception_is_raised() -> None:
 
 def test_gradients_that_find_no_host_memory_keep_their_handle_on_the_device() -> None:
     """Gradients are not reserved for: the exit says so, and what was written is not lost."""
-    worker = Worker().register_few()
+    worker = FaultyWorker().register_few()
     with pytest.raises(HostMemoryError), worker.manager.phase("train"):  # noqa: PT012
         worker.train_actor()
         gradients = [as_bytes(p.grad) for p in worker.actor.parameters() if p.grad is not None]

@@ -27,7 +27,7 @@ from placement import checkpoint
 from placement.devices import adoption
 from placement.storage.offloaded.host_reads import is_reading
 from placement.tensors.plain import nested_tensors
-from tests.faults.harness import Worker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
+from tests.faults.harness import FaultyWorker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 
 CAPACITY_BYTES = 256 * 1024
@@ -52,7 +52,7 @@ class Case:
     """Whether each of its points is interrupted, and not a share of them."""
 
     def __init__(self) -> None:
-        self.worker = Worker(CAPACITY_BYTES).register_few()
+        self.worker = FaultyWorker(CAPACITY_BYTES).register_few()
         self.manager = self.worker.manager
         with self.manager.phase("train"):
             self.worker.train_actor()

@@ -19,10 +19,10 @@ import placement
 from placement import Manager, PhaseError
 from placement.frameworks.megatron import hybrid as megatron_hybrid
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.frameworks import needs
-from tests.ranks import Ranks
 from tests.sharded.pretend_cuda import mark, pretend_cuda
 from tests.sharded.training import as_bytes
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
 
 cpu_offloading = needs("megatron.core.optimizer.cpu_offloading")
 

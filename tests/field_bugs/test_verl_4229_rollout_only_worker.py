@@ -16,7 +16,7 @@ import torch
 import placement
 from placement import Lazy, Manager, NotResidentError, PhaseError, State
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import batch, net
+from tests.support.worker import batch, net
 
 TRAINER = ("actor", "ref", "critic", "reward", "teacher", "actor.optimizer", "critic.optimizer")
 

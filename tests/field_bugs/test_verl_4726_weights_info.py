@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from placement import Lazy
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded.publish_worker import BUILDS, Model, manager_of, tokens, wanted_of
+from tests.support.ranks import Ranks
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import Ranks
 from tests.sharded import veomni_worker
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not veomni_worker.is_installed(), reason="VeOmni is not installed here")
 

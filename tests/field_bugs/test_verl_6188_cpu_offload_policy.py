@@ -18,9 +18,9 @@ from placement import PhaseError, RegistrationError, State
 from placement.storage.base import ExternalStorage
 from placement.tensors.owned import Adapter, Owned
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded, worker
+from tests.support.ranks import Ranks
 
 _REASON = "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
 

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded.publish_worker import BUILDS, Model, assert_same, manager_of, read, tokens
 from tests.sharded.test_publish_lora import lora, merged_by_peft, peft, quietly, randomize, saved_by_peft
+from tests.support.ranks import Ranks
 
 
 def _fail(*_: Any, **__: Any) -> Any:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import placement
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded.training import Program, device_of
+from tests.support.ranks import Ranks
 
 BACKEND = "cpu:gloo,cuda:nccl"
 """What CPUOffloadPolicy reduces on the CPU (the norm of gradients) needs gloo."""

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.gpu.on_gpus import gpus, measure
-from tests.ranks import Ranks
 from tests.sharded import deepspeed_worker, megatron_fsdp_worker, megatron_worker, test_quantized, training, veomni_worker
 from tests.sharded.training import Program
+from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing.reduction
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,17 +13,9 @@ from torch import nn
 
 import placement
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import assert_same
+from tests.support.worker import assert_same
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def manager() -> Iterator[placement.Manager]:
-    manager = placement.Manager(device="cuda:0")
-    yield manager
-    assert_nothing_resident(manager)
-    manager.close()
 
 
 def _model() -> nn.Sequential:

@@ -10,7 +10,7 @@ import pytest
 from tests.gpu.on_gpus import gpus
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ class Extra(nn.Linear):
 class Exported(nn.Linear):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {name: value.float() * 1 for name, value in super().state_dict(*args, **kwargs).items()}
-
-
-@pytest.fixture
-def manager() -> Iterator[placement.Manager]:
-    manager = placement.Manager(device="cuda:0")
-    yield manager
-    assert_nothing_resident(manager)
-    manager.close()
 
 
 def on_host(value: Any) -> Any:

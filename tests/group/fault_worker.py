@@ -8,14 +8,13 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from placement import Manager, State
 from placement.core.errors import CoordinatorLost, PlacementError
 from placement.group import Board, BoardLost, Group, failpoints
-from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from placement.testing import assert_nothing_resident
+from tests.support.trainer import Trainer
 
-CHUNK = 4096
 START_SECONDS = 60.0
 """To meet for the first time, on a machine that is busy with other tests."""
 ROLES = ("actor", "adam", "ref")
@@ -96,7 +95,7 @@ class Unreliable(Board):
             self._deliver(at_once=True)
 
 
-class Rank:
+class Rank(Trainer):
     """Trains, switches, leaves; with the values that every handle must have kept beside."""
 
     def __init__(self, group: Group, case: Case, deadline_seconds: float) -> None:
@@ -104,13 +103,7 @@ class Rank:
         self.group, self.case, self.deadline_seconds = group, case, deadline_seconds
         group.deadline_seconds = START_SECONDS
         self.board = group._board = Unreliable(group._board, case)
-        self.faults = Faults(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-        self.manager = Manager(device=self.faults, group=self.group)
-        self.actor, self.ref = nn.Linear(40, 40), nn.Linear(40, 40)
-        self.adam = torch.optim.Adam(self.actor.parameters())
-        self.manager.register("actor", self.actor, role="actor")
-        self.manager.register("adam", self.adam)
-        self.manager.register("ref", self.ref, role="ref", readonly=True)
+        super().__init__(lambda device: Manager(device=device, group=group))
         self.events: list[tuple[int, str]] = []
         self.problems: list[str] = []
         self.expected = self.values()
@@ -125,14 +118,9 @@ class Rank:
             found |= {f"{name}.{key}": value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key, value in state.items()}
         return found
 
-    def states(self) -> list[State]:
-        return [self.manager.handles[name].state for name in ROLES]
-
     def train(self) -> None:
         if self.manager.handles["actor"].state is State.TRAINING:
-            self.adam.zero_grad()
-            self.actor(torch.ones(2, 40)).square().sum().backward()
-            self.adam.step()
+            self.learn()
             self.expected = self.values()
 
     def transition(self, move: Callable[[], Any], send: Callable[[Any], None]) -> Exception | None:

@@ -120,7 +120,7 @@ class Doomed:
         return passed
 
 
-class Worker:
+class GpuSharer:
     """A trainer or an engine on one simulated GPU that both share; each needs more than half of it."""
 
     def __init__(self, role: str, folder: str, **settings: Any) -> None:

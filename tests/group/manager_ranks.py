@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from placement import Manager, PlacementError
 from placement.core.errors import GroupError
 from placement.group import Group, StoreGroup
 from placement.policies import Colocated
-from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from placement.testing import assert_nothing_resident
 from tests.group.test_ray_board import Actor
-from tests.threads import in_threads
+from tests.support.threads import in_threads
+from tests.support.trainer import Trainer
 
-CHUNK = 4096
 Join = Callable[[int, int, float, int], Group]
 """`join(rank, world_size, deadline_seconds, generation)`."""
 
@@ -47,20 +46,13 @@ class FailsOnce(Colocated):
         return super().plan(view)
 
 
-class Rank:
-    """An actor with Adam, and a reference."""
+class Rank(Trainer):
+    """A rank whose policy can be made to fail."""
 
     def __init__(self, group: Group, **settings: Any) -> None:
         torch.manual_seed(0)
-        self.group = group
-        self.faults = Faults(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-        self.policy = FailsOnce()
-        self.manager = Manager(device=self.faults, policy=self.policy, group=group, **settings)
-        self.actor, self.ref = nn.Linear(40, 40), nn.Linear(40, 40)
-        self.adam = torch.optim.Adam(self.actor.parameters())
-        self.manager.register("actor", self.actor, role="actor")
-        self.manager.register("adam", self.adam)
-        self.manager.register("ref", self.ref, role="ref", readonly=True)
+        self.group, self.policy = group, FailsOnce()
+        super().__init__(lambda device: Manager(device=device, policy=self.policy, group=group, **settings))
 
     def step(self) -> str:
         """A step of the job: two phases, one after the other. "done", or what it raised."""
@@ -69,9 +61,7 @@ class Rank:
     def steps(self) -> None:
         with self.manager.phase("log_prob") as step:
             step.switch("train")
-            self.adam.zero_grad()
-            self.actor(torch.ones(2, 40)).square().sum().backward()
-            self.adam.step()
+            self.learn()
 
     def tried(self, do: Callable[[], Any]) -> str:
         try:

@@ -8,48 +8,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from placement import Manager
 from placement.core.errors import DeviceMemoryError, GroupError
 from placement.group import StoreGroup
-from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.trainer import CHUNK, Trainer
 
-CHUNK = 4096
 
+class StoreRank(Trainer):
+    """A rank of a group over the store of its process group."""
 
-class Worker:
-    """An actor with Adam, and a reference, on a device of its own."""
-
-    def __init__(self, generation: int, deadline_seconds: float = 10.0, chunks: int = 64) -> None:
+    def __init__(self, generation: int, chunks: int = 64) -> None:
         store = dist.distributed_c10d._get_default_store()
-        group = StoreGroup(store, dist.get_rank(), dist.get_world_size(), deadline_seconds, generation=generation)
-        self.faults = Faults(SimulatedDevice(chunks * CHUNK, chunk_bytes=CHUNK))
-        self.manager = Manager(device=self.faults, group=group)
-        self.group = group
-        self.actor, self.ref = nn.Linear(48, 48), nn.Linear(48, 48)
-        self.adam = torch.optim.Adam(self.actor.parameters())
-        self.manager.register("actor", self.actor, role="actor")
-        self.manager.register("adam", self.adam)
-        self.manager.register("ref", self.ref, role="ref", readonly=True)
+        self.group = StoreGroup(store, dist.get_rank(), dist.get_world_size(), 10.0, generation=generation)
+        super().__init__(lambda device: Manager(device=device, group=self.group), chunks)
 
     def step(self) -> float:
         with self.manager.phase("log_prob") as step:
-            with torch.no_grad():
-                target = self.ref(torch.ones(2, 48))
+            target = self.judge()
             step.switch("train")
-            loss = ((self.actor(torch.ones(2, 48)) - target) ** 2).mean()
-            self.adam.zero_grad()
-            loss.backward()
-            self.adam.step()
-        return float(loss)
-
-    def states(self) -> dict[str, str]:
-        return {name: handle.state.value for name, handle in self.manager.handles.items()}
+            return self.learn(target)
 
 
 def steps_together(generation: int) -> Any:
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     losses = [worker.step() for _ in range(3)]
     assert_nothing_resident(worker.manager)
     return losses, worker.group.epoch
@@ -57,7 +40,7 @@ def steps_together(generation: int) -> Any:
 
 def out_of_memory_on(generation: int, failing: int, switched: bool) -> Any:
     """One rank's driver refuses memory in the middle of a phase transition; then a step that succeeds."""
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     worker.step()
     if dist.get_rank() == failing:
         worker.faults.fail("create", at=2 if not switched else 4)
@@ -77,7 +60,7 @@ def out_of_memory_on(generation: int, failing: int, switched: bool) -> Any:
 
 def user_error_on(generation: int, failing: int) -> Any:
     """An exception in the body of a phase on one rank: its own there, a GroupError at the next phase transition of the others."""
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     caught = ""
     try:
         with worker.manager.phase("log_prob"), worker.manager.phase("checkpoint"):
@@ -94,7 +77,7 @@ def user_error_on(generation: int, failing: int) -> Any:
 
 def budgets_differ(generation: int) -> Any:
     """Rank 1 has room for the reference only: no rank loads more."""
-    worker = Worker(generation, chunks=64 if dist.get_rank() == 0 else 4)
+    worker = StoreRank(generation, chunks=64 if dist.get_rank() == 0 else 4)
     try:
         with worker.manager.phase("log_prob"):
             pass
@@ -108,7 +91,7 @@ def budgets_differ(generation: int) -> Any:
 
 
 def other_action(generation: int) -> Any:
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     try:
         with worker.manager.phase("log_prob" if dist.get_rank() == 0 else "train"):
             pass
@@ -122,7 +105,7 @@ def other_action(generation: int) -> Any:
 
 def one_error_in_two_steps(generation: int, failing: int) -> Any:
     """One exception object that is raised anew in each step, as by a future that is asked again."""
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     broken: Future[None] = Future()
     broken.set_exception(ZeroDivisionError("in a thread of the user's"))
     caught = []
@@ -139,7 +122,7 @@ def one_error_in_two_steps(generation: int, failing: int) -> Any:
 
 def error_through_two_groups(generation: int, failing: int) -> Any:
     """An exception, or the inner group's failure, passes through the phases of two managers: each has a group of its own."""
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     alone = StoreGroup(dist.HashStore(), 0, 1, 10.0)
     inner = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), group=alone)
     refused = GroupError("of some other group", {0: "x"})
@@ -163,7 +146,7 @@ class Frozen(Exception):
 
 
 def frozen_error_on(generation: int, failing: int) -> Any:
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     caught = ""
     try:
         with worker.manager.phase("log_prob"):
@@ -176,7 +159,7 @@ def frozen_error_on(generation: int, failing: int) -> Any:
 
 def interrupted_while_leaving(generation: int, failing: int) -> Any:
     """Ctrl-C on one rank while its bytes move off the device: the others wait for it no longer than that."""
-    worker = Worker(generation)
+    worker = StoreRank(generation)
     offload = worker.faults.copy
     caught = ""
 

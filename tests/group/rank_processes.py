@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from placement.group import Group
-from tests.forked import processes
 from tests.group.fault_worker import Case, run_ranks
+from tests.support.forked import processes
 
 Join = Callable[..., Group]
 

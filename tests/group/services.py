@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from placement.group import Group, StoreGroup
-from tests.forked import processes
+from tests.support.forked import processes
 
 
 class Service(Protocol):

@@ -17,7 +17,7 @@ from placement.group import StoreGroup
 from placement.group.base import BoardLost
 from placement.group.vote import GroupVote
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.threads import in_threads
+from tests.support.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
 OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})

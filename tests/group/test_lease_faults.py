@@ -16,7 +16,7 @@ from placement.group import Lease
 from placement.testing import assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point
 from tests.group.lease_processes import Processes
-from tests.group.lease_worker import Doomed, Worker, use
+from tests.group.lease_worker import Doomed, GpuSharer, use
 
 # A file that is cut off before it has a name is closed by its death, and Python says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")
@@ -90,7 +90,7 @@ def test_a_lease_interrupted_at_every_bytecode(tmp_path: Path, counted: Callable
 
 
 def test_a_manager_interrupted_in_its_lease(tmp_path: Path, counted: Callable[[str], None]) -> None:
-    worker = Worker("trainer", str(tmp_path))
+    worker = GpuSharer("trainer", str(tmp_path))
     worker.work()
     other = Lease(f"simulated{tmp_path / 'capacity'}", worker.manager.snapshot().lease.capacity_bytes, folder=tmp_path / "leases")  # type: ignore[union-attr]
 

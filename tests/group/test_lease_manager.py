@@ -24,17 +24,17 @@ from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY as ENGINES_CAPACITY
 from tests.engines.standin import TAG_BYTES, Memory
 from tests.group.lease_processes import Processes
-from tests.group.lease_worker import CAPACITY, CHUNK, Worker
+from tests.group.lease_worker import CAPACITY, CHUNK, GpuSharer
 
 ACTOR = 33 * CHUNK
-"""The actor of a `Worker`: its weights, and a chunk for the bias."""
+"""The actor of a `GpuSharer`: its weights, and a chunk for the bias."""
 GPU, OFF, TRAIN = State.GPU_RESIDENT, State.CPU_OFFLOADED, State.TRAINING
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
+def worker(tmp_path: Path) -> Iterator[GpuSharer]:
     """A trainer that knows its momentum: the actor takes 33 chunks of 100, with its optimizer 66."""
-    trainer = Worker("trainer", str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
+    trainer = GpuSharer("trainer", str(tmp_path), lease_deadline_seconds=20.0)  # a test that fails in the middle must end
     trainer.work()
     yield trainer
     if not trainer.manager.snapshot().phases:
@@ -48,11 +48,11 @@ def other(tmp_path: Path, nbytes: int = 0) -> Lease:
     return lease
 
 
-def states(worker: Worker) -> list[State]:
+def states(worker: GpuSharer) -> list[State]:
     return [handle.state for handle in worker.manager.handles.values()]
 
 
-def impatient(worker: Worker) -> None:
+def impatient(worker: GpuSharer) -> None:
     """Does not wait longer than it takes to look twice."""
     lease = worker.manager._stack.executor.lease_client._lease
     assert lease is not None
@@ -73,7 +73,7 @@ def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseExce
     return thread, errors
 
 
-def until_waiting(worker: Worker) -> int:
+def until_waiting(worker: GpuSharer) -> int:
     """Returns what the worker leases while it waits."""
     while True:
         lease = worker.manager.snapshot().lease
@@ -82,7 +82,7 @@ def until_waiting(worker: Worker) -> int:
             return lease.held_bytes
 
 
-def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: Worker, tmp_path: Path) -> None:
+def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: GpuSharer, tmp_path: Path) -> None:
     assert worker.held_bytes() == (0, 0)
     with worker.manager.phase("log_prob") as step:
         assert worker.held_bytes() == (ACTOR, ACTOR)
@@ -99,7 +99,7 @@ def test_a_phase_leases_what_it_holds_and_gives_it_back(worker: Worker, tmp_path
 
 
 def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path) -> None:
-    worker = Worker("trainer", str(tmp_path), lease_deadline_seconds=20.0)
+    worker = GpuSharer("trainer", str(tmp_path), lease_deadline_seconds=20.0)
     with worker.manager.phase("train") as step:
         assert worker.held_bytes() == (2 * ACTOR, ACTOR)
         with worker.manager.phase("away", only=[]):
@@ -116,8 +116,8 @@ def test_a_first_step_has_the_lease_for_the_state_that_it_creates(tmp_path: Path
     worker.close()
 
 
-def test_two_processes_take_turns(worker: Worker, processes: Processes, tmp_path: Path) -> None:
-    engine = processes.start(Worker, "rollout", str(tmp_path))
+def test_two_processes_take_turns(worker: GpuSharer, processes: Processes, tmp_path: Path) -> None:
+    engine = processes.start(GpuSharer, "rollout", str(tmp_path))
     with worker.manager.phase("train"):
         engine.begin("enter", "rollout")
         assert engine.is_busy(0.2)
@@ -132,9 +132,9 @@ def test_two_processes_take_turns(worker: Worker, processes: Processes, tmp_path
     engine.end()
 
 
-def _narrow(folder: str) -> Worker:
+def _narrow(folder: str) -> GpuSharer:
     """All processes share 90 chunks: two may hold the actor, or one the actor and its optimizer."""
-    return Worker("trainer", folder, lease_capacity_bytes=90 * CHUNK)
+    return GpuSharer("trainer", folder, lease_capacity_bytes=90 * CHUNK)
 
 
 def test_two_that_hold_a_part_and_want_more_do_not_wait_for_each_other(processes: Processes, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_two_that_hold_a_part_and_want_more_do_not_wait_for_each_other(processes
     assert first.call("work_on", 1) == 2
 
 
-def test_who_waits_holds_nothing(worker: Worker, tmp_path: Path) -> None:
+def test_who_waits_holds_nothing(worker: GpuSharer, tmp_path: Path) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     worker.manager.enter("log_prob")
     thread, errors = in_thread(lambda: worker.manager.switch("train"))
@@ -168,7 +168,7 @@ def test_who_waits_holds_nothing(worker: Worker, tmp_path: Path) -> None:
     worker.manager.leave()
 
 
-def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: Worker, tmp_path: Path) -> None:
+def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: GpuSharer, tmp_path: Path) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     impatient(worker)
     with worker.manager.phase("log_prob") as step:
@@ -185,7 +185,7 @@ def test_what_is_not_granted_in_time_leaves_everything_as_it_was(worker: Worker,
     assert_nothing_resident(worker.manager)
 
 
-def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: GpuSharer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = other(tmp_path, 60 * CHUNK)
     impatient(worker)
     refusal = Lease._refusal
@@ -210,7 +210,7 @@ def test_what_others_took_meanwhile_is_not_there_to_go_back_to(worker: Worker, t
 
 
 def test_an_inner_phase_lets_others_work_and_its_end_waits_for_them(tmp_path: Path) -> None:
-    worker = Worker("trainer", str(tmp_path))
+    worker = GpuSharer("trainer", str(tmp_path))
     lease = other(tmp_path)
     with worker.manager.phase("log_prob"):
         with worker.manager.phase("away"):
@@ -265,7 +265,7 @@ def test_a_move_that_fails_gives_back_what_it_had_leased(tmp_path: Path, gives_w
     manager.close()
 
 
-def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: GpuSharer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = other(tmp_path, CAPACITY)
 
     def interrupt(_: float) -> None:
@@ -282,7 +282,7 @@ def test_an_interrupt_while_it_waits_leaves_nothing_behind(worker: Worker, tmp_p
     worker.work()
 
 
-def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: Worker, tmp_path: Path) -> None:
+def test_what_a_lease_says_and_the_driver_does_not_have_is_waited_for(worker: GpuSharer, tmp_path: Path) -> None:
     kept_by_framework = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / "capacity")
     chunks = [kept_by_framework.create(CHUNK) for _ in range(50)]  # a process that takes no lease, or one that is still being cleared away
     thread, errors = in_thread(worker.work)
@@ -423,7 +423,7 @@ def test_who_waits_keeps_the_weights_of_an_engine_that_would_discard_them(tmp_pa
     assert_nothing_resident(manager)
 
 
-def test_a_lease_is_seen_in_the_metrics(worker: Worker, tmp_path: Path) -> None:
+def test_a_lease_is_seen_in_the_metrics(worker: GpuSharer, tmp_path: Path) -> None:
     lease = other(tmp_path, 90 * CHUNK)
     thread, errors = in_thread(worker.work)
     until_waiting(worker)

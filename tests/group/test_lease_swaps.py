@@ -16,7 +16,7 @@ import pytest
 from placement.devices.simulated.shared_capacity import _LAYOUT, _Record, _start_time
 from placement.group.lease_ledger import Claim, Ledger
 from tests.group.lease_processes import Process, Processes
-from tests.group.lease_worker import CAPACITY, Worker
+from tests.group.lease_worker import CAPACITY, GpuSharer
 
 SWAPS = int(os.environ.get("SWAPS", "1000"))
 BETWEEN_KILLS = 40
@@ -88,7 +88,7 @@ def test_swaps_under_random_kills(processes: Processes, tmp_path: Path, seed: in
     watch = Watch(tmp_path)
 
     def begin(role: str) -> Process:
-        process = processes.start(Worker, role, str(tmp_path))
+        process = processes.start(GpuSharer, role, str(tmp_path))
         process.begin("work_on", 1 << 30)
         return process
 

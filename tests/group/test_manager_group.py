@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.group import manager_worker as worker
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 _generations = itertools.count(1)
 

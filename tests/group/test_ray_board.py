@@ -19,7 +19,7 @@ from placement.group.base import BoardLost
 from placement.group.messages import decode
 from placement.group.ray import RayBoard
 from placement.group.ray_board import MAX_MESSAGE_BYTES, Books, Request
-from tests.threads import in_threads
+from tests.support.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})
 OTHER = Plan({"actor": State.GPU_RESIDENT})

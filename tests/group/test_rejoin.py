@@ -17,12 +17,12 @@ from placement.core.states import Plan
 from placement.group import BoardLost, StoreGroup
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.forked import processes
 from tests.group import rejoin_worker, replicated_worker
 from tests.group.manager_ranks import Rank, joining, on_all, ranks_of
 from tests.group.services import StoreService
-from tests.ranks import Ranks
-from tests.threads import in_threads
+from tests.support.forked import processes
+from tests.support.ranks import Ranks
+from tests.support.threads import in_threads
 
 DEADLINE_SECONDS = 20.0
 HANG_SECONDS = 60.0

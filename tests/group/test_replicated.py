@@ -17,7 +17,7 @@ from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 _generations = itertools.count(1000)
 

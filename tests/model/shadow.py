@@ -12,7 +12,7 @@ from placement import Handle, Plan, Trigger, View
 from placement.core.call_guard import GuardedForward
 from placement.engines.base import TorchEngine
 from tests.model.architectures import state_of, tensors_of
-from tests.poison import poison_like
+from tests.support.poison import poison_like
 
 
 def raw(tensor: torch.Tensor) -> bytes:

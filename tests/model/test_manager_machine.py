@@ -1,6 +1,6 @@
 """Everything that users do, in any order, on a real manager: no byte is lost, and everything is where the plan says.
 
-`HYPOTHESIS_PROFILE=nightly` runs for long. A failing example becomes a small test of its own in `test_found.py`.
+`HYPOTHESIS_PROFILE=nightly` runs for long. A failing example becomes a small test of its own in `test_manager_machine_regressions.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import PHASES_USED, drawn_policies
 from tests.model.shadow import Shadow
 from tests.model.values import ANY, Values, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
-from tests.seeds import seed
+from tests.support.seeds import seed
 
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
 PHASES = st.sampled_from((*PHASES_USED, "train", "train"))

@@ -50,7 +50,7 @@ def browser(session: Any) -> Any:
     return session
 
 
-class Worker:
+class ServedManager:
     """A manager with two handles, and its server."""
 
     def __init__(self, **serve: Any) -> None:
@@ -62,8 +62,8 @@ class Worker:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker()
+def worker() -> Iterator[ServedManager]:
+    worker = ServedManager()
     yield worker
     worker.server.close()
 
@@ -97,7 +97,7 @@ def colours(browser: Any, box: dict[str, float]) -> list[tuple[int, int, int]]:
 BOX = "(({x, y, width, height}) => ({x, y, width, height}))(document.querySelector(%r).getBoundingClientRect())"
 
 
-def test_it_loads_without_an_error_and_shows_what_is(browser: Any, worker: Worker) -> None:
+def test_it_loads_without_an_error_and_shows_what_is(browser: Any, worker: ServedManager) -> None:
     browser.get(worker.server.url)
     until(browser, "document.querySelectorAll('[aria-label=handles] tbody tr').length === 2")
     assert rows_of(browser) == {"actor": "off the GPU", "ref": "off the GPU"}
@@ -105,7 +105,7 @@ def test_it_loads_without_an_error_and_shows_what_is(browser: Any, worker: Worke
     assert severe(browser) == []
 
 
-def test_a_change_of_state_shows_within_two_seconds(browser: Any, worker: Worker) -> None:
+def test_a_change_of_state_shows_within_two_seconds(browser: Any, worker: ServedManager) -> None:
     browser.get(worker.server.url)
     until(browser, "document.querySelectorAll('[aria-label=handles] tbody tr').length === 2")
     with worker.manager.phase("log_prob"):
@@ -116,7 +116,7 @@ def test_a_change_of_state_shows_within_two_seconds(browser: Any, worker: Worker
     until(browser, "!document.querySelector('[aria-label=handles] tbody').textContent.includes('on the GPU')")
 
 
-def test_the_bars_are_as_wide_as_what_they_stand_for(browser: Any, worker: Worker) -> None:
+def test_the_bars_are_as_wide_as_what_they_stand_for(browser: Any, worker: ServedManager) -> None:
     browser.get(worker.server.url)
     with worker.manager.phase("log_prob"):
         until(browser, "document.querySelectorAll('.bar [data-part]').length === 3")
@@ -132,7 +132,7 @@ def test_the_bars_are_as_wide_as_what_they_stand_for(browser: Any, worker: Worke
     until(browser, "document.querySelectorAll('.bar [data-part]').length === 1")  # others: the poison
 
 
-def test_the_timeline_is_drawn_to_scale(browser: Any, worker: Worker) -> None:
+def test_the_timeline_is_drawn_to_scale(browser: Any, worker: ServedManager) -> None:
     with worker.manager.phase("log_prob"):
         time.sleep(3.0)
     browser.get(worker.server.url)
@@ -152,7 +152,7 @@ def test_the_timeline_is_drawn_to_scale(browser: Any, worker: Worker) -> None:
 
 
 def test_it_survives_the_workers_restart(browser: Any) -> None:
-    first = Worker()
+    first = ServedManager()
     port = first.server.port
     browser.get(first.server.url)
     until(browser, "document.getElementById('status').textContent.includes('live')")
@@ -160,7 +160,7 @@ def test_it_survives_the_workers_restart(browser: Any) -> None:
     until(browser, "document.getElementById('status').textContent.startsWith('no answer since')")
     assert browser.find_element("id", "status").get_attribute("class") == "lost"
     assert rows_of(browser)  # what was known last stays
-    second = Worker(port=port)
+    second = ServedManager(port=port)
     try:
         with second.manager.phase("log_prob"):
             until(browser, "document.getElementById('status').textContent.includes('live')")
@@ -169,7 +169,7 @@ def test_it_survives_the_workers_restart(browser: Any) -> None:
         second.server.close()
 
 
-def test_by_keyboard_and_for_a_screen_reader(browser: Any, worker: Worker) -> None:
+def test_by_keyboard_and_for_a_screen_reader(browser: Any, worker: ServedManager) -> None:
     browser.get(worker.server.url)
     until(browser, "document.querySelectorAll('[aria-label=handles]').length === 1")
     keys = webdriver.Keys
@@ -200,7 +200,7 @@ def test_by_keyboard_and_for_a_screen_reader(browser: Any, worker: Worker) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_their_ground(browser: Any, worker: Worker, scheme: str) -> None:
+def test_words_stand_out_from_their_ground(browser: Any, worker: ServedManager, scheme: str) -> None:
     """WCAG 2 asks for a contrast of 4.5 for text."""
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
     browser.get(worker.server.url)
@@ -228,7 +228,7 @@ def test_names_of_users_are_text_and_never_markup(browser: Any) -> None:
 
 
 def test_the_discovery_server_shows_all_workers(browser: Any, tmp_path: Path) -> None:
-    workers = [Worker(discovery=tmp_path, identity=Identity(rank=rank)) for rank in range(3)]
+    workers = [ServedManager(discovery=tmp_path, identity=Identity(rank=rank)) for rank in range(3)]
     find: Callable[[], Any] = partial(targets_in, tmp_path)
     with DiscoveryServer(find) as server:
         browser.get(server.url)

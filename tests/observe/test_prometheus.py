@@ -20,13 +20,13 @@ import pytest
 from placement.cli import main
 from placement.observe.discovery import targets_in
 from placement.observe.fleet import DiscoveryServer
-from tests.forked import processes
 from tests.observe import prometheus_worker
 from tests.observe.expressions import expressions
+from tests.support.forked import processes
 
 WORKERS = 4
-SCRAPES_SECONDS = 60
-"""How long the run is watched before anything is asked of it."""
+SCRAPES = 30
+"""How often every worker has been scraped before anything is asked of the run; once a second."""
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -86,10 +86,9 @@ class Prometheus:
         except OSError:
             return False
 
-    def ask(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
-        parameters = {"query": expression} | ({} if at is None else {"time": str(at)})
+    def ask(self, expression: str) -> list[dict[str, Any]]:
         try:
-            answer = get(f"{self.url}/api/v1/query?{urllib.parse.urlencode(parameters)}")
+            answer = get(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
         result: list[dict[str, Any]] = answer["data"]["result"]
@@ -140,6 +139,11 @@ class Run:
         url: str = ours.recv()
         return url
 
+    def scrapes(self) -> int:
+        """How often the worker with the fewest was scraped."""
+        counts = [int(series["value"][1]) for series in self.prometheus.ask("count_over_time(placement_worker_info[10m])")]
+        return min(counts) if len(counts) == WORKERS else 0
+
     def close(self) -> None:
         self.prometheus.close()
         for worker in self.workers:
@@ -154,7 +158,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         run.start()
         until(run.prometheus.is_ready, "Prometheus is ready", 30)
         until(lambda: list(run.prometheus.targets().values()) == ["up"] * WORKERS, "all targets are up", 30)
-        time.sleep(SCRAPES_SECONDS)
+        until(lambda: run.scrapes() >= SCRAPES, f"{SCRAPES} scrapes of every worker", 120)
         yield run
     finally:
         run.close()
@@ -199,20 +203,21 @@ def test_a_healthy_run_raises_no_alarm(run: Run) -> None:
 
 
 def test_shares_of_time_agree_with_the_journal(run: Run) -> None:
-    seconds = SCRAPES_SECONDS - 15
     for rank, url in enumerate(run.urls):
-        now = time.time()
-        of_prometheus = {
-            (series["metric"]["handle"], series["metric"]["state"]): float(series["value"][1])
-            for series in run.prometheus.ask(f'rate(placement_state_seconds_total{{instance="{instance(rank)}"}}[{seconds}s])', now)
-        }
+        # The samples themselves, and the journal from the first to the last: a rate says something of times when nobody looked, too.
+        found = run.prometheus.ask(f'placement_state_seconds_total{{instance="{instance(rank)}"}}[{SCRAPES}s]')
+        samples = {(series["metric"]["handle"], series["metric"]["state"]): series["values"] for series in found}
+        ((begins, ends),) = {(values[0][0], values[-1][0]) for values in samples.values()}
+        seconds = ends - begins
+        assert seconds > SCRAPES / 2
+        of_prometheus = {name: (float(values[-1][1]) - float(values[0][1])) / seconds for name, values in samples.items()}
         of_journal: defaultdict[tuple[str, str], float] = defaultdict(float)
         events = get(f"{url}/trace")["traceEvents"]
         names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         for event in events:
             if event.get("cat") == "state":
                 begin, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                of_journal[names[event["tid"]], event["name"]] += max(min(end, now) - max(begin, now - seconds), 0.0) / seconds
+                of_journal[names[event["tid"]], event["name"]] += max(min(end, ends) - max(begin, begins), 0.0) / seconds
         assert len(of_prometheus) == 16
         for series, share in of_prometheus.items():
             assert share == pytest.approx(of_journal[series], abs=0.02), series

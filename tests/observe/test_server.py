@@ -50,11 +50,12 @@ def snapshot(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> Snapshot:
 def server(snapshot: Snapshot) -> Iterator[MetricsServer]:
     with MetricsServer(lambda: snapshot) as running:
         yield running
-    assert server_threads() == 0
+    assert threads_of(running) == 0
 
 
-def server_threads() -> int:
-    return sum(thread.name.startswith("placement-observe") for thread in threading.enumerate())
+def threads_of(server: MetricsServer) -> int:
+    """Other tests of this process may have servers of their own."""
+    return sum(thread.name == f"placement-observe-{server.port}" for thread in threading.enumerate())
 
 
 def connect(server: MetricsServer) -> socket.socket:
@@ -260,7 +261,7 @@ def test_scrapes_are_answered_beside_idle_connections(snapshot: Snapshot, idle: 
         clients = [stack.enter_context(connect(server)) for _ in range(idle)]
         for path in ("/metrics", "/healthz", "/state"):
             assert request(server, path)[0] == 200
-        assert server_threads() == 1
+        assert threads_of(server) == 1
         if idle > MAX_CONNECTIONS:  # the oldest made room
             assert clients[0].recv(1) == b""
         clients[-1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -428,7 +429,7 @@ def test_close_frees_the_port_and_ends_everything(snapshot: Snapshot) -> None:
         server.close()
         server.close()
         assert idle.recv(1) == b""
-    assert server_threads() == 0
+    assert threads_of(server) == 0
     with pytest.raises(ConnectionRefusedError):
         connect(server)
     with MetricsServer(lambda: snapshot, port=server.port) as again:

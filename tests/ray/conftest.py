@@ -47,13 +47,13 @@ class Job:
 
     def __init__(self, ray: Any, world_size: int, together: Sequence[int] | None, **options: Any) -> None:
         import placement.ray
-        from tests.ray.workers import Trainer
+        from tests.ray.workers import FleetTrainer
 
         self.ray = ray
         self.name = f"job{next(_names)}"
         self.fleet = placement.ray.Fleet(self.name, deadline_seconds=100.0)  # on a busy machine its workers import for long
         spread = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **options}
-        actor = ray.remote(Trainer).options(**spread)
+        actor = ray.remote(FleetTrainer).options(**spread)
         self.workers = [actor.remote(self.name, rank, together) for rank in range(world_size)]
         self.fleet.join(self.workers)
         self.fleet.deadline_seconds = 20.0

@@ -10,40 +10,32 @@ from typing import Any
 
 import ray
 import torch
-from torch import nn
 
 import placement.ray
-from placement.testing import Faults, SimulatedDevice
-
-CHUNK = 4096
+from tests.support.trainer import Trainer
 
 
-class Trainer(placement.ray.Worker):
+class FleetTrainer(placement.ray.Worker):
+    """A trainer that is a rank of a fleet."""
+
     def __init__(self, fleet: str, rank: int, together: Sequence[int] | None, deadline_seconds: float = 20.0) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        self.faults = Faults(SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-        manager = self.join_fleet(fleet, rank=rank, together=together, deadline_seconds=deadline_seconds, device=self.faults)
-        self.actor, self.ref = nn.Linear(48, 48), nn.Linear(48, 48)
-        self.adam = torch.optim.Adam(self.actor.parameters())
-        manager.register("actor", self.actor, role="actor")
-        manager.register("adam", self.adam)
-        manager.register("ref", self.ref, role="ref", readonly=True)
+        self.trainer = Trainer(
+            lambda device: self.join_fleet(fleet, rank=rank, together=together, deadline_seconds=deadline_seconds, device=device)
+        )
         if ray.get_runtime_context().was_current_actor_reconstructed:
             time.sleep(1.5)  # as long as a model needs to be loaded: it is in the fleet, and answers nothing yet
 
     def step(self) -> float:
         """In phase train."""
-        loss = (self.actor(torch.ones(2, 48)) ** 2).mean()
-        self.adam.zero_grad()
-        loss.backward()
-        self.adam.step()
-        self.adam.zero_grad()
-        return float(loss)
+        loss = self.trainer.learn()
+        self.trainer.adam.zero_grad()
+        return loss
 
     @placement.ray.in_phase("log_prob", only=["ref"])
     def judge(self) -> tuple[float, str]:
-        return float(self.ref(torch.ones(2, 48)).mean()), self.manager.phase_name
+        return float(self.trainer.judge().mean()), self.manager.phase_name
 
     def enter(self, name: str) -> None:
         """As hooks of a framework do: without `with`."""
@@ -64,16 +56,15 @@ class Trainer(placement.ray.Worker):
         self.manager.snapshot = fails  # type: ignore[method-assign]
 
     def fail(self, operation: str, at: int) -> None:
-        self.faults.fail(operation, at=at)
+        self.trainer.faults.fail(operation, at=at)
 
     def look(self) -> dict[str, Any]:
         digest = hashlib.sha256()
         for name in ("actor", "adam", "ref"):
             digest.update(repr(self.manager.handles[name].state_dict()).encode())
-        states = {name: handle.state.value for name, handle in self.manager.handles.items()}
         self.manager.check_integrity()
         return {
-            "pid": os.getpid(), "states": states, "phase": self.manager.phase_name, "weights": digest.hexdigest(),
+            "pid": os.getpid(), "states": self.trainer.states(), "phase": self.manager.phase_name, "weights": digest.hexdigest(),
             "resident_bytes": sum(handle.resident_bytes for handle in self.manager.handles.values()),
         }  # fmt: skip
 

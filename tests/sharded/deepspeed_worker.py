@@ -15,7 +15,7 @@ from torch import nn
 from placement import NotResidentError, PhaseError, State
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.unit.worker import make_manager
+from tests.support.worker import make_manager
 
 WIDTH = {"cpu": 32, "cuda": 512}
 """Even: what DeepSpeed pads a rank's part with is never written, and reads as it comes."""

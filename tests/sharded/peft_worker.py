@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from placement import Manager
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.frameworks import Later
 from tests.sharded import training
+from tests.support.frameworks import Later
 
 peft = Later("peft")
 WIDTH = 64

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
 from placement.testing import assert_nothing_resident
-from tests.seeds import seed
 from tests.sharded import training
 from tests.sharded.fsdp1_worker import units
+from tests.support.seeds import seed
 
 STEPS = 4
 

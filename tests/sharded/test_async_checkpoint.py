@@ -16,7 +16,7 @@ import placement
 from placement import checkpoint
 from placement.checkpoint import background
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import GPU, OFF, TRAIN, Worker, assert_same, learn
+from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn
 
 SECONDS = 30.0
 

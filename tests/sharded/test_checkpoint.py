@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import Ranks
 from tests.sharded import checkpoint_worker as worker
+from tests.support.ranks import Ranks
 
 KINDS = ("plain", "ddp", "fsdp2", "external", "tp", "tied", "lora")
 

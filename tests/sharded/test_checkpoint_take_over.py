@@ -12,7 +12,7 @@ import torch
 
 from placement import CheckpointError, Manager, NotResidentError, checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import assert_same, learn
+from tests.support.worker import assert_same, learn
 
 PHASES = [None, "restore", "train", "checkpoint"]
 

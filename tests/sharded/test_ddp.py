@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ranks import Ranks
 from tests.sharded import ddp_worker as worker
 from tests.sharded.ddp_worker import Variant, zero
+from tests.support.ranks import Ranks
 
 VIEWS = {"gradient_as_bucket_view": True}
 UNUSED = {**VIEWS, "find_unused_parameters": True}

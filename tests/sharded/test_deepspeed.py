@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.frameworks import needs
-from tests.ranks import Ranks
 from tests.sharded import deepspeed_worker
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
 
 needs("deepspeed")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
-from tests.ranks import Ranks
 from tests.sharded import fsdp1_worker as worker
 from tests.sharded.fsdp1_worker import HALF, Variant
+from tests.support.ranks import Ranks
 
 FULL, GRAD_OP, NO, HYBRID = (ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
 ORIGINAL, FLAT = Variant(True), Variant(False)

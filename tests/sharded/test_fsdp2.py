@@ -18,10 +18,10 @@ from placement import IntegrityError, RegistrationError, State
 from placement.devices import adoption
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded
+from tests.support.ranks import Ranks
 
 PROGRAMS = {
     "uneven, tied, adapters": worker.plain_fsdp2,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from placement.tensors.plain import nested_tensors
-from tests.frameworks import needs
-from tests.ranks import Ranks
 from tests.sharded import megatron_traps as traps
 from tests.sharded import megatron_worker as worker
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
 
 needs("megatron.core")
 

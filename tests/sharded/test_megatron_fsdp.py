@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks import needs
-from tests.ranks import Ranks
 from tests.sharded import megatron_fsdp_worker as worker
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
 
 needs("megatron_fsdp")
 

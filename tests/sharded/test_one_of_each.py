@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import placement
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded import training
 from tests.sharded.one_of_each import PROGRAMS, lora_whole
+from tests.support.ranks import Ranks
 
 
 def compare(name: str, device: str, steps: int = training.STEPS) -> training.Outcome:

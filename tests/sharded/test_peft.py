@@ -9,10 +9,10 @@ import pytest
 
 from placement import NotResidentError
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.frameworks import needs
-from tests.ranks import Ranks
 from tests.sharded import peft_worker, training
-from tests.unit.worker import make_manager
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
+from tests.support.worker import make_manager
 
 needs("peft")
 

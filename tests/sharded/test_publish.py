@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from placement import PhaseError, RegistrationError
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])

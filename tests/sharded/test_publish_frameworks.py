@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from placement import RegistrationError
 from placement.publish.published import check_publishable
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+from tests.support.ranks import Ranks
 
 
 def is_installed(package: str) -> bool:

@@ -14,10 +14,10 @@ import torch
 
 from placement import PhaseError
 from placement.testing import assert_nothing_resident
-from tests.frameworks import needs
-from tests.ranks import Ranks
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
 
 peft = needs("peft")
 transformers = needs("transformers")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
 
-from tests.ranks import Ranks
 from tests.sharded import ddp_worker, fsdp1_worker, fsdp2_worker, megatron_worker, peft_worker, test_quantized
 from tests.sharded import put_back_worker as worker
+from tests.support.ranks import Ranks
 
 FSDP2: dict[str, Any] = {
     "plain": fsdp2_worker.plain_fsdp2,

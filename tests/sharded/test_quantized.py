@@ -17,7 +17,7 @@ from placement import NotResidentError, RegistrationError
 from placement.ownership import adapter_for
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.unit.worker import make_manager
+from tests.support.worker import make_manager
 
 WIDTH = 64
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, Ranks
+from tests.support.ranks import RankError, Ranks
 
 
 def _sum() -> tuple[int, float]:

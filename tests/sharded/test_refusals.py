@@ -14,7 +14,7 @@ from torch import nn
 from placement import IntegrityError, RegistrationError
 from placement.ownership import adapter_for
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from placement.storage.offloaded.state_dict_tensors import StateDictTensors
 from placement.storage.range import RangesByAddress
 from placement.tensors.plain import align, rewrapped
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded import state_dict_worker as worker
 from tests.sharded.training import as_bytes, local_parts
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "tied", "lora"])

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from placement import IntegrityError
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.ranks import Ranks
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
+from tests.support.ranks import Ranks
 
 PROGRAMS = {
     "foreach": functools.partial(worker.tensor_parallel_program, "AdamW", foreach=True),

@@ -26,8 +26,8 @@ from placement import Manager
 from placement.devices.base import Device
 from placement.devices.cuda.device import CudaDevice
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.poison import poison_like, reads_poison
-from tests.seeds import seed
+from tests.support.poison import poison_like, reads_poison
+from tests.support.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from placement import NotResidentError, PhaseError
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
-from tests.unit.worker import make_manager
+from tests.support.worker import make_manager
 
 WIDTH, EXPERTS = 12, 4
 

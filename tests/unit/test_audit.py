@@ -12,7 +12,7 @@ import torch
 from placement import Audit, IntegrityError, State
 from placement.storage.scanner import known_aliases
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, Worker, batch, learn
+from tests.support.worker import CAPACITY, Worker, batch, learn
 
 
 def findings(audit: Audit) -> list[tuple[str | None, str]]:

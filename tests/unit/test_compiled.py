@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from placement import Manager, NotResidentError
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, assert_same, batch, learn, make_manager, net
 
 Call = Callable[[torch.Tensor], Any]
 REFUSED = r"^'actor' is CPU_OFFLOADED in phase 'idle' and cannot be called: open .* manager\.phase\('log_prob'\) or phase\('train'\)$"

@@ -13,7 +13,7 @@ from placement import Plan, PolicyError
 from placement.engines.base import TorchEngine
 from placement.policies import AsyncRollout, Colocated, Resident
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Scripted, Worker, assert_same, batch, learn, make_manager, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -75,7 +75,6 @@ def test_gradients_that_survived_an_offload_die_later_with_their_range() -> None
         assert gradients(worker.net) == [None] * 4
         assert worker.actor.counters.offloaded_bytes == before
         assert len(worker.actor.holding.ranges) == 1  # type: ignore[union-attr]
-    assert_nothing_resident(worker.manager)
 
 
 def test_a_kept_reference_to_a_dropped_gradient_never_shows_old_bytes() -> None:
@@ -90,7 +89,6 @@ def test_a_kept_reference_to_a_dropped_gradient_never_shows_old_bytes() -> None:
     assert isinstance(held, torch.Tensor)
     with worker.manager.phase("train"):
         assert held.isnan().all()
-    assert_nothing_resident(worker.manager)
 
 
 def test_they_die_as_the_module_leaves_training_and_stays_on_the_device() -> None:
@@ -140,6 +138,7 @@ def test_only_the_modules_meant_lose_theirs() -> None:
         assert worker.net[0].weight.grad is not None
 
 
+@pytest.mark.leaves_behind("a live graph holds storages of an offloaded module")
 def test_a_tensor_of_a_live_graph_is_no_gradient() -> None:
     worker = dropping()
     with worker.manager.phase("train"):

@@ -9,7 +9,7 @@ import torch
 
 from placement import IntegrityError
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, Worker, assert_same, batch, learn, net
+from tests.support.worker import CAPACITY, Worker, assert_same, batch, learn, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:

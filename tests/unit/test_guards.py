@@ -20,7 +20,7 @@ from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseErr
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import OFF, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import OFF, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
 
 @pytest.fixture

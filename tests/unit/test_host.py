@@ -14,7 +14,7 @@ from placement.core.errors import HostMemoryError
 from placement.devices.host import slab as host
 from placement.devices.host.available import available_bytes, free_huge_bytes, left_in_cgroups
 from placement.devices.host.slab import PAGE, Slab
-from tests.programs import Programs
+from tests.support.programs import Programs
 
 
 def mapped(address: int) -> bool:

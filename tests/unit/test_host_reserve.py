@@ -19,7 +19,7 @@ from placement.devices.host import reserve
 from placement.devices.host import slab as host
 from placement.devices.host.reserve import cut_at, promised_bytes, wait_until_ready
 from placement.devices.host.slab import PAGE, Slab
-from tests.programs import Programs
+from tests.support.programs import Programs
 
 LONG = 60
 """Seconds after which something that must happen has not happened."""

@@ -10,7 +10,7 @@ import torch
 from placement import DeviceMemoryError, Lazy, NotResidentError, PhaseError, RegistrationError, State
 from placement.policies import AsyncRollout, Colocated
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import GPU, OFF, SYNC, TRAIN, Scripted, assert_same, batch, everything, learn, make_manager, net
+from tests.support.worker import GPU, OFF, SYNC, TRAIN, Scripted, assert_same, batch, everything, learn, make_manager, net
 
 
 class Factory:

@@ -25,7 +25,7 @@ from placement import IntegrityError, RegistrationError
 from placement.devices import adoption
 from placement.devices.base import Addresses
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
 
 def _share(model: nn.Module) -> None:

@@ -18,8 +18,8 @@ from placement.core.states import bytes_under
 from placement.planning.budget import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import Scripted
 from tests.unit.test_policies import KeepReference
-from tests.unit.worker import Scripted
 
 UNIT = 4096
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING

@@ -16,7 +16,7 @@ import torch
 import placement
 from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -653,6 +653,7 @@ def test_a_restore_that_fails_is_a_note_on_the_exception_on_its_way() -> None:
     assert worker.manager.snapshot().unpaired_bytes == 0
 
 
+@pytest.mark.leaves_behind("the device fails each offload")
 def test_a_restore_that_fails_without_another_exception_is_raised() -> None:
     device = Faults(SimulatedDevice(CAPACITY))
     worker = Worker(device=device)
@@ -688,6 +689,7 @@ def test_a_policy_that_raises_at_the_exit_sends_everything_off_the_device() -> N
     assert_nothing_resident(worker.manager)
 
 
+@pytest.mark.leaves_behind("the policy has no plan for idle")
 def test_a_policy_that_raises_at_the_exit_is_a_note_on_the_users_exception() -> None:
     policy = Scripted()
     worker = Worker(policy=policy)

@@ -14,7 +14,7 @@ from placement import DeviceMemoryError, IntegrityError, NotResidentError, Phase
 from placement.policies import Colocated
 from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from placement import RegistrationError
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
-from tests.unit.worker import OFF, make_manager
+from tests.support.worker import OFF, make_manager
 
 WORDS, WIDTH = 37, 6
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from placement import Handle, Manager, NotResidentError
 from placement.storage.offloaded.host_reads import is_reading
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import Worker, assert_same, in_a_range, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, in_a_range, learn, make_manager, net
 
 
 @pytest.fixture(autouse=True)

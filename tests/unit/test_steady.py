@@ -15,7 +15,7 @@ from torch import nn, optim
 from placement import Manager, RegistrationError
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import assert_same
+from tests.support.worker import assert_same
 
 CPU = torch.device("cpu")
 CHUNK = 16384

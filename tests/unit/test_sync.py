@@ -12,7 +12,7 @@ import torch
 from placement import Engine, EngineError, Lazy, PhaseError, RegistrationError, TorchEngine, WeightInfo
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.unit.worker import OFF, SYNC, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import OFF, SYNC, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
 
 class Model(torch.nn.Module):

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim import optimizer as torch_optimizer
 
 from placement import NotResidentError, PhaseError
-from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

@@ -15,7 +15,7 @@ from placement import IntegrityError
 from placement.devices.simulated import poison
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import CAPACITY, Worker, assert_same, batch, make_manager
+from tests.support.worker import CAPACITY, Worker, assert_same, batch, make_manager
 
 Tensors = dict[str, torch.Tensor]
 Write = Callable[[torch.Tensor], object]
@@ -250,6 +250,7 @@ def test_a_reference_that_is_synced_with_the_actor_while_both_are_offloaded(dtyp
     assert_nothing_resident(manager)
 
 
+@pytest.mark.leaves_behind("the views hold storages of an offloaded module")
 def test_a_view_taken_earlier_writes_as_its_tensor_does() -> None:
     program = Program()
     with program.manager.phase("train"):
@@ -278,7 +279,6 @@ def test_all_handles_that_were_written_are_named_and_the_next_transition_goes_on
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
         assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
     assert worker.manager.snapshot().wrong_writes == 1
-    assert_nothing_resident(worker.manager)
 
 
 def test_another_write_after_an_error_is_another_error() -> None:

@@ -17,7 +17,7 @@ from placement.group import Board, BoardLost, Group, StoreGroup, agreement, reas
 from placement.group.messages import MAX_BYTES, Basis, Decision, Failures, Outcome, Proposal, Vote, decode, gathered
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group.manager_ranks import Join, Rank, joining, on_all, ranks_of
-from tests.threads import in_threads
+from tests.support.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})
 DEADLINE = 3.0

@@ -17,7 +17,7 @@ from placement.group import Group, StoreGroup
 from placement.group.base import Board
 from placement.group.messages import MAX_BYTES, Decision, Proposal, abort, named
 from placement.group.store import StoreBoard
-from tests.threads import in_threads
+from tests.support.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})
 

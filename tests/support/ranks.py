@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.forked import processes
-from tests.seeds import seed
+from tests.support.forked import processes
+from tests.support.seeds import seed
 
 START_SECONDS = 90.0
 """Importing torch and a framework on a busy machine of two cores."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS = 60.0
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 _FORKING = """
 import gc, json, os, signal, sys

@@ -19,7 +19,7 @@ import placement
 from placement import checkpoint
 from placement.core.torch_modes import callers_function_modes, without_modes
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import assert_same, learn, net
+from tests.support.worker import assert_same, learn, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # inside torch.func.jvp
 Result = TypeVar("Result")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import Ranks
-from tests.sharded import adversary_faults_worker as faults
-from tests.sharded import adversary_worker as scripts
-from tests.sharded.adversary_worker import Stage, twice
+from tests.sharded import disrupted_faults_worker as faults
+from tests.sharded import disrupted_worker as scripts
+from tests.sharded.disrupted_worker import Stage, twice
+from tests.support.ranks import Ranks
 
 # Not with all: DDP itself raises after a backward that broke off, clipping does not mix DTensors with plain tensors, and FSDP1 undoes a
 # cast when it reshards, with or without placement. And a case for each way that something could be lost, not one more.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from placement.group import StoreGroup
 from tests.group.manager_ranks import Join, Rank, joining, on_all, ranks_of
-from tests.group.test_refused import capturing, enter
+from tests.group.test_refused_transitions import capturing, enter
 
 SHORT_SECONDS = 0.3
 AMPLE_SECONDS = 30.0

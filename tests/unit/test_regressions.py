@@ -13,7 +13,7 @@ import torch
 from placement import Handle, IntegrityError, NotResidentError
 from placement.devices.base import Addresses
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
 
 @pytest.mark.parametrize("taken_in", ["idle", "log_prob"])

@@ -16,7 +16,7 @@ from placement import DeviceMemoryError, Handle, Manager
 from placement.devices.base import DeviceMemory
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.unit.worker import OFF
+from tests.support.worker import OFF
 
 MIB = 1 << 20
 PAGE = 4096

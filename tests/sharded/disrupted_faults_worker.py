@@ -16,7 +16,7 @@ import placement
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.sharded import one_of_each, training
-from tests.sharded.adversary_worker import Script, check_off, simulated, twice
+from tests.sharded.disrupted_worker import Script, check_off, simulated, twice
 from tests.sharded.one_of_each import PROGRAMS
 
 REFUSALS: dict[str, tuple[type[Exception], ...]] = {

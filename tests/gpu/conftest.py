@@ -1,0 +1,19 @@
+"""What the tests on a GPU share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import placement
+from placement.testing import assert_nothing_resident
+
+
+@pytest.fixture
+def manager() -> Iterator[placement.Manager]:
+    """A manager of the first GPU, which is empty again at the end."""
+    manager = placement.Manager(device="cuda:0")
+    yield manager
+    assert_nothing_resident(manager)
+    manager.close()
