@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # So bytecode is kept, whatever the caller's environment says; many tests start interpreters of their own.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test durations lint bench setup
+.PHONY: demo test durations lint bench matrix setup
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -39,6 +39,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench.run $(ARGS)
+
+# Other versions of Python and torch, which .ci/matrix.toml names: ONLY='*-2.11' chooses, QUICK=1 leaves out what takes long.
+matrix: $(STAMP)
+	@$(BIN)/python .ci/matrix.py $(if $(ONLY),--only '$(ONLY)') $(if $(QUICK),--quick) $(ARGS)
 
 # torch first and alone, so that pip takes the file of the index that the machine is set up for (CPU or CUDA).
 $(STAMP): pyproject.toml constraints.txt

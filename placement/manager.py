@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from placement.core.errors import PhaseError
 from placement.core.journal import Journal, logger
-from placement.core.settings import Settings
+from placement.core.settings import Settings, SettingsKeywords, WorkerRole
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.summary import summary
 from placement.core.weak_set import WeakIdSet
@@ -29,6 +29,7 @@ from placement.registration.replication import Replication
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from placement.core.states import Policy
     from placement.group.agreement import Group
     from placement.observe.discovery import Identity
     from placement.observe.server import MetricsServer
@@ -65,6 +66,16 @@ def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
         stack.close()
 
 
+class ManagerKeywords(SettingsKeywords, total=False):
+    """Every keyword of `Manager`, for `Manager.from_settings` and for wrappers that pass keywords on."""
+
+    device: str | Device
+    policy: str | Policy | type[Policy]
+    budget_bytes: int | str | None
+    group: Group | None
+    worker_role: WorkerRole
+
+
 class Manager:
     """Decides, for one device of one process, what sits on it.
 
@@ -75,7 +86,7 @@ class Manager:
         budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
         group: ranks that change phase together (`placement.group.StoreGroup`); None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
-        settings: further keywords of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
+        settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown or does not fit.
@@ -87,11 +98,11 @@ class Manager:
         self,
         *,
         device: str | Device = "auto",
-        policy: Any = "colocated",
+        policy: str | Policy | type[Policy] = "colocated",
         budget_bytes: int | str | None = None,
         group: Group | None = None,
-        worker_role: str = "hybrid",
-        **settings: Any,
+        worker_role: WorkerRole = "hybrid",
+        **settings: Unpack[SettingsKeywords],
     ) -> None:
         chosen: dict[str, Any] = {"budget_bytes": budget_bytes, "worker_role": worker_role, **settings}
         chosen |= {"device": device} if isinstance(device, str) else {}
@@ -119,14 +130,17 @@ class Manager:
         weakref.finalize(self, _end, self._stack, self._entered, self._servers).atexit = False
 
     @classmethod
-    def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
+    def from_settings(
+        cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Unpack[ManagerKeywords]
+    ) -> Manager:
         """A manager from a `Settings`, a mapping, the path of a TOML file, or (None) the environment `PLACEMENT_*`.
 
         Args:
             keywords: win over the source; a `Device` or a policy object goes here.
         """
         given = Settings.from_any(source).model_dump(exclude_unset=True)
-        return cls(**{**given, **keywords})
+        given.update(keywords)
+        return cls(**given)
 
     # --- handles
 

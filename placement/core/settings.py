@@ -7,10 +7,10 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -19,6 +19,10 @@ from placement.core.states import PHASES, ROLES, ReadOnly
 PREFIX = "PLACEMENT_"
 LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks the folder's owner
 """The default folder in which one user's processes on one node agree on the bytes of each GPU."""
+
+WorkerRole = Literal["trainer", "rollout", "hybrid"]
+Verify = Literal["always", "sample", "off"]
+Annotate = Literal["off", "profiler", "nvtx"]
 
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -60,19 +64,19 @@ class Settings(BaseModel):
     """Device bytes that the handles may hold together; "12GiB" works too. None: derived from measured free memory."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. The rest stays pageable. None: no limit."""
-    worker_role: Literal["trainer", "rollout", "hybrid"] = "hybrid"
+    worker_role: WorkerRole = "hybrid"
     phases: dict[str, tuple[str, ...]] = Field(default_factory=ReadOnly)
     """The user's own phases: for each name the roles that it needs on the device. The mapping is read-only."""
     strict: bool = False
     """Whether a reference to offloaded memory raises an error instead of being reported."""
-    verify: Literal["always", "sample", "off"] = "off"
+    verify: Verify = "off"
     """Compare moved bytes with the bytes that were sent. "always" compares every chunk, to find bad memory. "sample" compares one chunk of
     each moved handle. Both make a load wait for its last byte, so neither is the default: links and server memory check themselves."""
     headroom: float = Field(default=0.2, ge=0, lt=1)
     """The fraction of free memory left to other users in a phase that has not run yet."""
     journal_length: int = Field(default=4096, ge=1)
     """The number of state transitions that the journal keeps."""
-    annotate: Literal["off", "profiler", "nvtx"] = "off"
+    annotate: Annotate = "off"
     """Marks around moves: "profiler" for torch's profiler, "nvtx" for NVTX ranges."""
     discovery: str | None = None
     """The folder of Prometheus' file discovery in which `Manager.serve` announces the worker."""
@@ -168,6 +172,24 @@ class Settings(BaseModel):
                 value = f" (got {error['input']!r})" if where else ""
                 problems.append(f"{where}: {error['msg']}{value}" if where else error["msg"].removeprefix("Value error, "))
             raise ValueError(f"{source}: {'; '.join(problems)}") from exc
+
+
+class SettingsKeywords(TypedDict, total=False):
+    """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be written; `Settings` says what they mean."""
+
+    pinned_limit_bytes: int | str | None
+    phases: Mapping[str, Sequence[str]]
+    strict: bool
+    verify: Verify
+    headroom: float
+    journal_length: int
+    annotate: Annotate
+    discovery: str | None
+    run: str | None
+    leases: bool | str | os.PathLike[str] | None
+    lease_capacity_bytes: int | str | None
+    lease_priority: int
+    lease_deadline_seconds: float
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -1,0 +1,165 @@
+"""What the source distribution and the wheel carry. Both are built offline: the wheel, as pip does, from the source distribution."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import placement
+from placement.core.version import __version__
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, POLICIES = ROOT / "placement", ROOT / "policies"
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
+pytestmark = pytest.mark.skipif(not PACKAGE.is_dir(), reason="placement is installed, and its source is not here")
+
+
+def files_of(folder: Path) -> set[str]:
+    """Relative paths of what git keeps of a folder of this tree."""
+    leftovers = {"__pycache__", ".hypothesis", ".pytest_cache", ".ruff_cache", ".mypy_cache"}
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and leftovers.isdisjoint(path.parts) and path.suffix not in (".pyc", ".pyo")
+    ]
+    return {path.relative_to(ROOT).as_posix() for path in paths}
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    done = subprocess.run([sys.executable, "-c", BUILD, kind, str(target)], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = target.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
+    tree, target = tmp_path_factory.mktemp("checkout") / "tree", tmp_path_factory.mktemp("sdist")
+    # A copy, because a build leaves files in the tree that it builds.
+    tree.mkdir()
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree)
+        elif path.name in ("placement", "policies", "tests", "docs", "bench", "examples", ".ci"):
+            shutil.copytree(path, tree / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    with tarfile.open(build("sdist", tree, target)) as archive:
+        archive.extractall(target, filter="data")
+    return target / f"placement-{__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return zipfile.ZipFile(build("wheel", source, tmp_path_factory.mktemp("wheel")))
+
+
+@pytest.mark.parametrize("folder", ["placement", "policies", "tests", "docs", "bench", "examples", ".ci"])
+def test_the_source_distribution_has_every_file_of_a_folder(source: Path, folder: str) -> None:
+    expected = files_of(ROOT / folder)
+    assert expected
+    missing = {name for name in expected if not (source / name).is_file()}
+    assert missing == set()
+
+
+def test_the_source_distribution_has_what_a_project_is_expected_to_say(source: Path) -> None:
+    for name in ("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "constraints.txt", "pyproject.toml"):
+        assert (source / name).read_text() == (ROOT / name).read_text(), name
+    leftovers = [path for path in source.rglob("*") if path.name == "__pycache__" or path.suffix in (".pyc", ".pyo")]
+    assert leftovers == []
+
+
+def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: zipfile.ZipFile) -> None:
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == {"placement"}
+    expected = files_of(PACKAGE) | {f"placement/{name}" for name in files_of(POLICIES)}  # placement/policies is a link to policies/
+    assert names == expected
+    for name in sorted(names):
+        assert wheel.read(name) == (ROOT / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "placement/py.typed",
+        "placement/observe/page/index.html",
+        "placement/observe/page/page.js",
+        "placement/observe/dashboards/files/placement-fleet.json",
+        "placement/observe/dashboards/files/placement-worker.json",
+        "placement/observe/dashboards/files/placement.rules.yml",
+        "placement/policies/__init__.py",
+        "placement/policies/colocated.py",
+        f"placement-{__version__}.dist-info/licenses/LICENSE",
+    ],
+)
+def test_the_wheel_has_what_is_no_module_or_lies_elsewhere(wheel: zipfile.ZipFile, name: str) -> None:
+    assert name in wheel.namelist()
+
+
+def test_the_wheel_says_who_made_what_under_which_licence(wheel: zipfile.ZipFile) -> None:
+    said = email.message_from_bytes(wheel.read(f"placement-{__version__}.dist-info/METADATA"))
+    assert (said["Name"], said["Version"], said["License-Expression"]) == ("placement", placement.__version__, "Apache-2.0")
+    assert said["Requires-Python"] == ">=3.11"
+    assert said["Author"] == "The placement authors"
+    assert {"test", "dev", "ray", "demo"} <= set(said.get_all("Provides-Extra", []))
+    points = ConfigParser()
+    points.read_string(wheel.read(f"placement-{__version__}.dist-info/entry_points.txt").decode())
+    assert dict(points["console_scripts"]) == {"placement": "placement.cli:main"}
+    assert dict(points["placement.policies"]) == {
+        "async_rollout": "placement.policies.async_rollout:AsyncRollout",
+        "colocated": "placement.policies.colocated:Colocated",
+        "resident": "placement.policies.resident:Resident",
+    }
+
+
+def test_the_wheel_works_where_it_lies(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Every file that it reads at run time is in it: a page is served, a dashboard is read, a policy is found by its name."""
+    wheel.extractall(tmp_path)
+    program = f"""
+import sys, urllib.request
+from pathlib import Path
+import placement
+from placement.observe.dashboards.export import Deployment, export
+from placement.testing import SimulatedDevice
+
+assert placement.__file__.startswith({str(tmp_path)!r}), placement.__file__
+manager = placement.Manager(device=SimulatedDevice(1 << 20), policy="resident")
+server = manager.serve()
+print("<html" in urllib.request.urlopen(server.url, timeout=60).read().decode().lower())
+manager.close()
+print(len(export(Path("dashboards"), Deployment(), overwrite=False)))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "6"], done.stdout
+
+
+def test_the_matrix_names_tests_that_there_are() -> None:
+    configuration = tomllib.loads((ROOT / ".ci" / "matrix.toml").read_text())
+    left_out = [test for entry in configuration["left_out"] for test in entry["tests"]]
+    for test in [*configuration["tests"], *configuration["slow"], *left_out]:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).exists(), test
+        if name:
+            assert f"def {name.split('[')[0]}(" in (ROOT / path).read_text(), test
+    versions = set(configuration["torch"])
+    for entry in configuration["left_out"]:
+        assert set(entry["torch"]) <= versions
+        assert entry["because"]
+
+
+def test_what_the_project_says_of_its_pythons_is_what_the_matrix_runs() -> None:
+    configuration = tomllib.loads((ROOT / ".ci" / "matrix.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: "
+    assert configuration["python"] == [each.removeprefix(prefix) for each in project["classifiers"] if each.startswith(prefix)]
+    assert project["requires-python"] == f">={configuration['python'][0]}"
+    assert f"torch>={configuration['torch'][0]}" in project["dependencies"]
