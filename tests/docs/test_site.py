@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -60,3 +60,10 @@ def test_without_the_script_the_site_names_none(tmp_path: Path, monkeypatch: pyt
     config.validate()
     hook.on_config(config)
     assert list(config.extra_javascript) == []
+
+
+def test_diagrams_have_no_semicolon() -> None:
+    """Mermaid ends a statement there, also in the middle of a note, and then draws nothing."""
+    diagrams = [block for page in PAGES for block in blocks(page) if block.language == "mermaid"]
+    assert len(diagrams) >= 6
+    assert [block.place for block in diagrams if ";" in block.text] == []

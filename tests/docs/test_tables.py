@@ -21,9 +21,10 @@ import placement.ray
 import placement.testing
 from bench import report
 from bench._results import FOLDER, read
+from bench.code_paths import imports, modules
 from placement.core.machine import diagram
 from tests.docs.pages import DOCS, README, ROOT, between, rows
-from tests.unit.test_architecture import ROOMS
+from tests.unit.test_architecture import ROOMS, room_of
 
 PACKAGE = ROOT / "placement"
 CONCEPTS, ARCHITECTURE, TROUBLESHOOTING = DOCS / "concepts.md", DOCS / "architecture.md", DOCS / "troubleshooting.md"
@@ -54,6 +55,16 @@ def test_every_state_and_phase_is_explained() -> None:
 
 def test_the_rooms_are_in_the_order_of_imports() -> None:
     assert tuple(row[0] for row in rows(between(ARCHITECTURE, "rooms"))) == ROOMS
+
+
+def test_the_arrows_between_rooms_are_imports() -> None:
+    drawing = ARCHITECTURE.read_text().partition("flowchart BT")[2].partition("```")[0]
+    rooms = {name: label.split(", ") for name, label in re.findall(r'(\w+)\["([\w, ]+)"\]', drawing)}
+    arrows = [(rooms.get(a, [a]), rooms.get(b, [b])) for a, b in re.findall(r"(\w+)(?:\[.*?\])? --> (\w+)", drawing)]
+    known = modules()
+    real = {(room_of(name), room_of(other)) for name, path in known.items() for other in imports(path, known)}
+    assert len(arrows) >= 12
+    assert [(above, below) for above, below in arrows if not any((a, b) in real for a in above for b in below)] == []
 
 
 @cache
