@@ -1,6 +1,6 @@
-"""What the Python blocks of the pages run with: `<!-- code: with NAME -->` takes the names that the function NAME gives.
+"""The names that Python blocks of the pages run with: `<!-- code: with NAME -->` takes those that the function NAME gives.
 
-Each gives a dict in which the block runs. What stands after its `yield` looks at what the block has done.
+Each function gives a dict in which the block runs. The lines after its `yield` check the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import placement
 from placement.devices.base import Device
-from placement.frameworks import known as known_frameworks
 from placement.observe.fleet import DiscoveryServer
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY, CHUNK
@@ -29,7 +28,7 @@ Names = dict[str, Any]
 
 
 class Tools:
-    """What a context may use of the test that it serves."""
+    """The test that a context serves: its folder, its patches, and the texts to replace in its block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch = monkeypatch
@@ -294,19 +293,6 @@ def saver(tools: Tools) -> Iterator[Names]:
     assert_nothing_resident(names["manager"])
 
 
-@contextmanager
-def framework(tools: Tools) -> Iterator[Names]:
-    """`known(cls)` makes a framework known for the length of the block."""
-
-    def known(cls: type) -> None:
-        tools.monkeypatch.setattr(known_frameworks, "FRAMEWORKS", (*known_frameworks.FRAMEWORKS, cls))
-
-    names: Names = {"known": known}
-    yield names
-    names["manager"].close()
-
-
 CONTEXTS: dict[str, Callable[[Tools], Any]] = {
-    each.__name__: each
-    for each in (worker, manager, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, saver, framework)
+    each.__name__: each for each in (worker, manager, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, saver)
 }

@@ -61,15 +61,6 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def prose(page: Path) -> str:
-    """A page without its fenced blocks, without comments, and without what stands between backticks."""
-    text = page.read_text(encoding="utf-8")
-    for block in blocks(page):
-        text = text.replace(block.text, "\n")
-    text = re.sub(r"^ *(`{3,}|~{3,}).*$", "", text, flags=re.MULTILINE)
-    return re.sub(r"``.+?``|`[^`\n]*`", "", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
-
-
 def links(page: Path) -> list[str]:
     """The targets of all links and images of a page."""
     text = re.sub(r"`[^`\n]*`", lambda match: "x" * len(match[0]), prose_with_code(page))
@@ -85,7 +76,7 @@ def prose_with_code(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may lead to on a page: its headings, as the site names them, and the names that a reference page shows."""
+    """The anchors of a page: its headings, as the site names them, and the names that a reference page shows."""
     found: set[str] = set()
     for line in prose_with_code(page).splitlines():
         if (heading := _HEADING.match(line)) is not None:
@@ -102,7 +93,7 @@ def slug(heading: str) -> str:
 
 
 def between(page: Path, mark: str) -> str:
-    """What stands between `<!-- mark -->` and `<!-- /mark -->`.
+    """The text between `<!-- mark -->` and `<!-- /mark -->`.
 
     Raises:
         ValueError: the marks are not there.

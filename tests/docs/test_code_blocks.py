@@ -163,7 +163,7 @@ def _dotted(node: ast.expr) -> tuple[str, ...] | None:
 
 
 def resolve(module: str, names: tuple[str, ...]) -> Any:
-    """What `module.names...` is.
+    """The object called `module.names...`.
 
     Raises:
         AttributeError: there is no such name.

@@ -1,4 +1,4 @@
-"""Links between the pages lead somewhere: file and anchor. What the pages call a file of the project exists."""
+"""Links between the pages lead somewhere: file and anchor. Every file that a page names exists."""
 
 from __future__ import annotations
 

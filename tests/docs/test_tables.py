@@ -1,4 +1,4 @@
-"""What the pages say in tables about states, rooms, names, errors, figures and the public names is what the code says."""
+"""Tables of the pages agree with the code: states, rooms, names of classes, errors, figures, public names."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _WHERE = ARCHITECTURE.read_text().partition("## Where to look for")[2].partition
 BEGIN_AT = [(row[2], row[1]) for row in rows(_WHERE)]
 
 
-@pytest.mark.parametrize(("name", "room"), [*NAMES, *BEGIN_AT], ids="-".join)
+@pytest.mark.parametrize(("name", "room"), [pytest.param(*each, id="-".join(each)) for each in dict.fromkeys([*NAMES, *BEGIN_AT])])
 def test_the_names_in_the_code_are_there(name: str, room: str) -> None:
     assert name in classes(room), f"placement/{room} has no class {name}: was it renamed, or did it move to another room?"
     found = getattr(importlib.import_module(classes(room)[name]), name)
