@@ -22,8 +22,11 @@ import placement.testing
 from bench import report
 from bench._results import FOLDER, read
 from bench.code_paths import imports, modules
+from placement.cli import COMMANDS
 from placement.core.machine import diagram
-from tests.docs.pages import DOCS, README, ROOT, between, rows
+from placement.observe.collector import SnapshotCollector
+from placement.testing import SimulatedDevice
+from tests.docs.pages import DOCS, PAGES, README, ROOT, between, prose_with_code, rows
 from tests.unit.test_architecture import ROOMS, room_of
 
 PACKAGE = ROOT / "placement"
@@ -211,3 +214,35 @@ def test_members_that_are_chosen_exist() -> None:
             source = inspect.getsource(known)
             assert [each for each in chosen[name] if not hasattr(known, each) and f"self.{each}" not in source] == [], name
     assert "placement.Handle" in chosen
+
+
+# --- names of metrics, commands and settings, wherever a page has them
+
+
+def test_metrics_that_are_named_exist() -> None:
+    families = list(SnapshotCollector(lambda: placement.Manager(device=SimulatedDevice(1 << 20)).snapshot()).describe())
+    known = {family.name + ("_total" if family.type == "counter" else "_info" if family.type == "info" else "") for family in families}
+    named = {name for page in PAGES for name in re.findall(r"\bplacement_[a-z][a-z_]+\b(?!\.)", prose_with_code(page))}
+    assert len(named) > 20
+    assert named - known == set()
+
+
+def test_commands_that_are_named_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"(?:`|\$ )placement ([a-z]+)", page.read_text(encoding="utf-8"))}
+    assert len(named) >= 5
+    assert named - set(COMMANDS) == set()
+
+
+def test_settings_that_are_named_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"\bPLACEMENT_([A-Z_]+)\b", page.read_text(encoding="utf-8"))}
+    assert len(named) >= 3
+    assert {name.lower() for name in named} - set(placement.Settings.model_fields) == set()
+    table = (DOCS / "operator.md").read_text().partition("## Settings for operators")[2]
+    shown = {name for row in rows(table) for name in re.findall(r"(?:^|, )([a-z_]+)", row[0])}
+    assert {"budget_bytes", "verify"} <= shown <= set(placement.Settings.model_fields)
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"(?:`|^\$ |^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert {"demo", "test", "docs"} <= named <= targets
