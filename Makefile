@@ -7,12 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 FRAMEWORKS := $(VENV)/.frameworks
 SYSTEM := $(VENV)/.system
+DOCS := $(VENV)/.docs
+MERMAID := $(VENV)/mermaid.min.js
 # pip's own compiling doubles its time: one package is compiled while the next is fetched, and the rest when it is first imported.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # So bytecode is kept, whatever the caller's environment says; many tests start interpreters of their own.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test durations lint bench matrix setup
+.PHONY: demo test durations lint bench docs matrix setup
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -44,6 +46,10 @@ bench: $(STAMP)
 matrix: $(STAMP)
 	@$(BIN)/python .ci/matrix.py $(if $(ONLY),--only '$(ONLY)') $(if $(QUICK),--quick) $(ARGS)
 
+# The site, into build/site. Strict: a link or an anchor that leads nowhere, or a page outside the navigation, is an error.
+docs: $(DOCS)
+	@MERMAID_SCRIPT=$(MERMAID) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS) && echo "build/site/index.html"
+
 # torch first and alone, so that pip takes the file of the index that the machine is set up for (CPU or CUDA).
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { test -n "$(PYTHON)" || { echo "placement needs Python 3.11 or newer with venv"; exit 1; }; $(PYTHON) -m venv $(VENV); }
@@ -56,6 +62,14 @@ $(FRAMEWORKS): export DS_BUILD_OPS = 0
 $(FRAMEWORKS): $(STAMP) tests/frameworks.txt
 	@$(PIP) --no-deps -r tests/frameworks.txt || grep -v '^#' tests/frameworks.txt | while read -r package; do \
 		$(PIP) --no-deps "$$package" || echo "$$package cannot be installed here: its tests will be skipped (remove $@ to try again)"; done
+	@touch $@
+
+# The script that draws the diagrams becomes part of the site where npm can fetch it; else a browser fetches it when a page is shown.
+$(DOCS): $(STAMP)
+	@$(PIP) -c constraints.txt -e ".[docs]"
+	@! command -v npm >/dev/null || (cd $(VENV) && npm pack --silent mermaid@11.17.2 >/dev/null \
+		&& tar -xzf mermaid-11.17.2.tgz --strip-components=2 package/dist/mermaid.min.js && rm mermaid-11.17.2.tgz) \
+		|| echo "mermaid cannot be fetched here: diagrams of the site will load it (remove $@ to try again)"
 	@touch $@
 
 $(SYSTEM): tests/system_packages.sh

@@ -1,6 +1,6 @@
-"""The performance table of the README and its chart, from the result files: `python -m bench.report`.
+"""The table and the chart of docs/performance.md, and the headline of the README, from the result files: `python -m bench.report`.
 
-Nothing in them is written by hand. The table goes between the two marks in the README; matplotlib (the extra `bench`) draws the chart.
+Nothing in them is written by hand. Each table goes between the two marks of its page; matplotlib (the extra `bench`) draws the chart.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ TABLE: tuple[_Line, ...] = (
     _Line("grpo_step", "peak, seen by the driver", "peak above the computation's", False),
     _Line("cycles", "free device bytes, largest less smallest", "free device bytes, largest less smallest", False),
 )
+
+HEADLINE: tuple[tuple[str, str, str], ...] = (
+    ("weights", "offload, rate", "weights, bf16"),
+    ("weights", "load, rate", "weights, bf16"),
+    ("small_tensors", "offload, rate", "20,000 tensors of 64 KiB"),
+    ("unchanged", "offload, bytes copied", "unchanged weights"),
+    ("grpo_step", "stalled", "GRPO-shaped step"),
+)
+"""Benchmark, metric and scenario of each row that the README shows."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -119,18 +128,30 @@ def table(results: Mapping[str, Mapping[str, Any]], lines: Iterable[_Line] = TAB
     return "\n".join([*written, *(["", "Without numbers:", "", *failures] if failures else [])])
 
 
-def put_into(readme: Path, text: str) -> None:
+def headline(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The rows that the README shows: placement as it is used by default, and the best peer."""
+    texts = {(line.benchmark, line.metric): line for line in TABLE}
+    written = ["| what | placement | best peer |", "|---|---|---|"]
+    for benchmark, metric, scenario in HEADLINE:
+        line = texts[benchmark, metric]
+        cells = _cells(results.get(benchmark, {}).get("rows", []), scenario, line)
+        if cells is not None:
+            written.append(f"| {scenario}: {line.text} | **{cells[0].split('; ')[0]}** | {cells[1]} |")
+    return "\n".join(written)
+
+
+def put_into(page: Path, text: str) -> None:
     """Replace what is between the marks.
 
     Raises:
         ValueError: the marks are not there.
     """
-    content = readme.read_text(encoding="utf-8")
+    content = page.read_text(encoding="utf-8")
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{readme.name} needs the lines {BEGIN!r} and {END!r} where the table goes")
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{page.name} needs the lines {BEGIN!r} and {END!r} where the table goes")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 _BARS = (("weights", None), ("adam", None), ("small_tensors", "4 KiB"), ("small_tensors", "64 KiB"))
@@ -176,7 +197,8 @@ def _panel(axis: Any, rows: Rows, part: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the result files")
-    parser.add_argument("--readme", type=Path, default=_ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=_ROOT / "docs" / "performance.md", help="where the table goes")
+    parser.add_argument("--readme", type=Path, default=_ROOT / "README.md", help="where the headline goes")
     parser.add_argument("--chart", type=Path, default=_ROOT / "docs" / "performance.png")
     parser.add_argument("--print", action="store_true", help="print the table and write nothing")
     options = parser.parse_args(arguments)
@@ -185,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.print:
         print(text)
         return
-    put_into(options.readme, text)
+    put_into(options.page, text)
+    put_into(options.readme, headline(results))
     draw(results, options.chart)
 
 

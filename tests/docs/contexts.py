@@ -1,0 +1,298 @@
+"""The names that Python blocks of the pages run with: `<!-- code: with NAME -->` takes those that the function NAME gives.
+
+Each function gives a dict in which the block runs. The lines after its `yield` check the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import placement
+from placement.devices.base import Device
+from placement.observe.fleet import DiscoveryServer
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.engines.standin import CAPACITY, CHUNK
+from tests.engines.standin_vllm import Vllm033
+
+WIDTH = 32
+Names = dict[str, Any]
+
+
+class Tools:
+    """The test that a context serves: its folder, its patches, and the texts to replace in its block."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch = monkeypatch
+        self.folder = folder
+        self.replaced: dict[str, str] = {}
+        """Texts of the blocks that are other ones here: addresses, folders, what a machine without a GPU lacks."""
+
+    def take_for_gpu(self, device: Device) -> None:
+        """This is the accelerator that "auto" and "cuda:0" mean in the blocks."""
+        self.monkeypatch.setattr("placement.manager.select_device", lambda name, **_: device)
+
+    def free_port(self) -> int:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port: int = taken.getsockname()[1]
+            return port
+
+
+def simulated() -> SimulatedDevice:
+    return SimulatedDevice(capacity_bytes=16 << 20)
+
+
+def _linear() -> torch.nn.Linear:
+    return torch.nn.Linear(WIDTH, WIDTH)
+
+
+def _log_probs(model: torch.nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(samples).log_softmax(-1)
+
+
+def _update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: torch.Tensor, *before: torch.Tensor) -> None:
+    new = model(samples).log_softmax(-1)
+    loss = sum(((new - old.detach()) ** 2).mean() for old in before) + new.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def worker(tools: Tools) -> Iterator[Names]:
+    """A worker's models, its engine and what it computes; no manager."""
+    tools.take_for_gpu(simulated())
+    model = _linear()
+    ref_model = copy.deepcopy(model).requires_grad_(False)
+    first = model.weight.detach().clone()
+    names: Names = {
+        "placement": placement,
+        "torch": torch,
+        "model": model,
+        "ref_model": ref_model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "engine": placement.TorchEngine(_linear()),
+        "build_critic": _linear,
+        "batches": [torch.ones(4, WIDTH), torch.zeros(4, WIDTH)],
+        "generate": lambda engine, batch: engine.module(batch).detach(),
+        "log_probs": _log_probs,
+        "update": _update,
+    }
+    yield names
+    assert_nothing_resident(names["manager"])
+    assert not torch.equal(names["actor"].state_dict()["weight"], first), "nothing was trained"
+    published = names["engine"].state_dict()["weight"]
+    assert torch.equal(published, names["actor"].state_dict()["weight"].to(torch.bfloat16 if "state" in names else published.dtype))
+
+
+@contextmanager
+def manager(tools: Tools) -> Iterator[Names]:
+    """A manager with an actor, and the actor's module."""
+    made = placement.Manager(device=simulated())
+    model = _linear()
+    names: Names = {"placement": placement, "torch": torch, "manager": made, "model": model}
+    names["actor"] = made.register("actor", model, role="actor")
+    yield names
+    made.check_integrity()
+    assert_nothing_resident(made)
+
+
+@contextmanager
+def alone(tools: Tools) -> Iterator[Names]:
+    """A manager without handles, and a model that generates."""
+    names: Names = {"placement": placement, "manager": placement.Manager(device=simulated()), "model": _linear()}
+    yield names
+    assert isinstance(names["engine"], placement.TorchEngine)
+    assert names["engine"].module is names["model"]
+
+
+@contextmanager
+def ranks(tools: Tools) -> Iterator[Names]:
+    """The one rank of a torchrun job of one, with a process group."""
+    tools.take_for_gpu(simulated())
+    port = tools.free_port()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        tools.monkeypatch.setenv(name, value)
+    store = dist.TCPStore("127.0.0.1", tools.free_port(), is_master=True, wait_for_workers=False)
+    tools.replaced |= {'"cpu:gloo,cuda:nccl"': '"gloo"'}
+    names: Names = {"placement": placement, "torch": torch, "dist": dist, "store": store, "rank": 0, "world_size": 1, "model": _linear()}
+    yield names
+    try:
+        with names["manager"].phase("train"):
+            pass
+        assert_nothing_resident(names["manager"])
+    finally:
+        names["manager"].close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def targets(tools: Tools) -> Iterator[Names]:
+    """A worker that announces itself in a folder."""
+    tools.take_for_gpu(simulated())
+    place = tools.folder / "targets"
+    place.mkdir()
+    tools.replaced |= {'"/shared/targets"': repr(str(place)), '"0.0.0.0"': '"127.0.0.1"'}
+    names: Names = {"placement": placement}
+    yield names
+    try:
+        assert len(list(place.glob("*.json"))) == 1
+        assert names["server"].target.labels["run"] == "grpo-7"
+    finally:
+        names["manager"].close()
+
+
+@contextmanager
+def listed(tools: Tools) -> Iterator[Names]:
+    """One rank of a job, with a process group and a server of its metrics."""
+    tools.replaced |= {"port=9400": "port=0", '"0.0.0.0"': '"127.0.0.1"'}
+    made = placement.Manager(device=simulated())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names: Names = {"torch": torch, "DiscoveryServer": DiscoveryServer, "rank": 0, "world_size": 1, "server": made.serve()}
+    try:
+        yield names
+        assert names["everybody"].url.startswith("http://127.0.0.1:")
+        assert names["targets"] == [names["server"].target]
+    finally:
+        dist.destroy_process_group()
+        if "everybody" in names:
+            names["everybody"].close()
+        made.close()
+
+
+@contextmanager
+def vllm(tools: Tools) -> Iterator[Names]:
+    """A worker beside a server that answers as vLLM does, with memory on the same device."""
+    shared = tools.folder / "capacity"
+    server = Vllm033(shared)
+    tools.take_for_gpu(SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared))
+    tools.replaced |= {"http://127.0.0.1:8000": server.url}
+    model = _linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def send(bucket: Any) -> None:
+        assert "weights" in server.memory.tags
+        server.weights = "actor"
+
+    said: list[str] = []
+    names: Names = {
+        "placement": placement,
+        "model": model,
+        "optimizer": optimizer,
+        "send": send,
+        "prompts": [],
+        "generate": lambda prompts: said.append(server.generate()),
+        "train": lambda samples: _update(model, optimizer, torch.ones(4, WIDTH), torch.zeros(4, WIDTH)),
+    }
+    try:
+        yield names
+        assert said == ["actor"]  # generated with the weights that were published, and all memory there
+        assert server.memory.tags == set()
+        assert server.accidents == []
+        assert_nothing_resident(names["manager"])
+    finally:
+        server.close()
+
+
+@contextmanager
+def own_engine(tools: Tools) -> Iterator[Names]:
+    """The engine that the block defines is registered, and goes through a phase."""
+    names: Names = {"placement": placement}
+    yield names
+    made = placement.Manager(device=simulated())
+    engine = names["MyEngine"](verify="answer")
+    handle = made.register("rollout", engine, role="rollout")
+    with made.phase("rollout"):
+        assert handle.state is placement.State.GPU_RESIDENT
+    assert handle.state is placement.State.CPU_OFFLOADED
+
+
+@contextmanager
+def leases(tools: Tools) -> Iterator[Names]:
+    """A GPU that processes share."""
+    tools.monkeypatch.setattr("placement.core.settings.LEASES_FOLDER", str(tools.folder / "leases"))
+    tools.take_for_gpu(SimulatedDevice(16 << 20, shared_with=tools.folder / "capacity"))
+    names: Names = {"placement": placement}
+    yield names
+    lease = names["manager"].snapshot().lease
+    assert lease is not None
+    assert lease.capacity_bytes == 16 << 20
+    assert len(lease.holders) == 1
+    names["manager"].close()
+
+
+@contextmanager
+def lease_by_hand(tools: Tools) -> Iterator[Names]:
+    """An engine with a sleep of its own, in a process without a manager."""
+    tools.monkeypatch.setattr("placement.group.lease.LEASES_FOLDER", str(tools.folder / "leases"))
+    held: list[int] = []
+
+    class Sleeping:
+        def wake_up(self) -> None:
+            held.append(names["lease"].held_bytes)
+
+        def sleep(self, *, level: int) -> None:
+            assert level == 1
+
+    names: Names = {"placement": placement, "gpu_uuid": "GPU-1", "engine": Sleeping(), "...": None}
+    yield names
+    assert held == [60 << 30]
+    assert names["lease"].held_bytes == 0
+    names["lease"].close()
+
+
+@contextmanager
+def verl(tools: Tools) -> Iterator[Names]:
+    """What verl's worker has: a model, an optimizer, a rollout engine, and what it computes."""
+    tools.take_for_gpu(simulated())
+
+    def build_model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = _linear()
+        return model, torch.optim.AdamW(model.parameters())
+
+    names: Names = {
+        "placement": placement,
+        "build_model_and_optimizer": build_model_and_optimizer,
+        "compute_log_prob": _log_probs,
+        "update_policy": lambda model, optimizer, data: _update(model, optimizer, data, torch.zeros(4, WIDTH)),
+        "rollout": placement.TorchEngine(_linear()),
+        "data": torch.ones(4, WIDTH),
+    }
+    yield names
+    assert_nothing_resident(names["worker"].manager)
+    assert (tools.folder / "step-1").is_dir()
+
+
+@contextmanager
+def saver(tools: Tools) -> Iterator[Names]:
+    """A model that trains and one that generates, as torch_memory_saver's example has them."""
+    tools.take_for_gpu(simulated())
+    generator = _linear()
+    names: Names = {
+        "placement": placement,
+        "torch": torch,
+        "build_model": _linear,
+        "engine": placement.TorchEngine(generator),
+        "prompts": torch.ones(4, WIDTH),
+        "batch": torch.ones(4, WIDTH),
+        "generate": lambda prompts: generator(prompts).detach(),
+        "train": lambda model, optimizer, batch: _update(model, optimizer, batch, torch.zeros(4, WIDTH)),
+    }
+    yield names
+    assert_nothing_resident(names["manager"])
+
+
+CONTEXTS: dict[str, Callable[[Tools], Any]] = {
+    each.__name__: each for each in (worker, manager, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, saver)
+}

@@ -1,0 +1,187 @@
+"""Every Python block of README and of the pages runs, as docs/writing.md says."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.docs.contexts import CONTEXTS, Tools
+from tests.docs.pages import PAGES, Block, blocks
+
+GOES_ON, WITH, NAMES_ONLY = "goes on", "with ", "names only, "
+MOST_NAMES_ONLY = 3
+
+
+def python_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page) if block.language.split(" ")[0] == "python"]
+
+
+def programs() -> list[list[Block]]:
+    """Blocks that run one after the other in one namespace."""
+    found: list[list[Block]] = []
+    for block in python_blocks():
+        if block.mark.startswith(NAMES_ONLY):
+            continue
+        if block.mark == GOES_ON:
+            assert found, f"{block.place} goes on from nothing"
+            assert found[-1][0].page == block.page, f"{block.place} goes on from another page"
+            found[-1].append(block)
+        else:
+            found.append([block])
+    return found
+
+
+def names_only() -> list[Block]:
+    return [block for block in python_blocks() if block.mark.startswith(NAMES_ONLY)]
+
+
+def compiled(block: Block, replaced: dict[str, str]) -> Any:
+    text = block.text
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    return compile("\n" * (block.line - 1) + text, str(block.page), "exec")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's checkpoints say so of a single process
+@pytest.mark.parametrize("program", programs(), ids=lambda program: program[0].place)
+def test_blocks_run(program: list[Block], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    tools = Tools(monkeypatch, tmp_path)
+    mark = program[0].mark
+    if not mark:
+        names: dict[str, Any] = {}
+        _run(program, names, tools)
+        assert set(names) > {"__name__", "__builtins__"}, "the block has made nothing"
+        return
+    assert mark.startswith(WITH), f"{program[0].place}: unknown mark {mark!r}"
+    assert mark.removeprefix(WITH) in CONTEXTS, f"{program[0].place}: tests/docs/contexts.py has no {mark.removeprefix(WITH)!r}"
+    with CONTEXTS[mark.removeprefix(WITH)](tools) as names:
+        _run(program, names, tools)
+
+
+def _run(program: list[Block], names: dict[str, Any], tools: Tools) -> None:
+    names["__name__"] = "a_block_of_the_documentation"
+    for block in program:
+        exec(compiled(block, tools.replaced), names)
+
+
+@pytest.mark.parametrize("block", names_only(), ids=lambda block: block.place)
+def test_blocks_that_cannot_run_here_name_what_exists(block: Block) -> None:
+    compiled(block, {})
+    assert resolve_all(ast.parse(block.text)) > 3
+
+
+def test_few_blocks_cannot_run() -> None:
+    assert len(names_only()) <= MOST_NAMES_ONLY
+
+
+def test_every_mark_is_above_a_python_block() -> None:
+    marks = sum(line.strip().startswith("<!-- code: ") for page in PAGES for line in page.read_text(encoding="utf-8").splitlines())
+    assert marks == sum(bool(block.mark) for block in python_blocks())
+    used = {block.mark.removeprefix(WITH) for block in python_blocks() if block.mark.startswith(WITH)}
+    assert used == set(CONTEXTS)
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("import placement.ray\nplacement.ray.Flet('x')", "Flet"),
+        ("import placement.ray\nfleet = placement.ray.Fleet('x')\nfleet.joyn([])", "joyn"),
+        ("import placement.ray\nclass A(placement.ray.Worker):\n    def f(self):\n        self.join_flet()", "join_flet"),
+        ("from placement.observe.fleet import Discovery", "Discovery"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(code: str, missing: str) -> None:
+    with pytest.raises(AttributeError, match=missing):
+        resolve_all(ast.parse(code))
+
+
+# --- what a block names
+
+
+def resolve_all(tree: ast.Module) -> int:
+    """How many names of modules and classes a block has; each of them exists.
+
+    Raises:
+        AttributeError: one does not.
+    """
+    found = set(attributes(tree))
+    for module, names in found:
+        resolve(module, names)
+    return len(found)
+
+
+def attributes(tree: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Module and names below it, for each import, each dotted name that begins at a module, each attribute of an instance of a class of
+    such a module, and each attribute of `self` in a subclass of one."""
+    modules = {"placement": "placement"}
+    instances: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                modules[alias.name.split(".")[0]] = alias.name.split(".")[0]
+                yield alias.name, ()
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", (alias.name,)) for alias in node.names)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+            made = _dotted(node.value.func)
+            if made is not None and made[0] in modules and made[-1][:1].isupper():
+                instances[node.targets[0].id] = (modules[made[0]], made[1:])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (dotted := _dotted(node)) is not None:
+            if dotted[0] in modules:
+                yield modules[dotted[0]], dotted[1:]
+            elif dotted[0] in instances:
+                module, names = instances[dotted[0]]
+                yield module, (*names, dotted[1])
+        elif isinstance(node, ast.ClassDef):
+            yield from _of_self(node, modules)
+
+
+def _of_self(node: ast.ClassDef, modules: dict[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    selves = [each for each in ast.walk(node) if isinstance(each, ast.Attribute) and _dotted(each.value) == ("self",)]
+    own |= {each.attr for each in selves if isinstance(each.ctx, ast.Store)}
+    for base in node.bases:
+        dotted = _dotted(base)
+        if dotted is not None and dotted[0] in modules:
+            yield from ((modules[dotted[0]], (*dotted[1:], each.attr)) for each in selves if each.attr not in own)
+
+
+def _dotted(node: ast.expr) -> tuple[str, ...] | None:
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
+        return (*before, node.attr)
+    return None
+
+
+def resolve(module: str, names: tuple[str, ...]) -> Any:
+    """The object called `module.names...`.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    found: Any = importlib.import_module(module)
+    for name in names:
+        if isinstance(found, ModuleType) and not hasattr(found, name):
+            try:
+                found = importlib.import_module(f"{found.__name__}.{name}")
+                continue
+            except ModuleNotFoundError as error:
+                raise AttributeError(f"{found.__name__} has no {name!r}") from error
+        if isinstance(found, type) and not hasattr(found, name) and name in _set_in_init(found):
+            return None
+        found = getattr(found, name)
+    return found
+
+
+def _set_in_init(cls: type) -> set[str]:
+    """Attributes that instances of a class have from its `__init__` on."""
+    return {name for each in cls.__mro__ for name in getattr(getattr(each.__dict__.get("__init__"), "__code__", None), "co_names", ())}

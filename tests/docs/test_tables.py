@@ -1,0 +1,248 @@
+"""Tables of the pages agree with the code: states, rooms, names of classes, errors, figures, public names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import placement
+import placement.checkpoint
+import placement.engines
+import placement.errors
+import placement.group
+import placement.policies
+import placement.ray
+import placement.testing
+from bench import report
+from bench._results import FOLDER, read
+from bench.code_paths import imports, modules
+from placement.cli import COMMANDS
+from placement.core.machine import diagram
+from placement.observe.collector import SnapshotCollector
+from placement.testing import SimulatedDevice
+from tests.docs.pages import DOCS, PAGES, README, ROOT, between, prose_with_code, rows
+from tests.unit.test_architecture import ROOMS, room_of
+
+PACKAGE = ROOT / "placement"
+CONCEPTS, ARCHITECTURE, TROUBLESHOOTING = DOCS / "concepts.md", DOCS / "architecture.md", DOCS / "troubleshooting.md"
+REFERENCE = {
+    name for page in (DOCS / "reference").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)
+}
+
+
+# --- states
+
+
+def test_the_table_of_transitions_is_that_of_the_code() -> None:
+    shown = [tuple(row[:3]) for row in rows(between(CONCEPTS, "transitions"))]
+    assert shown == [tuple(map(str, row)) for row in placement.TRANSITIONS]
+
+
+def test_the_diagram_is_that_of_the_code() -> None:
+    assert between(CONCEPTS, "states").strip() == f"```mermaid\n{diagram().strip()}\n```"
+
+
+def test_every_state_and_phase_is_explained() -> None:
+    text = CONCEPTS.read_text()
+    assert [name for name in (*placement.State, *placement.PHASES) if f"| `{name}` |" not in text] == []
+
+
+# --- architecture
+
+
+def test_the_rooms_are_in_the_order_of_imports() -> None:
+    assert tuple(row[0] for row in rows(between(ARCHITECTURE, "rooms"))) == ROOMS
+
+
+def test_the_arrows_between_rooms_are_imports() -> None:
+    drawing = ARCHITECTURE.read_text().partition("flowchart BT")[2].partition("```")[0]
+    rooms = {name: label.split(", ") for name, label in re.findall(r'(\w+)\["([\w, ]+)"\]', drawing)}
+    arrows = [(rooms.get(a, [a]), rooms.get(b, [b])) for a, b in re.findall(r"(\w+)(?:\[.*?\])? --> (\w+)", drawing)]
+    known = modules()
+    real = {(room_of(name), room_of(other)) for name, path in known.items() for other in imports(path, known)}
+    assert len(arrows) >= 12
+    assert [(above, below) for above, below in arrows if not any((a, b) in real for a in above for b in below)] == []
+
+
+@cache
+def classes(room: str) -> dict[str, str]:
+    """Module by name of each class in a room."""
+    place = PACKAGE / room
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    found = {}
+    for file in files:
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found |= {node.name: module for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
+    return found
+
+
+NAMES = [(row[0], row[1]) for row in rows(between(ARCHITECTURE, "names"))]
+_WHERE = ARCHITECTURE.read_text().partition("## Where to look for")[2].partition("\n## ")[0]
+BEGIN_AT = [(row[2], row[1]) for row in rows(_WHERE)]
+
+
+@pytest.mark.parametrize(("name", "room"), [pytest.param(*each, id="-".join(each)) for each in dict.fromkeys([*NAMES, *BEGIN_AT])])
+def test_the_names_in_the_code_are_there(name: str, room: str) -> None:
+    assert name in classes(room), f"placement/{room} has no class {name}: was it renamed, or did it move to another room?"
+    found = getattr(importlib.import_module(classes(room)[name]), name)
+    assert inspect.isclass(found)
+
+
+def test_participants_of_the_walks_have_a_line_in_the_table_of_names() -> None:
+    named = {name for name, _ in NAMES}
+    actors = set(re.findall(r"participant \w+ as ([A-Z]\w+)", ARCHITECTURE.read_text()))
+    assert len(actors) >= 10
+    assert actors <= named
+
+
+def test_the_questions_that_a_maintainer_asks_first_are_answered() -> None:
+    asked = [row[0] for row in rows(_WHERE)]
+    for words in ("bytes are clean", "failed load roll back", "new framework added", "metric defined", "ranks vote"):
+        assert any(words in question for question in asked), words
+
+
+# --- errors
+
+
+@cache
+def sources() -> str:
+    """Every text of the sources, a line each, with … in place of what is filled in."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_every_public_exception_has_a_section() -> None:
+    shown = re.findall(r"^## (\w+)$", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
+    assert sorted(shown) == sorted(placement.errors.__all__)
+
+
+@pytest.mark.parametrize("name", placement.errors.__all__)
+def test_every_section_says_what_to_do(name: str) -> None:
+    section = re.split(r"^## ", TROUBLESHOOTING.read_text().partition(f"## {name}\n")[2], flags=re.MULTILINE)[0]
+    assert "**Do:**" in section or "| do |" in section or "what to do |" in section
+
+
+PHRASES = [
+    phrase
+    for line in TROUBLESHOOTING.read_text().splitlines()
+    if line.startswith("| `")
+    for phrase in re.findall(r"`([^`]+)`", line.split(" | ")[0])
+]
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_messages_that_are_quoted_exist(phrase: str) -> None:
+    assert phrase in sources()
+
+
+# --- figures
+
+
+def test_the_figures_are_those_of_the_result_files() -> None:
+    results = read(FOLDER)
+    for page, text in ((DOCS / "performance.md", report.table(results)), (README, report.headline(results))):
+        shown = page.read_text(encoding="utf-8").partition(report.BEGIN)[2].partition(report.END)[0]
+        assert shown.strip() == text.strip()
+
+
+def test_the_headline_is_short() -> None:
+    assert len(rows(report.headline(read(FOLDER)))) == len(report.HEADLINE) <= 5
+
+
+def test_a_report_writes_both_pages_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra bench) draws the chart")
+    page, readme, chart = tmp_path / "page.md", tmp_path / "README.md", tmp_path / "chart.png"
+    for each in (page, readme):
+        each.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", encoding="utf-8")
+    report.main(["--page", str(page), "--readme", str(readme), "--chart", str(chart)])
+    assert "| weights, bf16: load |" in page.read_text()
+    assert len(page.read_text()) > len(readme.read_text())
+    for each in (page, readme):
+        assert each.read_text().startswith("before\n")
+        assert each.read_text().endswith("\nafter\n")
+        assert "old" not in each.read_text().splitlines()
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+# --- reference
+
+_EXTRA = {
+    "placement.devices.base.Device": "the contract of who writes a device",
+    **{f"placement.engines.vllm.{name}": "an engine" for name in ("VllmServer", "VllmInProcess")},
+    **{f"placement.engines.sglang.{name}": "an engine" for name in ("SglangServer", "SglangInProcess")},
+}
+
+
+def public_names() -> set[str]:
+    found = set()
+    packages = [placement, placement.checkpoint, placement.engines, placement.group, placement.policies, placement.ray, placement.testing]
+    for package in packages:
+        found |= {f"{package.__name__}.{name}" for name in package.__all__ if not inspect.ismodule(getattr(package, name))}
+    return found
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = {name.rpartition(".")[2] for name in REFERENCE}
+    assert {name for name in public_names() if name.rpartition(".")[2] not in shown} == set()
+
+
+def test_the_reference_has_nothing_else() -> None:
+    assert REFERENCE - public_names() == set(_EXTRA) & REFERENCE == set(_EXTRA)
+
+
+def test_members_that_are_chosen_exist() -> None:
+    chosen = {}
+    for page in (DOCS / "reference").glob("*.md"):
+        for name, members in re.findall(
+            r"^::: (\S+)\n    options:\n      members:\n((?:        - \w+\n?)+)", page.read_text(), re.MULTILINE
+        ):
+            module, _, cls = name.rpartition(".")
+            chosen[name] = re.findall(r"- (\w+)", members)
+            known = getattr(importlib.import_module(module), cls)
+            source = inspect.getsource(known)
+            assert [each for each in chosen[name] if not hasattr(known, each) and f"self.{each}" not in source] == [], name
+    assert "placement.Handle" in chosen
+
+
+# --- names of metrics, commands and settings, wherever a page has them
+
+
+def test_metrics_that_are_named_exist() -> None:
+    families = list(SnapshotCollector(lambda: placement.Manager(device=SimulatedDevice(1 << 20)).snapshot()).describe())
+    known = {family.name + ("_total" if family.type == "counter" else "_info" if family.type == "info" else "") for family in families}
+    named = {name for page in PAGES for name in re.findall(r"\bplacement_[a-z][a-z_]+\b(?!\.)", prose_with_code(page))}
+    assert len(named) > 20
+    assert named - known == set()
+
+
+def test_commands_that_are_named_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"(?:`|\$ )placement ([a-z]+)", page.read_text(encoding="utf-8"))}
+    assert len(named) >= 5
+    assert named - set(COMMANDS) == set()
+
+
+def test_settings_that_are_named_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"\bPLACEMENT_([A-Z_]+)\b", page.read_text(encoding="utf-8"))}
+    assert len(named) >= 3
+    assert {name.lower() for name in named} - set(placement.Settings.model_fields) == set()
+    table = (DOCS / "operator.md").read_text().partition("## Settings for operators")[2]
+    shown = {name for row in rows(table) for name in re.findall(r"(?:^|, )([a-z_]+)", row[0])}
+    assert {"budget_bytes", "verify"} <= shown <= set(placement.Settings.model_fields)
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"(?:`|^\$ |^)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert {"demo", "test", "docs"} <= named <= targets
