@@ -13,6 +13,7 @@ from placement import Manager, State
 from placement.core.errors import CoordinatorLost, PlacementError
 from placement.group import Board, BoardLost, Group, failpoints
 from placement.testing import assert_nothing_resident
+from tests.support.boards import ForwardingBoard
 from tests.support.trainer import Trainer
 
 START_SECONDS = 60.0
@@ -34,7 +35,7 @@ class Case(NamedTuple):
         return f"{self.fault} rank {self.rank} at {self.step}" + (", out of memory" if self.its_move_fails else "")
 
 
-class Unreliable(Board):
+class Unreliable(ForwardingBoard):
     """A board that carries one message wrongly: twice, not at all, without an answer, or late.
 
     Attributes:
@@ -42,7 +43,8 @@ class Unreliable(Board):
     """
 
     def __init__(self, board: Board, case: Case) -> None:
-        self._board, self._case = board, case
+        super().__init__(board)
+        self._case = case
         self.is_armed = self.has_happened = False
         self._late: list[Callable[[], object]] = []
         self._calls_to_go = 0
@@ -56,14 +58,11 @@ class Unreliable(Board):
 
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
         self._deliver()
-        return self._board.look(keys)
+        return super().look(keys)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         self._deliver()
-        return self._board.wait(key, seconds)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        self._board.remove(keys)
+        return super().wait(key, seconds)
 
     def _carry(self, key: str, send: Callable[[], Any], *, is_heard: bool) -> Any:
         """`is_heard`: the caller learns that there was no answer."""

@@ -17,10 +17,11 @@ from torch import nn
 from placement import Handle, Lazy, Manager, State
 from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
 from placement.devices.base import Copy, Device, Direction
-from placement.group import Board, BoardLost, StoreGroup, failpoints
+from placement.group import BoardLost, StoreGroup, failpoints
 from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
+from tests.support.boards import ForwardingBoard
 
 PAGE = 4096
 CHUNK = 12 * PAGE
@@ -486,28 +487,13 @@ def loads_behind_work(generation: int) -> bool:
     return was_running
 
 
-class _Deaf(Board):
+class _Deaf(ForwardingBoard):
     """A board that does not answer when its rank asks what was decided."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def put(self, key: str, value: bytes) -> None:
-        self._board.put(key, value)
-
-    def claim(self, key: str, value: bytes) -> bytes:
-        return self._board.claim(key, value)
-
-    def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        return self._board.look(keys)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         if key.endswith("/decision"):
             raise BoardLost("no answer")
-        return self._board.wait(key, seconds)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        self._board.remove(keys)
+        return super().wait(key, seconds)
 
 
 def in_doubt(generation: int, deaf: int) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -17,6 +16,7 @@ from placement.group import Group, StoreGroup
 from placement.group.base import Board
 from placement.group.messages import MAX_BYTES, Decision, Proposal, abort, named
 from placement.group.store import StoreBoard
+from tests.support.boards import ForwardingBoard
 from tests.support.threads import in_threads
 
 PLAN = Plan({"actor": State.TRAINING})
@@ -33,30 +33,19 @@ def change(group: Group) -> int:
     return group.epoch
 
 
-class Gate(Board):
+class Gate(ForwardingBoard):
     """A board that holds one rank back when it first waits for a key: a process that is stopped there."""
 
     def __init__(self, board: Board, name: str) -> None:
-        self._board, self._name = board, name
+        super().__init__(board)
+        self._name = name
         self.is_reached, self.may_go_on = threading.Event(), threading.Event()
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         if key.endswith(self._name):
             self.is_reached.set()
             assert self.may_go_on.wait(30)
-        return self._board.wait(key, seconds)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._board.put(key, value)
-
-    def claim(self, key: str, value: bytes) -> bytes:
-        return self._board.claim(key, value)
-
-    def look(self, keys: Sequence[str]) -> list[bytes] | None:
-        return self._board.look(keys)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        self._board.remove(keys)
+        return super().wait(key, seconds)
 
 
 def test_a_rank_that_comes_back_much_later_obeys_what_was_decided() -> None:

@@ -16,7 +16,7 @@ import placement
 from placement import checkpoint
 from placement.checkpoint import background
 from placement.testing import assert_nothing_resident
-from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn
+from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, trained
 
 SECONDS = 30.0
 
@@ -43,14 +43,6 @@ def busy() -> Iterator[Busy]:
 
 def values(worker: Worker) -> dict[str, Any]:
     return copy.deepcopy({name: handle.state_dict() for name, handle in worker.manager.handles.items() if name != "ref"})
-
-
-def trained(**keywords: Any) -> Worker:
-    worker = Worker(**keywords)
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        learn(worker.critic_net, worker.sgd)
-    return worker
 
 
 def in_a_thread(act: Callable[[], None]) -> threading.Thread:

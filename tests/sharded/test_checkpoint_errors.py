@@ -17,15 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import placement
 from placement import CheckpointError, Manager, NotResidentError, PhaseError, checkpoint
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import Worker, assert_same, learn, make_manager, net
-
-
-def trained(**keywords: Any) -> Worker:
-    worker = Worker(**keywords)
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        learn(worker.critic_net, worker.sgd)
-    return worker
+from tests.support.worker import Worker, assert_same, learn, make_manager, net, trained
 
 
 def values(worker: Worker) -> dict[str, Any]:

@@ -66,6 +66,15 @@ class Worker:
         return {name for name, handle in self.manager.handles.items() if handle.resident_bytes}
 
 
+def trained(**keywords: Any) -> Worker:
+    """A worker whose models have learnt for a step, so that its optimizers have state."""
+    worker = Worker(**keywords)
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        learn(worker.critic_net, worker.sgd)
+    return worker
+
+
 def everything(manager: Manager) -> dict[str, Any]:
     """A snapshot without what counts up by itself (times, decisions, failures) and the budget that is learnt."""
     seen = manager.snapshot().model_dump(

@@ -15,6 +15,7 @@ from placement import HandleView, Plan, PolicyError, State, View
 from placement.core.states import PHASES, WORKER_ROLES
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from tests.support.views import after
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
 
@@ -41,17 +42,6 @@ WORKER = (
 
 def used(plan: Plan) -> dict[str, State]:
     return {name: state for name, state in plan.targets.items() if state is not OFF}
-
-
-def after(before: View, plan: Plan) -> View:
-    """The same worker once the plan has been carried out."""
-    return replace(
-        before,
-        handles={
-            h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
-            for h in before.handles.values()
-        },
-    )
 
 
 TRAINED = {"actor": TRAIN, "actor.optimizer": TRAIN, "critic": TRAIN, "critic.optimizer": TRAIN}

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement import HandleView, Plan, State, View
+from placement import HandleView, State, View
 from placement.core.states import KINDS, PHASES, ROLES, WORKER_ROLES
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from tests.support.views import after
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
-
-
-def after(before: View, plan: Plan) -> View:
-    """The same worker once the plan has been carried out."""
-    return replace(
-        before,
-        handles={
-            h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
-            for h in before.handles.values()
-        },
-    )
 
 
 # Made once: Hypothesis asks each new strategy what it is made of.
