@@ -29,7 +29,7 @@ from placement.testing import SimulatedDevice
 from tests.docs.pages import DOCS, PAGES, README, ROOT, between, prose_with_code, rows
 from tests.unit.test_architecture import ROOMS, room_of
 
-PACKAGE = ROOT / "placement"
+PACKAGE = Path(placement.__file__).parent
 CONCEPTS, ARCHITECTURE, TROUBLESHOOTING = DOCS / "concepts.md", DOCS / "architecture.md", DOCS / "troubleshooting.md"
 REFERENCE = {
     name for page in (DOCS / "reference").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)
@@ -77,7 +77,7 @@ def classes(room: str) -> dict[str, str]:
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     found = {}
     for file in files:
-        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
         found |= {node.name: module for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
     return found
 
@@ -144,7 +144,7 @@ PHRASES = [
 
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_messages_that_are_quoted_exist(phrase: str) -> None:
-    assert phrase in sources()
+    assert phrase in sources(), f"docs/troubleshooting.md quotes {phrase!r}, and no message of placement says so any more"
 
 
 # --- figures
