@@ -30,26 +30,25 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
     """Every object on the way and every optimizer with a state of its own, inner ones before what wraps them."""
     objects: list[Any] = []
     leaves: list[Leaf] = []
-    visited: set[int] = set()
-    states: set[int] = set()
-
-    def visit(obj: Any, path: str) -> None:
-        if id(obj) in visited:
-            return
-        visited.add(id(obj))
-        objects.append(obj)
-        found_before = len(leaves)
-        for name, inner in _wrapped(obj):
-            visit(inner, f"{path}{name}.")
-        fields = getattr(obj, "__dict__", {})
-        state = fields.get("state")
-        # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
-        if isinstance(state, Mapping) and isinstance(fields.get("param_groups"), list) and id(state) not in states:
-            states.add(id(state))
-            leaves.append(Leaf(path, obj, wraps=len(leaves) > found_before))
-
-    visit(root, "")
+    _visit(root, "", objects, leaves, set(), set())
     return objects, leaves
+
+
+def _visit(obj: Any, path: str, objects: list[Any], leaves: list[Leaf], visited: set[int], states: set[int]) -> None:
+    """Add an object and what it wraps. Not a closure that calls itself: such a cycle would keep the optimizer until the next collection."""
+    if id(obj) in visited:
+        return
+    visited.add(id(obj))
+    objects.append(obj)
+    found_before = len(leaves)
+    for name, inner in _wrapped(obj):
+        _visit(inner, f"{path}{name}.", objects, leaves, visited, states)
+    fields = getattr(obj, "__dict__", {})
+    state = fields.get("state")
+    # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
+    if isinstance(state, Mapping) and isinstance(fields.get("param_groups"), list) and id(state) not in states:
+        states.add(id(state))
+        leaves.append(Leaf(path, obj, wraps=len(leaves) > found_before))
 
 
 def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,8 @@ class ObjectStorages:
 
     def new_storages(self) -> NewStorages:
         """What the object owns outside its places now."""
-        return self._scanner.new_storages(self.ranges, self.state_dict_tensors)
+        shares_addresses = self.state_dict_tensors.shares_addresses
+        return self._scanner.new_storages(self.ranges, self.state_dict_tensors, shares_addresses=shares_addresses)
 
     def _movable_new(self) -> NewStorages:
         """The same, in storages that can be moved: nothing else uses those of sparse gradients."""

@@ -28,6 +28,7 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+_CDATA = operator.attrgetter("_cdata")
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
 _BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
 """Tensors that lay in storages of other objects at the last look at theirs, which may have left placement since."""
@@ -117,9 +118,13 @@ class StorageScanner:
         self._reserved_addresses: Addresses | None = None
         _SCANNERS.add(self)
 
-    def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor]) -> NewStorages:
-        """What the object owns outside its places now."""
-        if self._is_as_before(ranges):
+    def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> NewStorages:
+        """What the object owns outside its places now.
+
+        Args:
+            shares_addresses: see `StateDictTensors`.
+        """
+        if self._is_as_before(ranges, shares_addresses):
             return NewStorages([], [], [])
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
         addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
@@ -172,13 +177,17 @@ class StorageScanner:
         if storages and (found := self._adapter.unchanged()) is not None:
             self._last = ranges, storages, found.addresses, found.versions
 
-    def _is_as_before(self, ranges: tuple[Range, ...]) -> bool:
+    def _is_as_before(self, ranges: tuple[Range, ...], shares_addresses: bool) -> bool:
         """Whether the object owns what it owned at the last look, all in its place; brings the version counters up to date."""
         if self._last is None or self._last[0] is not ranges or (found := self._adapter.unchanged()) is None:
             return False
         _, storages, addresses, last_versions = self._last
         versions = found.versions
         if found.addresses != addresses:
+            return False
+        # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
+        # between lies at the same addresses, in storages that are not adopted.
+        if shares_addresses and list(map(_CDATA, map(torch.Tensor.untyped_storage, found.tensors))) != storages:
             return False
         if versions == last_versions:
             return True

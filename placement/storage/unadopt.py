@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -11,7 +11,7 @@ from placement.storage import range_layout
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
 from placement.storage.scanner import borrowed
-from placement.tensors.owned import Adapter
+from placement.tensors.owned import Adapter, Owned
 from placement.tensors.sparse import follow
 
 
@@ -31,18 +31,38 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     everything = list(adapter.owned())
     for owned in everything:
         aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
-    for guest in borrowed():  # a shard of an optimizer's goes where the module's buffer goes
-        if guest.untyped_storage()._cdata in aliases:
-            aliases[guest.untyped_storage()._cdata].append(guest)
+    for tensor in borrowed():  # a shard of an optimizer's goes where the module's buffer goes
+        if tensor.untyped_storage()._cdata in aliases:
+            aliases[tensor.untyped_storage()._cdata].append(tensor)
+    for storage, r, offset in [*_placed(storages), *_shown_and_loaded_back(storages, everything)]:
+        known = aliases.get(storage._cdata, [])
+        range_layout.move_out(device, storage, known, target, _filler(device, r, offset, storage.nbytes(), on_device), r.homes)
+    follow(everything)
+    storages.align_wrappers()
+
+
+_InRange = tuple[torch.UntypedStorage, Range, int]
+"""A storage at the device addresses of a range, the range, and the storage's offset there."""
+
+
+def _placed(storages: ObjectStorages) -> Iterator[_InRange]:
+    """The adopted storages that are alive and at their places."""
     for r in storages.ranges:
         for entry in r.placed:
             storage = entry.storage()
-            if storage is None or storage.data_ptr() != r.layout.addresses.base + entry.offset:
-                continue
-            known = aliases.get(storage._cdata, [])
-            range_layout.move_out(device, storage, known, target, _filler(device, r, entry.offset, storage.nbytes(), on_device), r.homes)
-    follow(everything)
-    storages.align_wrappers()
+            if storage is not None and storage.data_ptr() == r.layout.addresses.base + entry.offset:
+                yield storage, r, entry.offset
+
+
+def _shown_and_loaded_back(storages: ObjectStorages, owned: Iterable[Owned]) -> Iterator[_InRange]:
+    """Storages of the object that lie in a range without having been adopted there: a state dict showed them, and was loaded back."""
+    seen = {storage._cdata for storage, _, _ in _placed(storages)}
+    for each in owned:
+        storage = each.tensor.untyped_storage()
+        place = None if storage._cdata in seen else storages.by_address.find(each.tensor)
+        seen.add(storage._cdata)
+        if place is not None and storage.data_ptr() == place[0].layout.addresses.base + place[1]:
+            yield storage, *place
 
 
 def _filler(device: Device, r: Range, offset: int, nbytes: int, on_device: bool) -> Callable[[torch.Tensor], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View, testing
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.model.architectures import Plain, backward, state_of
+from tests.model.shadow import raw
 
 
 class Table:
@@ -228,3 +230,92 @@ def test_a_keep_expires_when_the_exit_that_would_carry_it_is_interrupted(monkeyp
     assert actor.state is State.CPU_OFFLOADED
     assert _kept(manager) == []
     assert manager.snapshot().expired_keeps == 1
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: raw(tensor) for name, tensor in tensors.items()}
+
+
+ENDS = ("on the device", "offloaded", "a phase later")
+"""When a handle is unregistered after its state dict was loaded back."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_optimizer_leaves_with_the_values_of_a_state_dict_that_was_taken_offloaded_and_loaded_back(end: str) -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    optimizer = torch.optim.AdamW(net.head.parameters(), fused=True)
+    manager.register("actor", net, role="actor")
+    adam = manager.register("optimizer", optimizer)
+    with manager.phase("train") as step:
+        backward(net, 0)
+        optimizer.step()
+        before = _bytes(state_of(optimizer))
+        step.switch("weight_sync")
+        saved = optimizer.state_dict()
+        step.switch("train")
+        optimizer.load_state_dict(saved)
+        if end == "on the device":
+            manager.unregister(adam)
+    if end == "a phase later":
+        with manager.phase("train"):
+            assert _bytes(state_of(optimizer)) == before
+    manager.close()
+    assert _bytes(state_of(optimizer)) == before
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_module_leaves_with_the_values_of_a_state_dict_that_was_taken_offloaded_and_assigned(end: str) -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    actor = manager.register("actor", net, role="actor")
+    optimizer = torch.optim.SGD(net.head.parameters())
+    manager.register("optimizer", optimizer)
+    saved = actor.state_dict()
+    before = _bytes(saved)
+    with manager.phase("restore"):
+        net.load_state_dict(saved, assign=True)
+        del saved
+        if end == "on the device":
+            manager.unregister("optimizer")
+            manager.unregister(actor)
+    if end == "a phase later":
+        with manager.phase("restore"):
+            assert _bytes(net.state_dict()) == before
+    manager.close()
+    assert _bytes(net.state_dict()) == before
+
+
+def test_state_that_was_loaded_back_is_adopted_at_the_next_offload() -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    optimizer = torch.optim.AdamW(net.head.parameters(), fused=True)
+    manager.register("actor", net, role="actor")
+    adam = manager.register("optimizer", optimizer)
+    with manager.phase("train") as step:
+        backward(net, 0)
+        optimizer.step()
+        step.switch("weight_sync")
+        saved = optimizer.state_dict()
+        step.switch("train")
+        optimizer.load_state_dict(saved)
+    assert adam.holding is not None
+    adopted = {entry.ref.cdata for r in adam.holding.ranges for entry in r.placed}
+    assert {tensor.untyped_storage()._cdata for tensor in state_of(optimizer).values()} <= adopted
+
+
+def test_an_optimizer_that_was_registered_goes_with_its_last_reference() -> None:
+    manager, _ = manager_on()
+    net = Plain()
+    torch.optim.SGD(net.head.parameters())  # torch's first optimizer of a process leaves a traceback behind
+    optimizer = torch.optim.SGD(net.head.parameters())
+    manager.register("actor", net, role="actor")
+    manager.register("optimizer", optimizer)
+    gone = weakref.ref(optimizer)
+    manager.unregister("optimizer")
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -68,6 +68,14 @@ class StateDictTensors:
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
+    @property
+    def shares_addresses(self) -> bool:
+        """Whether storages may be alive that show a place and are not the ones adopted there.
+
+        An object that such tensors were loaded back into lies at the addresses that it lay at before, in other storages.
+        """
+        return bool(self._storages)
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
         for ref in [*self._tensors.values()]:
