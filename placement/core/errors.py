@@ -48,7 +48,7 @@ class DeviceMemoryError(PlacementError):
 
 
 class HostMemoryError(PlacementError):
-    """The host copy of a handle cannot be reserved. The handle stays resident."""
+    """The host copy of a handle cannot be reserved. The handle stays where it is."""
 
 
 class IntegrityError(PlacementError):

@@ -30,7 +30,7 @@ _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 """The index of the byte with the flags in an entry of the page map."""
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
 _IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
-"""For each value of the flags, whether the page is a private copy. Pages of the file are none: vacant pages only read, and chunks."""
+"""For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
 _COPIES = re.compile(rb"\x01+")
 _PAGES_AT_ONCE = 1 << 18
 _POISON_PAGE = poison_bytes(0, PAGE)
