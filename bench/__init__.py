@@ -1,1 +1,1 @@
-"""Benchmarks: one module a question, each writes `results/NAME.json`. `python -m bench.run --full` runs all that the machine can."""
+"""Benchmarks. Each module answers a question and writes `results/NAME.json`. `python -m bench.run --full` runs all the machine can."""

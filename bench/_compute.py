@@ -1,4 +1,4 @@
-"""Work for the compute stream: matrix products, as many as take a given time."""
+"""Work for the compute stream: as many matrix products as take a given time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Products:
         self.seconds_each = rig.seconds(lambda: self.enqueue(50)) / 50
 
     def count_for(self, seconds: float) -> int:
-        """How many products take about this long; few without a GPU."""
+        """The number of products that take about this long; a few without a GPU."""
         return max(1, round(seconds / self.seconds_each)) if self._rig.is_cuda else 3
 
     def enqueue(self, count: int) -> None:
@@ -28,7 +28,7 @@ class Products:
             torch.mm(*self._factors, out=self._out)
 
     def timed(self, count: int) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
-        """Enqueue between two events; None without a GPU."""
+        """Enqueue products between two events. Returns the events; None without a GPU."""
         if not self._rig.is_cuda:
             self.enqueue(count)
             return None

@@ -1,4 +1,4 @@
-"""Round trips of one object: what each move costs the host, the memory and the first kernel, and whether it came back whole."""
+"""Round trips of one object: the cost of each move for the host, the memory and the first kernel, and whether it came back whole."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bench._rig import Rig, available_host_bytes
 from bench.link import Link
 
 REST_MILLISECONDS = 300
-"""Between an offload and the load after it, for every system: a phase of others. Without it the driver is still clearing the memory that
-was just freed (about 50 ms for 15 GB on an H200), and the load of whoever takes fresh memory then is up to a tenth slower."""
+"""The pause between an offload and the next load, for every system; it stands for a phase of other models. Without it the driver is still
+clearing the freed memory (about 50 ms for 15 GB on an H200), and a system that takes fresh memory then loads up to a tenth slower."""
 _GIVE_UP_SECONDS = 5.0
 _SLOW_SECONDS = 2.0
-"""A slower cycle is not repeated for the second comparison: what copies everything every time passed or failed the first."""
+"""A slower cycle is not repeated for the second comparison. Such a system copies everything every time, so the first one suffices."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class _Move:
     returned: float
     """Seconds until the host may go on."""
     visible: float
-    """Offload: until the driver reports the bytes free, for other processes too. Load: until the first kernel has run."""
+    """For an offload: until the driver reports the bytes as free for other processes. For a load: until the first kernel has run."""
     done: float
     """Until the device is idle and, for an offload, the bytes are free."""
 
 
 class RoundTrips:
-    """Cycles of one mover.
+    """Measures cycles of one mover.
 
     Args:
-        changing: write every element on the device before each offload.
-        budget_seconds: after the cold cycle: slow systems get fewer cycles than 2 and 5, never fewer than one measured.
+        changing: whether to write every element on the device before each offload.
+        budget_seconds: the limit after the cold cycle. Slow systems get fewer than the 2 and 5 cycles, but at least one measured cycle.
     """
 
     def __init__(self, rig: Rig, results: Results, scenario: str, mover: Mover, link: Link, *, changing: bool = True) -> None:
@@ -46,7 +46,7 @@ class RoundTrips:
         self.changing = changing
         self.budget_seconds = float(rig.pick(1, 5, 20))
         self._consumer = Consumer()
-        self._small = torch.empty(1, device=rig.torch_device)  # torch's segment for small tensors is there before we count
+        self._small = torch.empty(1, device=rig.torch_device)  # makes torch's segment for small tensors before memory is counted
 
     def _row(self, metric: str, value: float, unit: str) -> None:
         self.results.add(self.scenario, self.mover.name, metric, value, unit)
@@ -57,11 +57,11 @@ class RoundTrips:
         began = time.perf_counter()
         (self.mover.first_offload if first else self.mover.offload)()
         returned = time.perf_counter() - began
-        # Where torch's pool lies behind the addresses the driver counts in chunks: nearly all is all. With the first one, what a system
-        # takes for the whole process (its poison) may be more than a small object.
+        # Where torch's pool lies behind the addresses, the driver counts in chunks, so nearly all bytes count as all. In the first cycle
+        # a system may also take memory for the whole process (its poison), which can exceed a small object.
         while self.rig.is_cuda and not first and self.rig.free_bytes() - free < 0.95 * nbytes:
             if time.perf_counter() - began > returned + _GIVE_UP_SECONDS:
-                raise RuntimeError(f"{self.rig.free_bytes() - free:,} of {nbytes:,} bytes came free")
+                raise RuntimeError(f"only {self.rig.free_bytes() - free:,} of {nbytes:,} bytes became free")
         visible = time.perf_counter() - began
         self.rig.sync()
         return _Move(returned, visible, time.perf_counter() - began)
@@ -80,7 +80,7 @@ class RoundTrips:
         """Build, measure, record the rows, and close the mover.
 
         Args:
-            check_changed: compare the bytes of one more round trip, after a write.
+            check_changed: whether to compare the bytes of one more round trip, after a write.
         """
         mover, rig = self.mover, self.rig
         host_before, free_before = available_host_bytes(), rig.free_bytes()
@@ -108,7 +108,7 @@ class RoundTrips:
             exact = before == after and (self._is_exact() if check_changed and is_quick else True)
             self._row("bit-exact", exact, "yes=1")
         finally:
-            self.results.write()  # a system may end the process when it is closed
+            self.results.write()  # written now, because closing a system may end the process
             mover.close()
 
     def _warm(self) -> tuple[list[_Move], list[_Move], tuple[float, float]]:
@@ -135,7 +135,7 @@ class RoundTrips:
         return offload, self._load()
 
     def _is_exact(self) -> bool:
-        """One more round trip of changed bytes."""
+        """Make one more round trip with changed bytes. Returns whether they came back."""
         change(self.mover.tensors)
         before = digest(self.mover.tensors)
         self.rig.empty_cache()
@@ -164,7 +164,7 @@ class RoundTrips:
 def compare(
     rig: Rig, results: Results, scenario: str, link: Link, makers: Mapping[str, Callable[[], Mover]], *, changing: bool = True
 ) -> None:
-    """The round trips of several systems, one after the other, each from a clean device. One that fails is an error row."""
+    """Measure the round trips of several systems, one after the other, each on a clean device. A failure becomes an error row."""
     for name, make in makers.items():
         with results.system(scenario, name):
             RoundTrips(rig, results, scenario, make(), link, changing=changing).run()

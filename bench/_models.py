@@ -1,4 +1,4 @@
-"""The tensors that are moved: shapes of published models, optimizer state of the same kind, many small ones."""
+"""The tensors that are moved: shapes of published models, their optimizer state, and many small tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGEST_STEP = 1 << 24
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The numbers of a decoder with grouped attention, biased projections and untied embeddings."""
+    """The dimensions of a decoder with grouped attention, biased projections and untied embeddings."""
 
     hidden: int
     feed_forward: int
@@ -68,7 +68,7 @@ def blob(rig: Rig, nbytes: int) -> Weights:
 
 
 def adam_over(rig: Rig, module: torch.nn.Module, *, shards: int) -> torch.optim.AdamW:
-    """AdamW with the fp32 moments that one of `shards` ranks holds, as after some steps. The shards are made, not trained."""
+    """AdamW with the fp32 moments that one of `shards` ranks holds after some steps. The moments are made, not trained."""
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
         numel = -(-parameter.numel() // shards)
@@ -82,7 +82,7 @@ def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The moments of every parameter, not the counters."""
+    """The moments of every parameter, without the counters."""
     return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
@@ -92,13 +92,13 @@ def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 @torch.no_grad()
 def change(tensors: Sequence[torch.Tensor]) -> None:
-    """Write every element, reversibly: nobody can prove a byte of them clean afterwards."""
+    """Write every element reversibly, so that no byte can be proved clean afterwards."""
     torch._foreach_neg_(list(tensors))
 
 
 @torch.no_grad()
 def digest(tensors: Sequence[torch.Tensor]) -> int:
-    """64 bits of every byte and its place, computed where the tensors are: equal before and after a move, or a byte changed."""
+    """64 bits computed from every byte and its place, where the tensors are. Equal before and after a move unless a byte changed."""
     device = tensors[0].device
     keys = torch.arange(1, 2 * _DIGEST_STEP, 2, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)

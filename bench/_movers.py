@@ -1,6 +1,6 @@
-"""One interface over everything that moves a module or an optimizer's state: placement and its peers.
+"""One interface to everything that moves a module or an optimizer's state: placement and its peers.
 
-A mover builds its object on the device. `first_offload` is what a user pays once, `offload` and `load` what every cycle costs.
+A mover builds its object on the device. A user pays `first_offload` once, and `offload` and `load` in every cycle.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Tensors = Callable[[Any], list[torch.Tensor]]
 
 
 class Mover:
-    """The object, where it is, and how many bytes have crossed the link for it.
+    """The base of movers: the object, its place, and the bytes that crossed the link for it.
 
     Attributes:
         object: the module or optimizer, None before `build`.
-        moved_to_host, moved_to_device: bytes so far. A peer copies everything every time; placement says what it copied.
+        moved_to_host, moved_to_device: bytes so far. A peer always copies everything; placement reports what it copied.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Mover:
 
     @property
     def last_tensor(self) -> torch.Tensor:
-        """What the first kernel reads. To walk over a module takes time that is not the mover's, and its parameters are the same objects
-        wherever their bytes are; an optimizer's state may be others after each move."""
+        """The tensor that the first kernel reads. A module's parameters stay the same objects, and walking over them is not the mover's
+        time, so they are kept. An optimizer's state may be new objects after each move."""
         return self._last if self._last is not None and isinstance(self.object, torch.nn.Module) else self.tensors[-1]
 
     def first_offload(self) -> None:
         self.offload()
 
     def offload(self) -> None:
-        """As a user calls it, up to the moment where the host goes on."""
+        """Offload as a user does, until the host may go on."""
         self._offload()
         self.moved_to_host += self._nbytes
 
@@ -76,7 +76,7 @@ class Mover:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Called once after the first offload, not timed."""
+        """Called once after the first offload, outside the measured time."""
 
     def close(self) -> None:
         """Drop the object and everything held for it."""
@@ -84,11 +84,11 @@ class Mover:
 
     def _drop(self) -> None:
         self.object = self._last = None
-        del self._make  # it may hold what the object was made over
+        del self._make  # it may hold a reference to the object's source
 
 
 class Placement(Mover):
-    """placement: `register`, then phases. For an optimizer phases within one that keeps the module that it steps on the device.
+    """placement: `register`, then phases. For an optimizer, phases inside one that keeps its module on the device.
 
     Args:
         owner: the module whose parameters the optimizer steps; None where the object is a module.
@@ -107,10 +107,10 @@ class Placement(Mover):
             self.manager.register("actor", owner, role="actor")
 
     def first_offload(self) -> None:
-        """Registering: reserve host memory, copy out, give the device memory back."""
+        """Register: reserve host memory, copy to it, release the device memory."""
         role = None if self._owner is not None else "critic"
         self.handle = self.manager.register("object", self.object, role=role, readonly=self._readonly)
-        self.rig.empty_cache()  # the storages' first homes stay in torch's cache otherwise
+        self.rig.empty_cache()  # else the storages' first memory stays in torch's cache
 
     def settle(self) -> None:
         if self._owner is not None:
@@ -133,12 +133,12 @@ class Placement(Mover):
             self.manager.leave()
         self._drop()
         self._owner = None
-        gc.collect()  # what nobody holds any more needs no ordinary memory on close()
+        gc.collect()  # dead objects need no ordinary memory at close()
         self.manager.close()
 
 
 class ModuleTo(Mover):
-    """`module.to`, blocking, then `empty_cache()`: what most code does."""
+    """`module.to`, blocking, then `empty_cache()`: the usual code."""
 
     name = "module.to"
     non_blocking = False
@@ -159,7 +159,7 @@ class ModuleToNonBlocking(ModuleTo):
 
 
 class VerlModel(Mover):
-    """verl's helpers as its FSDP engine calls them."""
+    """verl's helpers, called like its FSDP engine does."""
 
     name = "verl"
 
@@ -186,7 +186,7 @@ class VerlOptimizer(VerlModel):
 
 
 class AccelerateHook(Mover):
-    """accelerate's `cpu_offload_with_hook`: loaded before the forward, offloaded by the hook as the next model's forward does it."""
+    """accelerate's `cpu_offload_with_hook`: loads before the forward; the hook offloads like the next model's forward would."""
 
     name = "accelerate"
 
@@ -210,7 +210,7 @@ class AccelerateHook(Mover):
 
 
 class MemorySaver(Mover):
-    """torch_memory_saver: memory behind the same addresses comes and goes, with a copy on the host."""
+    """torch_memory_saver: memory behind fixed addresses is released and taken again, with a copy on the host."""
 
     name = "torch_memory_saver"
     retain = False
@@ -245,12 +245,12 @@ class MemorySaverRetained(MemorySaver):
 
 
 class HandWritten(Mover):
-    """The best loop that one writes by hand: page-locked copies made once, one non-blocking copy a tensor, storages resized to nothing."""
+    """The best hand-written loop: page-locked copies made once, one non-blocking copy for each tensor, storages resized to nothing."""
 
     name = "hand-written"
 
     def first_offload(self) -> None:
-        self._moved = tensors = self.tensors  # the same objects from now on, wherever their bytes are
+        self._moved = tensors = self.tensors  # the tensor objects stay the same, wherever their bytes are
         flat = self.rig.pin(sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors))
         self._copies = []
         offset = 0
@@ -307,5 +307,5 @@ MODULE_PEERS: Sequence[type[Mover]] = (
     AccelerateHook,
     MemorySaver,
 )
-"""In the order in which they run: the slow ones last."""
+"""The movers in the order in which they run; slow ones last."""
 OPTIMIZER_PEERS: Sequence[type[Mover]] = (HandWritten, VerlOptimizer, DeepSpeedStates)

@@ -1,4 +1,4 @@
-"""The peers' own code, imported from their packages as installed, without the dependencies that moving bytes does not need."""
+"""Import the peers' own code from their installed packages, without dependencies that moving bytes does not need."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _bare(package: str, attributes: Mapping[str, Any] | None = None) -> None:
         folders = list(spec.submodule_search_locations)
     module = ModuleType(package)
     module.__path__ = folders
-    module.__spec__ = ModuleSpec(package, None, is_package=True)  # others ask whether the package is there
+    module.__spec__ = ModuleSpec(package, None, is_package=True)  # other code checks whether the package is there
     for name, value in (attributes or {}).items():
         setattr(module, name, value)
     sys.modules[package] = module
 
 
 def _unless_installed(name: str, attributes: Mapping[str, Any]) -> None:
-    """A module that the peer imports at its top and never uses for a move."""
+    """Stand in for a module that the peer imports at its top, but does not use for a move."""
     try:
         importlib.import_module(name)
     except ImportError:
@@ -69,7 +69,7 @@ def verl() -> Any:
     _unless_installed("peft.utils.save_and_load", {"get_peft_model_state_dict": None})
     helpers: Any = importlib.import_module("verl.utils.fsdp_utils")
     if not torch.cuda.is_available():
-        helpers.get_device_id = lambda: torch.device("cpu")  # its platform layer knows accelerators only
+        helpers.get_device_id = lambda: torch.device("cpu")  # its platform layer knows only accelerators
     return helpers
 
 
@@ -78,7 +78,7 @@ def accelerate() -> Any:
 
 
 def torch_memory_saver() -> Any:
-    """The one saver of the process, in the mode that needs no LD_PRELOAD. It works on a GPU only."""
+    """The process's only saver, in the mode that needs no LD_PRELOAD. It needs a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("torch_memory_saver needs a GPU")
     saver = importlib.import_module("torch_memory_saver").torch_memory_saver
@@ -96,7 +96,7 @@ PEERS: dict[str, Callable[[], Any]] = {
 
 
 def check(names: Sequence[str] = tuple(PEERS)) -> dict[str, str]:
-    """Import each peer; what is wrong with it, or "ok"."""
+    """Import each peer. Returns "ok" or the problem for each."""
     found = {}
     for name in names:
         try:

@@ -23,14 +23,14 @@ _PEERS = ("accelerate", "deepspeed", "torch_memory_saver", "verl")
 class Row:
     scenario: str
     system: str
-    """`placement`, `link`, or a peer's name."""
+    """The system: `placement`, `link`, or a peer's name."""
     metric: str
     value: float
     unit: str
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The facts about the machine on which the numbers depend."""
     described: dict[str, Any] = {
         "device": device,
         "cpu_cores": os.cpu_count() or 0,
@@ -54,11 +54,11 @@ def _version(name: str) -> str | None:
 
 
 class Results:
-    """The rows of one benchmark. The file is written anew after each system, so that a crash later on loses nothing.
+    """The rows of one benchmark. The file is rewritten after each system, so that a later crash loses nothing.
 
     Args:
         benchmark: the file's name.
-        device: "cuda:0" or "simulated"; what was not measured on a GPU says so in the file's name.
+        device: "cuda:0" or "simulated". The file's name says if the numbers are not from a GPU.
         size: "full", "quick" or "tiny".
     """
 
@@ -77,14 +77,14 @@ class Results:
         print(f"{scenario:<34}  {system:<28} {metric:<34} {row.value:>18,.4f} {unit}", flush=True)
 
     def rate(self, scenario: str, system: str, what: str, nbytes: float, seconds: float, link: float) -> None:
-        """GB/s (1e9 bytes), and its share of `link`, the raw rate measured in the same run."""
+        """Add a rate in GB/s (1e9 bytes), and its share of `link`, the raw rate measured in the same run."""
         achieved = nbytes / seconds / 1e9
         self.add(scenario, system, f"{what}, rate", achieved, "GB/s")
         self.add(scenario, system, f"{what}, share of the link", 100 * achieved / link, "%")
 
     @contextmanager
     def system(self, scenario: str, system: str) -> Iterator[None]:
-        """Measure one system. What it raises becomes a row `error`, and the message goes into the file: the others go on."""
+        """Measure one system. An exception becomes a row `error` with its message in the file, and the other systems go on."""
         try:
             yield
         except Exception as error:
@@ -98,7 +98,7 @@ class Results:
         self.errors.append({"scenario": scenario, "system": system, "message": message})
 
     def read(self) -> None:
-        """Take over what the file holds: another process has written it."""
+        """Read the rows that another process has written into the file."""
         content = json.loads(self.path.read_text(encoding="utf-8"))
         self.rows, self.errors = [Row(**row) for row in content["rows"]], content.get("errors", [])
 
@@ -114,6 +114,6 @@ class Results:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every result file of a folder by the benchmark's name."""
+    """Every result file of a folder, by the benchmark's name."""
     files: Sequence[Path] = sorted(folder.glob("*.json"))
     return {content["benchmark"]: content for content in (json.loads(file.read_text(encoding="utf-8")) for file in files)}

@@ -1,4 +1,4 @@
-"""What every benchmark stands on: the device, the size of the job, clocks, and memory as the driver sees it."""
+"""The base of every benchmark: the device, the size of the job, clocks, and memory as the driver reports it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Rig:
     """One run on one device.
 
     Attributes:
-        device: "cuda:0", or "simulated": there placement works in host memory and peers copy from CPU to CPU, which shows that
-            a benchmark runs and says nothing about speed.
-        size: "full" as in the README; "quick" about a third of the bytes; "tiny" for a test.
+        device: "cuda:0" or "simulated". In a simulated run placement works in host memory and peers copy from CPU to CPU. That shows
+            that a benchmark runs, but says nothing about speed.
+        size: "full" as in the README; "quick" is about a third of the bytes; "tiny" is for a test.
     """
 
     device: str
@@ -43,11 +43,11 @@ class Rig:
         return torch.device(self.device if self.is_cuda else "cpu")
 
     def pick(self, tiny: int, quick: int, full: int) -> int:
-        """A number for this size."""
+        """The number for the run's size."""
         return {"tiny": tiny, "quick": quick, "full": full}[self.size]
 
     def placement_device(self) -> str | Device:
-        """What to give to `placement.Manager(device=...)`."""
+        """The argument for `placement.Manager(device=...)`."""
         if self.is_cuda:
             return self.device
         self._simulated = SimulatedDevice(capacity_bytes=1 << 30, chunk_bytes=1 << 16)
@@ -58,7 +58,7 @@ class Rig:
             torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self) -> int:
-        """Free device memory as the driver sees it; 0 where there is no device at all."""
+        """Free device memory as the driver reports it; 0 without a device."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[0]
         return self._simulated.memory().free_bytes if self._simulated is not None else 0
@@ -72,7 +72,7 @@ class Rig:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
     def clean(self) -> None:
-        """Between systems: nothing of the last one stays on the device or page-locked."""
+        """Clean up between systems: nothing of the last one stays on the device or page-locked."""
         gc.collect()
         self.sync()
         self.empty_cache()
@@ -82,7 +82,7 @@ class Rig:
 
     @contextmanager
     def sampled_peak(self) -> Iterator[Peak]:
-        """Watch the device's memory from outside; a `Peak` without samples where there is no GPU."""
+        """Watch the device's memory from another process. The `Peak` has no samples without a GPU."""
         if not self.is_cuda:
             yield Peak()
             return
@@ -91,7 +91,7 @@ class Rig:
             yield peak
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Wall time of `work` from an idle device to an idle device."""
+        """The wall time of `work`, from an idle device to an idle device."""
         self.sync()
         began = time.perf_counter()
         work()
@@ -100,17 +100,17 @@ class Rig:
 
 
 def available_host_bytes() -> int:
-    """What the machine could still give."""
+    """Host bytes that the machine could still give."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     return int(meminfo["MemAvailable"].split()[0]) << 10
 
 
 def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options that every benchmark has."""
+    """Parse the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "simulated", help='"cuda:0" or "simulated"')
-    parser.add_argument("--size", choices=SIZES, default=None, help="full on a GPU, else tiny")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the result files")
+    parser.add_argument("--size", choices=SIZES, default=None, help="size of the job (default: full on a GPU, else tiny)")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the result files")
     parsed = parser.parse_args(arguments)
     if parsed.size is None:
         parsed.size = "full" if parsed.device.startswith("cuda") else "tiny"
@@ -118,7 +118,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.
 
 
 def run(name: str, description: str | None, measure: Callable[[Rig, Results], None], arguments: Sequence[str] | None = None) -> Results:
-    """The body of every benchmark's `main`."""
+    """The common body of every benchmark's `main`."""
     parsed = parse(description, arguments)
     rig = Rig(parsed.device, parsed.size)
     if rig.is_cuda:

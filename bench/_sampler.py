@@ -1,7 +1,7 @@
-"""How much device memory is in use, asked of the driver a thousand times a second by a process of its own.
+"""Sample the device memory in use from a separate process, a thousand times a second.
 
-A thread would have to share Python's lock with what it watches. The process imports neither torch nor the benchmark's other
-modules and makes no CUDA context: it asks NVML, which counts every process and every chunk.
+A thread would share Python's lock with the code that it watches. The process imports neither torch nor other modules of the
+benchmarks, and makes no CUDA context. It asks NVML, which counts every process and every chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Memory(ctypes.Structure):
 
 
 def _meter(uuid: str) -> Callable[[], int]:
-    """A function that returns the bytes in use on the GPU of this UUID."""
+    """Return a function that gives the bytes in use on the GPU with this UUID."""
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     device = ctypes.c_void_p()
     for code in (nvml.nvmlInit_v2(), nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device))):
@@ -42,7 +42,7 @@ def _meter(uuid: str) -> Callable[[], int]:
 
 
 def _sample(used: Callable[[], int], stop: IO[str]) -> str:
-    """Sample until a line arrives: bytes at the begin, at the peak, samples taken."""
+    """Sample until a line arrives. Returns the bytes at the beginning, at the peak, and the number of samples."""
     first = peak = used()
     samples = 1
     while not select.select([stop], [], [], _PERIOD_SECONDS)[0]:
@@ -53,7 +53,7 @@ def _sample(used: Callable[[], int], stop: IO[str]) -> str:
 
 
 def main() -> None:
-    """`python -m bench._sampler UUID`: a line begins, the next ends and is answered; the end of the input ends it all."""
+    """Run `python -m bench._sampler UUID`. One line starts sampling, the next ends it and is answered; the end of input ends all."""
     used = _meter(sys.argv[1])
     print("ready", flush=True)
     while sys.stdin.readline():
@@ -63,7 +63,7 @@ def main() -> None:
 
 @dataclass
 class Peak:
-    """What was seen between the begin and the end of `sampled`."""
+    """The samples between the beginning and the end of `sampled`."""
 
     first_bytes: int = 0
     peak_bytes: int = 0
@@ -77,10 +77,10 @@ class Peak:
 
 @contextmanager
 def sampled(uuid: str) -> Iterator[Peak]:
-    """Watch a GPU while the body runs; the `Peak` is filled when it is over.
+    """Watch a GPU while the body runs. The `Peak` is filled at the end.
 
     Raises:
-        RuntimeError: NVML cannot be asked.
+        RuntimeError: NVML is not available.
     """
     peak = Peak()
     command = [sys.executable, "-m", "bench._sampler", uuid]
@@ -89,7 +89,7 @@ def sampled(uuid: str) -> Iterator[Peak]:
         assert process.stdout is not None
         try:
             if process.stdout.readline() != "ready\n":
-                raise RuntimeError("the sampler did not start; is libnvidia-ml.so.1 there?")
+                raise RuntimeError("the sampler did not start; check that libnvidia-ml.so.1 is installed")
             began = time.perf_counter()
             process.stdin.write("begin\n")
             process.stdin.flush()

@@ -15,7 +15,7 @@ from bench._rig import Rig
 
 def _maker(rig: Rig, system: type[Mover]) -> Callable[[], Mover]:
     def make() -> Mover:
-        owner = decoder(rig)  # its shapes give the moments theirs; it is not part of what is measured
+        owner = decoder(rig)  # gives the moments their shapes; it is not measured
         build = partial(adam_over, rig, owner, shards=4)
         return Placement(rig, build, moments, owner=owner) if system is Placement else system(rig, build, moments)
 

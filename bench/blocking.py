@@ -1,4 +1,4 @@
-"""How long does the host wait for a load of 15 GB, also behind 320 ms of queued work, and what does that work lose in the meantime?"""
+"""How long does the host wait for a load of 15 GB, even behind 320 ms of queued work, and how much does that work lose meanwhile?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMES = 3
 
 
 def _host_blocked(rig: Rig, mover: Mover, work: Callable[[], object]) -> float:
-    """Milliseconds that `mover.load()` takes from the host with `work` in the queue before it. The object ends up off the device."""
+    """Milliseconds for which `mover.load()` blocks the host, with `work` queued before it. The object ends up off the device."""
     rig.sync()
     work()
     began = time.perf_counter()
@@ -58,7 +58,7 @@ def measure(rig: Rig, results: Results) -> None:
             mover = system(rig, partial(blob, rig, nbytes))
             mover.build()
             mover.first_offload()
-            _host_blocked(rig, mover, lambda: None)  # warm
+            _host_blocked(rig, mover, lambda: None)  # warm up
             for what, work in (("nothing queued", lambda: None), ("320 ms queued", partial(products.enqueue, count))):
                 blocked = statistics.median(_host_blocked(rig, mover, work) for _ in range(_TIMES))
                 results.add(scenario, system.name, f"host blocked, {what}", blocked, "ms")

@@ -1,7 +1,7 @@
-"""How much of the code one call goes through: files entered and call depth; modules in each folder, and import cycles.
+"""How much code does one call go through? Counts files entered and call depth, modules in each folder, and import cycles.
 
-The walks are made on two Linears and their AdamW on the simulated device: what a maintainer reads to follow one call.
-Nothing here depends on the machine. `python -m bench.code_paths` prints the table and writes `bench/results/code_paths.json`.
+The walks use two Linears and their AdamW on the simulated device. They show what a maintainer must read to follow one call. The numbers
+do not depend on the machine. `python -m bench.code_paths` prints the table and writes `bench/results/code_paths.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(placement.__file__).resolve().parent
 
 
 class Walk:
-    """The files of placement that a call enters, and how deep calls of placement's functions lie in one another."""
+    """The files of placement that a call enters, and the depth to which calls of placement's functions nest."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -53,7 +53,7 @@ class Walk:
 
 
 def walks() -> dict[str, Walk]:
-    """`register` of the module, `enter` and `leave` of a training phase that moves both, and one pass over `weights()`."""
+    """Walk through `register` of the module, `enter` and `leave` of a training phase that moves both, and one pass over `weights()`."""
     manager = placement.Manager(device=SimulatedDevice(1 << 24, chunk_bytes=4096))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -65,7 +65,7 @@ def walks() -> dict[str, Walk]:
 
     actor = walk("register", lambda: manager.register("actor", model, role="actor"))
     manager.register("actor.optimizer", optimizer)
-    for _ in range(2):  # the second one is like all that follow: the optimizer's state is born, the cycle is known
+    for _ in range(2):  # the second round is typical: the optimizer's state exists, and the cycle is known
         phase = manager.phase("train")
         walk("enter", phase.__enter__)
         model(torch.ones(2, 8)).sum().backward()
@@ -79,7 +79,7 @@ def walks() -> dict[str, Walk]:
 
 
 def modules() -> dict[str, Path]:
-    """The modules of the package by their dotted names; policies are a package of their own."""
+    """The modules of the package by dotted name, without policies, which are a package of their own."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -89,7 +89,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the package that a file imports anywhere in it, for annotations and inside functions too."""
+    """The modules of the package that a file imports anywhere, even for annotations and inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -102,7 +102,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def cycles(known: dict[str, Path] | None = None) -> list[list[str]]:
-    """Groups of modules that import one another, directly or not; the package's own `__init__` left out (Tarjan 1972)."""
+    """Groups of modules that import one another, directly or indirectly, without the package's own `__init__` (Tarjan 1972)."""
     known = modules() if known is None else known
     graph = {name: set(imports(path, known)) - {name, "placement"} for name, path in known.items() if name != "placement"}
     index: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Does anything grow over 2,000 cycles of three models of 128 to 512 MiB: free device memory, page-locked bytes, the process?"""
+"""Does anything grow over 2,000 cycles of three models of 128 to 512 MiB: used device memory, page-locked bytes, the process?"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure(rig: Rig, results: Results) -> None:
         results.add(scenario, "placement", "memory of the process, last less first", process[-1] - process[0], "bytes")
         models.clear()
         del model
-        gc.collect()  # what nobody holds any more needs no ordinary memory on close()
+        gc.collect()  # dead objects need no ordinary memory at close()
         manager.close()
 
 

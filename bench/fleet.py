@@ -1,7 +1,7 @@
-"""How long does a whole fleet take to change phase, by its number of workers?
+"""How long does a phase transition of a whole fleet take, by its number of workers?
 
-Real Ray calls to real managers. A process for each of a thousand workers does not fit two cores, so a few actors hold many workers each;
-each worker has a manager of its own with one small module, which loads and offloads.
+The benchmark makes real Ray calls to real managers. A thousand processes do not fit two cores, so a few actors hold many workers each.
+Each worker has its own manager with one small module, which loads and offloads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Host:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         torch.set_num_threads(1)
-        self.models = [torch.nn.Linear(8, 8) for _ in ranks]  # a manager keeps nothing alive
+        self.models = [torch.nn.Linear(8, 8) for _ in ranks]  # held here, because a manager keeps nothing alive
         self.members = {rank: self._member(rank, model) for rank, model in zip(ranks, self.models, strict=True)}
 
     def _member(self, rank: int, model: torch.nn.Module) -> Member:
@@ -48,7 +48,7 @@ class Host:
 
 
 class Simulated:
-    """One of a host's workers, called as an actor of its own would be."""
+    """One of a host's workers, called as if it were an actor of its own."""
 
     def __init__(self, host: Any, rank: int) -> None:
         self.placement_order = self
@@ -59,7 +59,7 @@ class Simulated:
 
 
 class Ranks:
-    """An actor whose threads are ranks of one group that change together, and do nothing else."""
+    """An actor whose threads are ranks of one group. They change phase together, and do nothing else."""
 
     def __init__(self, board: str, ranks: Sequence[int], world_size: int) -> None:
         from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +93,7 @@ def cluster() -> Iterator[Any]:
 
 
 def _fleet_change(ray: Any, count: int, repetitions: int) -> list[float]:
-    """Seconds of each change: switches that load and offload, there and back."""
+    """Seconds of each phase transition: switches back and forth that load and offload."""
     with Fleet(f"bench{count}") as fleet:
         hosts = [ray.remote(Host).options(num_cpus=0).remote(ranks) for ranks in _spread(count)]
         fleet.join([Simulated(hosts[rank % HOSTS], rank) for rank in range(count)])

@@ -1,15 +1,15 @@
-"""A step in the shape of GRPO: how many bytes cross the link, how long does the work stand still, and how much memory at the peak?
+"""A step in the shape of GRPO: how many bytes cross the link, how long does the computation stall, and how much memory is used at the peak?
 
-A 7B actor in bf16 with one of eight shards of its Adam state, and a 7B reference. Between steps a rollout engine, which is not
-part of this, has the GPU: everything of the trainer is off it. The computation is matrix products, the same for every system;
-stalled is what a step takes longer than the computation alone.
+The models are a 7B actor in bf16 with one of eight shards of its Adam state, and a 7B reference. Between steps a rollout engine, which
+is not part of the benchmark, has the GPU, so the trainer is off it. The computation is matrix products, the same for every system.
+The stall is the time that a step takes beyond the computation alone.
 
 placement runs it in three ways. "placement": `log_prob` for actor and reference together; the actor is loaded once and stays for the
 training. "ref_log_prob last": the actor, then the reference alone, as verl does; the actor is loaded again for the training.
 "ref_log_prob first": the reference alone, then the actor, which stays; neither model's values depend on the other's.
 
-verl: the helpers of its FSDP engine, called as the engine calls them: each phase loads what it needs and offloads it, the
-weights for the engine are brought tensor by tensor.
+verl: the helpers of its FSDP engine, called as the engine calls them. Each phase loads what it needs and offloads it afterwards, and
+the weights for the engine are brought tensor by tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BUCKET_BYTES = 512 << 20
 
 
 class Job:
-    """The models, and what each phase computes."""
+    """The models, and the computation of each phase."""
 
     def __init__(self, rig: Rig, products: Products) -> None:
         self.rig, self._products = rig, products
@@ -48,16 +48,16 @@ class Job:
         self._bucket = torch.empty(max(largest, _BUCKET_BYTES if rig.is_cuda else 0), dtype=torch.uint8, device=rig.torch_device)
 
     def compute(self, module: torch.nn.Module, times: int = 1) -> None:
-        """A forward (or `times` as much work) that reads the module. Returns while it runs."""
+        """A forward (or `times` as much work) that reads the module. Returns while the work runs."""
         self._consumer.read(module_tensors(module)[-1])
         self._products.enqueue(times * self._count)
 
     def step(self) -> None:
-        """The optimizer's step: every weight and every moment is written."""
+        """The optimizer's step: writes every weight and every moment."""
         change([*module_tensors(self.actor), *moments(self.adam)])
 
     def publish(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What a bucket of weights costs on the way to an engine: one copy each."""
+        """The cost of a bucket of weights on the way to an engine: one copy of each tensor."""
         offset = 0
         for tensor in tensors:
             offset = 0 if offset + tensor.nbytes > self._bucket.numel() else offset
@@ -77,7 +77,7 @@ class Job:
 
 
 class _Placement:
-    """One open phase a step that switches. What a phase needs is loaded under the computation of the one before."""
+    """One open phase a step that switches. Each phase's models load during the computation of the phase before."""
 
     name = "placement"
 
@@ -114,7 +114,7 @@ class _Placement:
         return sum(each.loaded_bytes for each in counters), sum(each.offloaded_bytes for each in counters)
 
     def peak_bytes(self) -> int:
-        """The most that the handles had on the device together."""
+        """The most bytes that the handles had on the device together."""
         return self.manager.snapshot().peak_bytes
 
     def load_all(self) -> None:
@@ -129,7 +129,7 @@ class _Placement:
 
 
 class _ReferenceLast(_Placement):
-    """The actor, the reference, and the actor again: the two models are never on the device together."""
+    """The actor, the reference, and the actor again, so that the two models are never on the device together."""
 
     name = "placement, ref_log_prob last"
 
@@ -144,7 +144,7 @@ class _ReferenceLast(_Placement):
 
 
 class _ReferenceFirst(_Placement):
-    """The reference, then the actor, which stays: never together either, and each is loaded once."""
+    """The reference, then the actor, which stays. They are never on the device together, and each is loaded once."""
 
     name = "placement, ref_log_prob first"
 
@@ -159,7 +159,7 @@ class _ReferenceFirst(_Placement):
 
 
 class _Verl:
-    """Each phase for itself, as `train_mode` and `eval_mode` of the engine do it."""
+    """Each phase loads and offloads for itself, like `train_mode` and `eval_mode` of verl's engine."""
 
     name = "verl"
 
@@ -208,7 +208,7 @@ class _Verl:
         return self._to_device, self._to_host
 
     def peak_bytes(self) -> None:
-        """It does not count them."""
+        """None: verl does not count these bytes."""
 
     def load_all(self) -> None:
         self._load(self.job.actor)
@@ -219,7 +219,7 @@ class _Verl:
 
 
 def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], Any]) -> dict[str, float]:
-    """Measure one system; returns bytes and stalled seconds of a step."""
+    """Measure one system. Returns bytes and stalled seconds of a step."""
     job = Job(rig, products)
     times = rig.pick(2, 3, 5)
     rig.seconds(job.alone)
@@ -233,14 +233,14 @@ def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], A
         system.step()
     steps: list[float] = []
     crossed = system.crossed()
-    rig.empty_cache()  # what one system's last step left in torch's cache would be missing from its peak
+    rig.empty_cache()  # memory in torch's cache from the last step would be missing from the peak
     rig.sync()
     with rig.sampled_peak() as peak:
         for _ in range(times):
             steps.append(rig.seconds(system.step))
     to_device, to_host = ((now - then) / times for now, then in zip(system.crossed(), crossed, strict=True))
     if (2 + times) % 2:
-        system.step()  # every step negates everything: an even number of them leaves what was
+        system.step()  # every step negates all values: an even number of steps restores them
     handles_peak = system.peak_bytes()
     system.load_all()
     exact = job.print() == before
@@ -257,7 +257,7 @@ def _run(rig: Rig, results: Results, products: Products, make: Callable[[Job], A
     if handles_peak is not None:
         add("peak of what is registered", handles_peak, "bytes")
     add("bit-exact", exact, "yes=1")
-    del job  # what nobody holds needs no ordinary memory when the manager closes
+    del job  # dead objects need no ordinary memory when the manager closes
     system.close()
     return {"bytes": to_device + to_host, "stalled": stalled}
 

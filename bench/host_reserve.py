@@ -1,4 +1,4 @@
-"""How fast is page-locked host memory reserved that the machine has not touched yet: placement's slab, torch's pinned allocation?"""
+"""How fast is fresh, untouched host memory reserved as page-locked memory: by placement's slab, by torch's pinned allocation?"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _torch(rig: Rig, results: Results, nbytes: int) -> Any:
 
 
 def measure(rig: Rig, results: Results) -> None:
-    """Everything is held until the end: what is given back would be warm for the next. Each goes first once."""
+    """Hold everything until the end, because freed memory would be warm for the next system. Each system goes first once."""
     nbytes = rig.pick(1 << 20, 8 << 30, 16 << 30)
     chosen = rig.placement_device()
     device = select_device(chosen) if isinstance(chosen, str) else chosen

@@ -1,4 +1,4 @@
-"""How fast is the link itself: page-locked copies each way and both ways at once, in pieces of 64 MiB and of 1 GiB."""
+"""How fast is the link itself: page-locked copies each way and both ways at once, in pieces of 64 MiB and of 1 GiB?"""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Link:
-    """Raw rates in GB/s (1e9 bytes): the better of both piece sizes, so that a share of it is never flattered."""
+    """Raw rates in GB/s (1e9 bytes). The better of both piece sizes counts, so that no share of the link is flattered."""
 
     to_device: float
     to_host: float
     both: float
-    """Both directions together, busy at once."""
+    """The total rate with both directions busy at once."""
 
 
 class _Pieces:
-    """Two page-locked buffers and two on the device, copied again and again."""
+    """Two page-locked buffers and two on the device, which are copied repeatedly."""
 
     def __init__(self, rig: Rig, buffer_bytes: int) -> None:
         self.rig = rig
@@ -35,7 +35,7 @@ class _Pieces:
         self.streams = [torch.cuda.Stream(rig.torch_device) for _ in range(2)] if rig.is_cuda else []
 
     def enqueue(self, direction: int, piece_bytes: int) -> None:
-        """Copy one buffer, 0: to the device, 1: to the host."""
+        """Copy one buffer. Direction 0 is to the device, 1 is to the host."""
         host, device = self.host[direction], self.device[direction]
         pairs = zip(host.split(piece_bytes), device.split(piece_bytes), strict=True)
         for at_host, at_device in pairs:
@@ -47,7 +47,7 @@ class _Pieces:
                 target.copy_(source)
 
     def rate(self, directions: Sequence[int], piece_bytes: int, repeats: int, times: int = 5) -> float:
-        """GB/s of all directions together, median."""
+        """The median rate of all directions together, in GB/s."""
 
         def work() -> None:
             for _ in range(repeats):

@@ -21,7 +21,7 @@ from placement.observe.trace import encoded_trace
 
 SCENARIO = "6 handles"
 SCRAPES_A_SECOND = 20
-"""A Prometheus asks once in 15 seconds."""
+"""For comparison: Prometheus usually scrapes once in 15 seconds."""
 
 
 def _microseconds(call: Callable[[], object], repetitions: int) -> float:

@@ -1,6 +1,6 @@
-"""What does a phase cost that moves nothing, and does it stay linear in the number of handles?
+"""What does a phase cost that moves nothing, and is the cost linear in the number of handles?
 
-Every handle is at its target already: the policy is asked, the plan checked, the levels compared, the metrics counted.
+Every handle is at its target already. The cost is asking the policy, checking the plan, comparing the states and counting the metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _worker(rig: Rig, num_handles: int) -> tuple[placement.Manager, list[torch.n
 
 
 def _stack(manager: placement.Manager, repetitions: int) -> tuple[float, float]:
-    """Median microseconds of a nested phase and of a switch, each phase transition moving nothing."""
+    """Median microseconds of a nested phase and of a switch that move nothing."""
     nested, switched = [], []
     with manager.phase("eval") as phase:
         for _ in range(repetitions):

@@ -1,8 +1,8 @@
-"""A reference that every rank of a machine has alike: how fast do all of them load it together, and how fast each for itself?
+"""A reference model that all ranks of a machine share: how fast do they load it together, and how fast each rank alone?
 
-A rank a GPU (two without one), each in a process of its own. Together: one host copy, each rank brings 1/N of it over its own link
-and the rest comes by all-gather. Each for itself, all at once: a host copy a rank, N times the bytes out of one memory. And one
-rank while the others wait. Seconds are those of the slowest rank, from the beginning of the phase until the device is idle.
+There is one rank for each GPU (two without one), each in a process of its own. "Together": one host copy; each rank loads 1/N of it over
+its own link, and an all-gather brings the rest. "Each for itself", all at once: a host copy for each rank, so N times the bytes out of
+one memory. And one rank alone while the others wait. Seconds are the slowest rank's, from the start of the phase until the device is idle.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _SYSTEM = "placement"
 
 @dataclass
 class _Seen:
-    """What one rank has measured of one way to load."""
+    """The measurements of one rank for one way to load."""
 
     seconds: float
     crossed_bytes: int
-    """Over the rank's link, for one load."""
+    """Bytes over the rank's link for one load."""
     host_bytes: int
     is_exact: bool
 
 
 def _loads(rig: Rig, manager: placement.Manager, model: torch.nn.Module, *, only: int | None, **keywords: bool) -> _Seen:
-    """Register, load some times in step with the others, unregister.
+    """Register, load several times in step with the other ranks, unregister.
 
     Args:
         only: the one rank that loads while the others wait; None: all of them.
     """
-    model.to(rig.torch_device)  # where the way before has left it off
+    model.to(rig.torch_device)  # the way before has left it off the device
     before = digest(module_tensors(model))
     handle = manager.register("ref", model, role="ref", readonly=True, **keywords)
     rig.empty_cache()
@@ -62,7 +62,7 @@ def _loads(rig: Rig, manager: placement.Manager, model: torch.nn.Module, *, only
                 is_exact &= digest(module_tensors(model)) == before
         dist.barrier()
     seen = _Seen(
-        statistics.median(seconds[1:]) if seconds else 0.0,  # the first one waits for pages to be pinned
+        statistics.median(seconds[1:]) if seconds else 0.0,  # the first load waits for pages to be pinned
         handle.counters.loaded_bytes // loads,
         handle.host_bytes,
         is_exact,
@@ -87,12 +87,12 @@ def _rank(rank: int, world_size: int, port: int, device: str, size: str, nbytes:
     replicated = _loads(rig, together, model, only=None, replicated=True)
     together.close()
     answer.send((at_once, one, replicated))
-    dist.barrier()  # nobody ends while another may still talk to it
+    dist.barrier()  # no rank ends while another may still talk to it
     dist.destroy_process_group()
 
 
 def _rows(results: Results, scenario: str, nbytes: int, system: str, seen: Sequence[_Seen]) -> float:
-    """One way to load, over all ranks. Returns GB/s of one rank, as bytes that it has afterwards."""
+    """Add the rows of one way to load, over all ranks. Returns GB/s of one rank, counting the bytes that it has afterwards."""
     seconds = max(each.seconds for each in seen)
     results.add(scenario, system, "load", seconds, "s")
     results.add(scenario, system, "load, rate of each rank", nbytes / seconds / 1e9, "GB/s")
@@ -113,7 +113,7 @@ def measure(rig: Rig, results: Results) -> None:
 
 
 def _ranks(rig: Rig, results: Results, world_size: int, nbytes: int) -> None:
-    """The ways to load, on so many ranks."""
+    """Measure all ways to load, on this number of ranks."""
     scenario = f"replicated, {world_size} ranks, {nbytes / 1e9:.2f} GB"
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")

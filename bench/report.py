@@ -1,6 +1,6 @@
-"""The table and the chart of docs/performance.md, and the headline of the README, from the result files: `python -m bench.report`.
+"""Make the tables and the chart of docs/performance.md, and the README's headline, from the result files: `python -m bench.report`.
 
-Nothing in them is written by hand. Each table goes between the two marks of its page; matplotlib (the extra `bench`) draws the chart.
+Nothing in them is written by hand. Each table goes between the two marks in its page. matplotlib (the extra `bench`) draws the chart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- performance: begin, written by bench/report.py -->", "<!-- pe
 _ROOT = Path(__file__).resolve().parent.parent
 _OURS = "placement"
 _VARIANT = "placement, "
-"""What the name of a system begins with that is placement too, used in another way."""
+"""The prefix of system names that mean placement used in another way."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def shown(value: float, unit: str) -> str:
-    """A number for people: three digits, a unit near it."""
+    """A number for people: three digits and a suitable unit."""
     if unit == "bytes" and value >= 1e6:
         return f"{value / 1e9:.2f} GB"
     if unit == "s" and value < 1:
@@ -76,7 +76,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def _cells(rows: Rows, scenario: str, line: _Line) -> tuple[str, str, str] | None:
-    """placement with its variants, the best peer, the other peers."""
+    """The cells for placement with its variants, for the best peer, and for the other peers."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["scenario"] == scenario and row["metric"] == line.metric and row["system"] != "link":
@@ -102,9 +102,9 @@ def _share(rows: Rows, scenario: str, metric: str) -> str:
 
 
 def table(results: Mapping[str, Mapping[str, Any]], lines: Iterable[_Line] = TABLE) -> str:
-    """The table in Markdown, with the machine above it and the peers that failed below it."""
+    """The table in Markdown, with the machine above it and the failed peers below it."""
     if not results:
-        raise ValueError("there are no result files")
+        raise ValueError("there are no result files; run python -m bench.run first")
     machine = next(iter(results.values()))["machine"]
     peers = ", ".join(f"{name} {version}" for name, version in machine.get("peers", {}).items())
     written = [
@@ -141,10 +141,10 @@ def headline(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def put_into(page: Path, text: str) -> None:
-    """Replace what is between the marks.
+    """Replace the text between the marks.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the marks are missing.
     """
     content = page.read_text(encoding="utf-8")
     before, begin, rest = content.partition(BEGIN)
@@ -158,7 +158,7 @@ _BARS = (("weights", None), ("adam", None), ("small_tensors", "4 KiB"), ("small_
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Bars of the rates each way, a panel a scenario, with the link measured in the same run as a line."""
+    """Draw bars of the rates each way, a panel for each scenario, with the link's rate of the same run as a line."""
     from matplotlib.figure import Figure
 
     panels = [(name, part, results[name]["rows"]) for name, part in _BARS if name in results]

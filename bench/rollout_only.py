@@ -1,7 +1,7 @@
-"""What does a rollout-only worker save by registering the trainer as a `Lazy`, which its policy never builds?
+"""How much does a rollout-only worker save by registering the trainer as a `Lazy`, which its policy never builds?
 
-Each way in a process of its own, because host memory that was once used is not given back: the growth of resident memory, and the
-most of it at any time, from before the objects are made to the end of three rollout phases.
+Each way runs in a process of its own, because used host memory is not given back. Measured are the growth of resident memory and its
+maximum, from before the objects are made to the end of three rollout phases.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs every benchmark, each in a process of its own and under a time limit: `python -m bench.run --quick|--full --out DIR`.
+"""Run every benchmark in a process of its own with a time limit: `python -m bench.run --quick|--full --out DIR`.
 
-What fails, is killed or finds no time left is a row `error` in its result file; the others go on. `--dry-run` imports the
-peers, says what is missing, and measures nothing.
+A benchmark that fails, is killed or has no time left becomes a row `error` in its result file; the others go on. `--dry-run` imports
+the peers, reports what is missing, and measures nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from bench import _peers
 from bench._results import FOLDER, Results, read
 
-# In this order: memory that the machine has not touched yet is there only at first. Seconds: quick, full.
+# The order matters: only the first benchmarks find memory that the machine has not touched yet. Seconds: quick, full.
 LIMITS: dict[str, tuple[int, int]] = {
     "host_reserve": (30, 60),
     "link": (20, 30),
@@ -48,22 +48,22 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     for name, text in (("full", "as in the README"), ("quick", "about a third of the bytes"), ("tiny", "to see that everything runs")):
         size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
     parser.add_argument("--device", default=None, help='"cuda:0" or "simulated"; default: the GPU, else simulated')
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the result files")
-    parser.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), help="these benchmarks")
-    parser.add_argument("--skip", nargs="+", choices=list(LIMITS), default=[], help="all but these")
-    parser.add_argument("--limit-seconds", type=float, default=None, help="for all together; what is left then is not run")
-    parser.add_argument("--dry-run", action="store_true", help="import the peers only")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the result files")
+    parser.add_argument("--only", nargs="+", choices=list(LIMITS), default=list(LIMITS), help="run only these benchmarks")
+    parser.add_argument("--skip", nargs="+", choices=list(LIMITS), default=[], help="run all but these benchmarks")
+    parser.add_argument("--limit-seconds", type=float, default=None, help="limit for all benchmarks together; the rest is not run")
+    parser.add_argument("--dry-run", action="store_true", help="only import the peers")
     return parser.parse_args(given)
 
 
 def _device() -> str:
-    # Asked in the children's way, without making a CUDA context here.
+    # Asked as the children do, without making a CUDA context here.
     return "cuda:0" if torch.cuda.device_count() else "simulated"
 
 
 def _run_one(name: str, arguments: list[str], limit_seconds: float) -> str | None:
-    """Why it did not end well; None if it did."""
-    context = multiprocessing.get_context("forkserver")  # each process has torch imported already, and a CUDA context of its own
+    """Run one benchmark. Returns the reason if it did not end well; None if it did."""
+    context = multiprocessing.get_context("forkserver")  # each process starts with torch imported, and makes a CUDA context of its own
     process = context.Process(target=_child, args=(name, arguments))
     process.start()
     process.join(limit_seconds)
@@ -75,7 +75,7 @@ def _run_one(name: str, arguments: list[str], limit_seconds: float) -> str | Non
 
 
 def _record(out: Path, name: str, device: str, size: str, problem: str) -> None:
-    """Add a row `error` to what the process had written."""
+    """Add a row `error` to the rows that the process had written."""
     results = Results(name, device, size, out)
     known = read(out).get(name) if results.path.exists() else None
     if known is not None and known["machine"]["size"] == size:
@@ -85,7 +85,7 @@ def _record(out: Path, name: str, device: str, size: str, problem: str) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run what is wanted. Returns how many benchmarks did not end well."""
+    """Run the chosen benchmarks. Returns how many did not end well."""
     options = _options(given)
     if options.dry_run:
         found = _peers.check()

@@ -1,6 +1,6 @@
 """Does the rate hold for many small tensors: 20,000 of 4 KiB, and 20,000 of 64 KiB?
 
-Each size has a process of its own: to walk over so many tensors takes twice as long where others have lain in memory before.
+Each size has a process of its own, because walking over so many tensors takes twice as long in memory that others have used.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _in_own_process(device: str, size: str, folder: Path, kib: int) -> Results:
     own = multiprocessing.get_context("spawn").Process(target=_one_size, args=(device, size, folder, kib))
     own.start()
     own.join()
-    results.read()  # whatever its exit status: torch_memory_saver ends the process when another pool's memory dies after its own
+    results.read()  # whatever the exit status: torch_memory_saver ends the process when another pool's memory dies after its own
     return results
 
 
 def _one_size(device: str, size: str, folder: Path, kib: int) -> Results:
-    """With the link as it is in this process."""
+    """Measure one size, with the link's rate in the same process."""
     rig, results = Rig(device, size), Results("small_tensors", device, size, folder)
     scenario = f"{rig.pick(20, 20_000, 20_000):,} tensors of {kib} KiB"
     raw = link.measure(rig, results)

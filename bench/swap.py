@@ -1,4 +1,4 @@
-"""Two models of 15 GB take turns under a budget of one plus 256 MiB: at what rate, and how much memory at the peak?"""
+"""Two models of 15 GB take turns under a budget of one model plus 256 MiB: at what rate, and with how much memory at the peak?"""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SLACK_BYTES = 256 << 20
 
 
 class _Turns:
-    """Two models and how to swap them: `swap(i)` makes model i the one on the device, 0 being there at first.
+    """Two models that swap places: `swap(i)` puts model i on the device. Model 0 is there at first.
 
     Args:
-        crossed: bytes over the link so far, both ways.
+        crossed: returns the bytes over the link so far, both ways.
     """
 
     def __init__(self, rig: Rig, models: Sequence[Weights], swap: Callable[[int], None], crossed: Callable[[], int]) -> None:
@@ -32,7 +32,7 @@ class _Turns:
         self._consumer = Consumer()
 
     def _turn(self, into: int) -> tuple[float, int]:
-        """Seconds until the first kernel that reads what came, and bytes; the model that leaves is changed before."""
+        """Swap once. Returns the seconds until a kernel has read the arriving model, and the bytes. The leaving model is changed before."""
         change(module_tensors(self.models[1 - into]))
         before = self.crossed()
         seconds = self.rig.seconds(partial(self._step, into))
@@ -43,7 +43,7 @@ class _Turns:
         self._consumer.read(module_tensors(self.models[into])[-1])
 
     def verify(self) -> bool:
-        """To and fro, twice: whether both models come back as they left. Not to be sampled: comparing takes memory."""
+        """Swap back and forth twice. Returns whether both models come back unchanged. Not sampled, because comparing takes memory."""
         exact = True
         for _ in range(2):
             first = digest(module_tensors(self.models[0]))
@@ -105,7 +105,7 @@ def _placement(rig: Rig, results: Results, raw: Link, nbytes: int) -> None:
     results.add(_SCENARIO, "placement", "peak, in the ledger", manager.snapshot().peak_bytes, "bytes")
     models.clear()
     del turns
-    gc.collect()  # what nobody holds any more needs no ordinary memory on close()
+    gc.collect()  # dead objects need no ordinary memory at close()
     manager.close()
 
 

@@ -1,4 +1,4 @@
-"""What does it cost to offload what nobody wrote: a model proved clean by fingerprints, and a readonly one?"""
+"""What does it cost to offload unchanged models: one proved clean by fingerprints, and a readonly one?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model of 20,000 parameters that answers like one of transformers: what both examples with several ranks train."""
+"""A language model of 20,000 parameters with the interface of transformers, for the examples with several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Output:
 
 
 class TinyModel(nn.Module):
-    """Recurrent, so that what it remembers of the prompt takes the place of a KV cache."""
+    """A recurrent model; its hidden state takes the place of a KV cache."""
 
     def __init__(self, vocabulary_size: int, width: int = 48) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class TinyModel(nn.Module):
 
 
 def data_parallel(seed: int, device: torch.device, steps: int) -> Worker:
-    """The demo's job on this rank: the same weights on all of them, other questions on each, gradients averaged by DDP."""
+    """The demo's job on this rank: the same weights on all ranks, different questions on each, gradients averaged by DDP."""
     torch.manual_seed(seed)
     tokenizer = Characters()
     recipe = Recipe(steps=steps, prompts=8, completions=8, new_tokens=3, minibatches=2, seed=seed + dist.get_rank())

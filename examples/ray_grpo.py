@@ -23,7 +23,7 @@ from examples._tiny import data_parallel
 
 
 class Trainer(placement.ray.Worker):
-    """What runs on each GPU. Its methods compute, and say nothing of where anything is."""
+    """The worker on each GPU. Its methods only compute; no method says where a model is."""
 
     def __init__(self, fleet: str, rank: int, world_size: int, store: tuple[str, int]) -> None:
         torch.set_num_threads(1)
@@ -42,7 +42,7 @@ class Trainer(placement.ray.Worker):
         self.generator = torch.Generator(job.device).manual_seed(rank)
 
     def rollout(self) -> float:
-        """Returns the mean reward."""
+        """Sample answers. Returns the mean reward."""
         sums = [(self.questions.randint(0, 9), self.questions.randint(0, 9)) for _ in range(self.job.recipe.prompts)]
         self.rollouts, _ = self.job.rollout(sums, self.generator)
         return self.rollouts.rewards.mean().item()
@@ -53,7 +53,7 @@ class Trainer(placement.ray.Worker):
         self.ref = self.job.log_probs(self.job.reference, self.rollouts)
 
     def update(self) -> float:
-        """Returns the loss."""
+        """Update the actor. Returns the loss."""
         return self.job.update(self.rollouts, self.old, self.ref)[0]
 
     def publish(self) -> None:
@@ -61,21 +61,21 @@ class Trainer(placement.ray.Worker):
             self.job.engine.update_weights(bucket)
 
     def finish_step(self) -> str:
-        """Outside every phase: nothing may be left. Returns a hash of the weights."""
+        """Called outside every phase, where nothing may be left on the device. Returns a hash of the weights."""
         assert_nothing_resident(self.manager)
         return digest_of(self.actor.state_dict())
 
 
 def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
-    """The driver. Returns the weights of each worker after each step, as hashes."""
+    """Run the driver. Returns a hash of each worker's weights after each step."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world_size else 0
     weights = []
     with placement.ray.Fleet("grpo") as fleet:
-        actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)  # without GPUs: as many as are wanted
+        actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)  # without GPUs any number of workers can run
         workers = [actor.remote(fleet.name, rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)]
         fleet.join(workers)
-        print(f"everybody is at {fleet.url}")
+        print(f"status of all workers: {fleet.url}")
         for number in range(1, steps + 1):
             with fleet.phase("rollout") as step:
                 rewards = ray.get([worker.rollout.remote() for worker in workers])

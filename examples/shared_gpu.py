@@ -1,6 +1,6 @@
-"""A trainer and a rollout process that share one GPU: neither loads before the other has left it enough memory.
+"""A trainer and a rollout process share one GPU. Neither loads before the other has left enough memory.
 
-Runs anywhere in a few seconds: without a GPU both take one simulated device, whose capacity they share through a file.
+Runs anywhere in a few seconds: without a GPU both use one simulated device, whose capacity they share through a file.
 
     python examples/shared_gpu.py
 """
@@ -26,7 +26,7 @@ WORK_SECONDS = 0.1
 
 
 def make_manager(role: str, folder: str) -> placement.Manager:
-    """On a GPU: `placement.Manager(device="cuda:0", leases=True)`, and nothing else."""
+    """Make the process's manager. On a GPU `placement.Manager(device="cuda:0", leases=True)` is all it takes."""
     if torch.cuda.is_available():
         return placement.Manager(device="cuda:0", leases=True, worker_role=role)
     device = SimulatedDevice(capacity_bytes=5 << 20, shared_with=Path(folder) / "capacity")
@@ -34,7 +34,7 @@ def make_manager(role: str, folder: str) -> placement.Manager:
 
 
 def rollout(folder: str, begin: Barrier) -> None:
-    """The other process: an engine of 4 MiB, of the 5 that there are on the simulated device."""
+    """The rollout process: an engine of 4 MiB on a simulated device of 5 MiB."""
     manager = make_manager("rollout", folder)
     engine = TorchEngine(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     manager.register("engine", engine, role="rollout")
@@ -47,7 +47,7 @@ def rollout(folder: str, begin: Barrier) -> None:
 
 
 def trainer(folder: str, begin: Barrier) -> None:
-    """An actor with momentum: 3 MiB while it trains."""
+    """The trainer process: an actor and its optimizer, which need 3 MiB during training."""
     manager = make_manager("trainer", folder)
     actor = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(actor.parameters())
@@ -72,9 +72,9 @@ def report(role: str, manager: placement.Manager) -> None:
 
 
 def main() -> list[int | None]:
-    """Both processes; returns their exit codes."""
+    """Run both processes. Returns their exit codes."""
     context = multiprocessing.get_context("spawn")
-    begin = context.Barrier(2, timeout=300)  # one that cannot begin must not keep the other waiting for ever
+    begin = context.Barrier(2, timeout=300)  # a process that fails before the start must not keep the other waiting for ever
     with tempfile.TemporaryDirectory() as folder:
         both = [context.Process(target=work, args=(folder, begin)) for work in (trainer, rollout)]
         for process in both:

@@ -1,4 +1,4 @@
-"""The demo's GRPO loop on several ranks that change phase together: torchrun brings the group along.
+"""The demo's GRPO loop on several ranks that change phase together, with the group of a torchrun job.
 
 torchrun --nproc-per-node 2 examples/torchrun_grpo.py
 """
@@ -21,7 +21,7 @@ from examples._tiny import data_parallel
 
 
 def main() -> None:
-    """Three steps. After each, every device is empty; at the end all ranks have the same weights."""
+    """Run three steps. After each step every device is empty; at the end all ranks have the same weights."""
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else SimulatedDevice(capacity_bytes=16 << 20)

@@ -1,6 +1,6 @@
-"""A worker of two models and an optimizer under placement: register once, declare phases, and nothing else.
+"""A worker with two models and an optimizer under placement. It registers them once and declares phases, nothing else.
 
-Runs anywhere in a few seconds: without a GPU it takes the simulated device, which keeps the same contract in host memory.
+Runs anywhere in a few seconds: without a GPU it uses the simulated device, which keeps the same contract in host memory.
 
     python examples/worker.py
 """
@@ -17,7 +17,7 @@ from placement.testing import SimulatedDevice, assert_nothing_resident
 
 
 class Worker:
-    """What a training framework runs on each GPU."""
+    """The worker that a training framework runs on each GPU."""
 
     def __init__(self, device: str | SimulatedDevice) -> None:
         self.manager = placement.Manager(device=device)
@@ -30,7 +30,7 @@ class Worker:
         self.manager.register("ref", self.ref, role="ref", readonly=True)
 
     def step(self, observations: torch.Tensor, actions: torch.Tensor, advantages: torch.Tensor) -> float:
-        """One step: log-probabilities of both models, then one update. Inputs are [samples, ...] on the device; returns the loss."""
+        """One step: log-probabilities of both models, then one update. Inputs are [samples, ...] on the device. Returns the loss."""
         with self.manager.phase("log_prob") as phase, torch.no_grad():
             old = self.actor(observations).log_softmax(-1).gather(1, actions)
             ref = self.ref(observations).log_softmax(-1).gather(1, actions)
@@ -47,7 +47,7 @@ class Worker:
 
 
 def main() -> list[float]:
-    """Three steps; returns their losses. After each, the device is empty."""
+    """Run three steps. Returns their losses. After each step the device is empty."""
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()
     worker = Worker("cuda:0" if cuda else SimulatedDevice(capacity_bytes=16 << 20))

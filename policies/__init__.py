@@ -1,7 +1,7 @@
-"""Policies: where everything belongs in each phase.
+"""Policies decide where every handle belongs in each phase.
 
-A policy is pure. It reads a `View` and returns a total `Plan`; it moves nothing, asks no device, keeps no history, reads no clock.
-Modules here import only what `placement` exports, so a user's own policy can do whatever these do.
+A policy is pure. It reads a `View` and returns a total `Plan`. It moves nothing, asks no device, keeps no history and reads no clock.
+The modules here import only public names of `placement`, so a user's own policy can do whatever these do.
 """
 
 from placement import Policy

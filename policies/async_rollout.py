@@ -1,4 +1,4 @@
-"""Rollout and training run at the same time, in different processes."""
+"""A policy for rollout and training in different processes at the same time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .resident import Resident
 
 
 class AsyncRollout:
-    """Each worker keeps its own handles resident and leaves the other side's alone.
+    """Each worker keeps its own handles resident, and keeps handles of the other side offloaded.
 
-    | `worker_role` | what it does |
+    | `worker_role` | behaviour |
     |---|---|
-    | `rollout` | its engines as `Resident` would; a trainer's handle is CPU_OFFLOADED in every phase: never built, never loaded |
-    | `trainer` | all but the rollout engines as `Resident` would; those are never touched |
-    | `hybrid` | as `Colocated` |
+    | `rollout` | treats its engines like `Resident`; a trainer's handle is CPU_OFFLOADED in every phase: never built, never loaded |
+    | `trainer` | treats everything but the rollout engines like `Resident`; those are never touched |
+    | `hybrid` | behaves like `Colocated` |
 
     Args:
         optimizer_in: as in `Colocated`.

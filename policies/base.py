@@ -1,4 +1,4 @@
-"""The contract of every policy, and the questions that several of them put to a view."""
+"""Questions about a view that several policies ask."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from placement import HandleView, Plan, PolicyError, State, View
 
 
 def models(view: View, *roles: str) -> list[HandleView]:
-    """Modules and engines of these roles, in registration order. Optimizers share their owner's role and are left out."""
+    """Modules and engines with these roles, in registration order. Optimizers have their owner's role, and are left out."""
     return [h for h in view.with_role(*roles) if h.kind != "optimizer"]
 
 
 def rollout_models(view: View) -> list[HandleView]:
-    """What generates: every model with the role `rollout`, and an engine that was given no role."""
+    """The models that generate: every model with the role `rollout`, and every engine without a role."""
     return [h for h in view.handles.values() if h.kind != "optimizer" and (h.role == "rollout" or (h.kind == "engine" and h.role is None))]
 
 
@@ -24,20 +24,20 @@ def optimizers(view: View) -> list[HandleView]:
 
 
 def stepped(view: View) -> list[HandleView]:
-    """The modules whose parameters an optimizer steps. An owner that is gone from the view is left out."""
+    """The modules whose parameters an optimizer steps. Owners that are not in the view are left out."""
     owners = dict.fromkeys(owner for optimizer in optimizers(view) for owner in optimizer.owners)
     return [view.handles[name] for name in owners if name in view.handles]
 
 
 def targets(handles: Iterable[HandleView], state: State) -> dict[str, State]:
-    """One target for several handles. A readonly handle cannot be TRAINING: it is GPU_RESIDENT instead."""
+    """The same target for several handles. A readonly handle cannot be TRAINING, so it gets GPU_RESIDENT instead."""
     readonly_state = State.GPU_RESIDENT if state is State.TRAINING else state
     return {h.name: readonly_state if h.readonly else state for h in handles}
 
 
 def present(view: View) -> Plan:
     """The plan that changes nothing."""
-    # A sync that holds no device bytes is streamed from the host copy; to call it anything else would load it.
+    # A SYNCING handle without device bytes is streamed from the host copy. A plan without `streamed` would load it.
     streamed = [
         h.name for h in view.handles.values() if h.state is State.SYNCING and h.num_bytes and not h.resident_bytes and not h.external
     ]
@@ -46,7 +46,7 @@ def present(view: View) -> Plan:
 
 
 def readable(view: View) -> Plan:
-    """The plan for reading every value: nothing moves but what can be read on the device alone."""
+    """The plan for reading every value. It moves only handles whose values can be read on the device alone."""
     plan = present(view)
     for handle in view.handles.values():
         if handle.gathers and handle.built:
@@ -55,10 +55,10 @@ def readable(view: View) -> Plan:
 
 
 def unknown_phase(view: View) -> PolicyError:
-    """The error for a phase that nobody declared."""
+    """The error for a phase that is neither shipped nor in `Settings.phases`."""
     nearest = difflib.get_close_matches(view.phase, view.known_phases, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return PolicyError(
         f"unknown phase {view.phase!r}.{hint} Known phases: {', '.join(view.known_phases)}. "
-        "A phase of your own goes into Settings.phases with the roles that it needs."
+        "Declare a phase of your own in Settings.phases, with the roles that it needs."
     )

@@ -1,4 +1,4 @@
-"""Everybody takes turns on one device."""
+"""A policy by which all handles take turns on one device."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ OptimizerIn = Literal["train", "optimizer_step"]
 
 
 class Colocated:
-    """Outside every phase everything is CPU_OFFLOADED; in a phase only what it needs is on the device.
+    """Outside every phase everything is CPU_OFFLOADED. In a phase only the handles that it needs are on the device.
 
     | phase | on the device |
     |---|---|
     | `rollout`, `eval` | the rollout engine, or the actor where none is registered |
-    | `weight_sync` | the actor, SYNCING, and the rollout engine; of one that can be there in part, its weights |
+    | `weight_sync` | the actor, SYNCING, and the rollout engine; only its weights, if it can be on the device in part |
     | `log_prob` | actor and ref |
     | `ref_log_prob` | the ref alone, for a step that computes the two one after the other |
     | `values`, `reward` | critic; reward |
     | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
-    | `checkpoint` | nothing moves, the host copy is read; but FSDP1 gathers on the device for it, so its modules and their optimizers are |
+    | `checkpoint` | nothing moves, the host copy is read; but FSDP1 gathers on the device, so its modules and their optimizers are loaded |
     | a phase of `Settings.phases` | the modules and engines of its roles |
 
-    What is needed is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is GPU_RESIDENT although its values
-    change: TRAINING means an optimizer's writes, and receiving weights is what an engine does in that phase, so the manager
-    takes an engine's writes there as legal. For an external handle the states say only whether it is in use.
+    A needed handle is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is GPU_RESIDENT although its values change:
+    TRAINING means writes by an optimizer, while an engine receives weights in that phase, so the manager allows its writes there. For
+    an external handle the states say only whether it is in use.
 
     Args:
-        optimizer_in: "train": the optimizer is on the device for the whole training phase. "optimizer_step": in that phase (and
-            in `restore`) only, which leaves its bytes to activations during forward and backward.
-        stream_sync: publish the actor's weights straight from the host copy through a small device window instead of loading
-            it beside the engine. An external actor has no host copy of ours and is published as it lies.
-        drop_gradients: the gradients of a module are dead when it leaves TRAINING, as after `step()`: they become None and are not
-            copied to the host. A phase inside the training phase (a checkpoint, an evaluation between two backward passes) drops none.
-            By default gradients move like everything else.
+        optimizer_in: "train": the optimizer is on the device for the whole training phase. "optimizer_step": only in that phase (and
+            in `restore`), which leaves its bytes to activations during forward and backward.
+        stream_sync: whether to publish the actor's weights straight from the host copy through a small device window, instead of
+            loading the actor beside the engine. placement has no host copy of an external actor, so that is published where it lies.
+        drop_gradients: whether gradients are set to None, not copied to the host, when their module leaves TRAINING (they are dead after
+            `step()`). A phase inside the training phase (a checkpoint, an evaluation between two backward passes) drops none. By
+            default gradients move like everything else.
     """
 
     name = "colocated"
@@ -49,7 +49,7 @@ class Colocated:
         self.drop_gradients = drop_gradients
 
     def plan(self, view: View) -> Plan:
-        """What the phase needs, and nothing else."""
+        """The handles that the phase needs, and nothing else."""
         if view.phase == "checkpoint":
             return readable(view)
         needs = self.needs(view)
@@ -65,7 +65,7 @@ class Colocated:
         return view.total_plan(needs, streamed, dropped, parts)
 
     def needs(self, view: View) -> dict[str, State]:
-        """The state of every handle that the phase uses; `checkpoint` uses none on the device."""
+        """The state of every handle that the phase uses. `checkpoint` uses none on the device."""
         match view.phase:
             case "idle" | "checkpoint":
                 return {}

@@ -1,4 +1,4 @@
-"""Nothing leaves the device unless somebody needs its place."""
+"""A policy by which handles stay on the device until their memory is needed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from .colocated import Colocated, OptimizerIn
 
 
 class Resident(Colocated):
-    """What a phase needs, and beside it whatever is on the device already and fits the budget.
+    """The handles that a phase needs, and also those that are on the device already and fit the budget.
 
-    Evicts only for the deficit: first what need not be copied back (readonly, or a module that no optimizer steps), then the
-    rest; of each, the smallest handle that covers the deficit, else the largest. Outside every phase it also loads what fits,
-    in registration order, so that handles registered first come first. A `Lazy` is never built only because it would fit.
+    It evicts only to cover a deficit. Handles that need not be copied back go first (readonly, or a module that no optimizer steps), then
+    the others; in each group the smallest handle that covers the deficit, else the largest. Outside every phase it also loads what
+    fits, in registration order. A `Lazy` is never built only because it would fit.
 
-    A handle that a phase does not need is GPU_RESIDENT at most: it can be read there and not written.
+    A handle that a phase does not need is at most GPU_RESIDENT: it can be read on the device, but not written.
     """
 
     name = "resident"
 
     def __init__(self, optimizer_in: OptimizerIn = "train", *, drop_gradients: bool = False) -> None:
-        # No streamed sync: the actor is on the device as a rule, and streaming would first have to offload it.
+        # No streamed sync: the actor usually is on the device, and streaming would first have to offload it.
         super().__init__(optimizer_in, drop_gradients=drop_gradients)
 
     def plan(self, view: View) -> Plan:
-        """What the phase needs, and what may stay."""
+        """The handles that the phase needs, and those that may stay."""
         plan = super().plan(view)
         if view.phase == "checkpoint":
             return plan
@@ -45,7 +45,7 @@ class Resident(Colocated):
 
 
 def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
-    """The parts of an engine that a phase does not need stay while they fit; none is loaded for that."""
+    """Keep parts of an engine that a phase does not need, as long as they fit. Loads none of them."""
     for name, needed in plan.parts.items():
         stays = view.handles[name].resident_tags | needed
         more = {**plan.parts, name: stays}
@@ -56,5 +56,5 @@ def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
 
 
 def _parts_that_stay(kept: list[HandleView]) -> dict[str, frozenset[str]]:
-    """What is on the device in part stays so."""
+    """The tags of kept engines that are on the device in part."""
     return {h.name: h.resident_tags for h in kept if h.resident_tags and h.resident_tags != h.tags.keys()}

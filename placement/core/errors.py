@@ -1,18 +1,18 @@
 """The exceptions that placement raises.
 
     PlacementError
-    ├── RegistrationError     the object cannot be registered; it was left as it was
     ├── RegistrationError     an object cannot be registered; it was left as it was
-    ├── PolicyError           the policy raised, or returned an invalid plan
+    ├── PolicyError           a policy raised, or its plan is invalid
     ├── PhaseError            phases were used out of order, or from two threads or tasks at once
-    ├── DeviceMemoryError     the bytes do not fit on the device, or the driver refused them
+    ├── NotResidentError      an offloaded handle was used
     ├── DeviceMemoryError     the bytes do not fit on the device, or the driver refused the memory
-    ├── IntegrityError        declared and measured disagree, or a byte changed that must not
+    ├── HostMemoryError       the host copy cannot be reserved
     ├── IntegrityError        measurements contradict the declared state, or bytes changed that must not change
     ├── BrokenHandleError     a move failed half-way and could not be undone
-    ├── EngineError           a rollout engine refused or failed
+    ├── CheckpointError       a checkpoint does not fit, or cannot be read or written; no handle was changed
     ├── EngineError           a rollout engine refused or failed an operation
     │   └── EngineLost        the engine did not answer, so its condition is unknown
+    ├── GroupError            a rank of the group failed; every rank went back
     └── CoordinatorLost       the group's decision cannot be read
 
 A caller's plain mistake is a `ValueError` or a `TypeError`.
@@ -48,7 +48,7 @@ class DeviceMemoryError(PlacementError):
 
 
 class HostMemoryError(PlacementError):
-    """The host copy of a handle cannot be reserved. The handle stays resident."""
+    """The host copy of a handle cannot be reserved. The handle stays where it is."""
 
 
 class IntegrityError(PlacementError):

@@ -145,9 +145,9 @@ class Settings(BaseModel):
         with `OmegaConf.to_container(node, resolve=True)` first.
 
         Raises:
-                ValueError: a key is unknown or a value is wrong; the message names the key and its source.
-                OSError: the file cannot be read.
-                TypeError: `source` has another type.
+            ValueError: a key is unknown or a value is wrong; the message names the key and its source.
+            OSError: the file cannot be read.
+            TypeError: `source` has another type.
         """
         if isinstance(source, Settings):
             return source

@@ -1,12 +1,12 @@
-"""The seam to the accelerator.
+"""The interface to the accelerator. Its docstrings are the contract for implementations.
 
-A `Device` hands out three things and moves bytes between two of them:
+A `Device` hands out three things, and moves bytes between two of them:
 
-* `Addresses`: device addresses that stay for life. Memory is behind them, or poison.
-* `Chunk`: physical device memory. It goes behind addresses and comes back, and is what "free" counts.
-* `HostSlab`: host memory that holds the copy of what is not on the device.
+* `Addresses`: device addresses that stay for life. Either memory or poison is behind them.
+* `Chunk`: physical device memory. It is put behind addresses and taken away again. The driver's "free" counts chunks.
+* `HostSlab`: host memory that holds the copy of offloaded values.
 
-Nothing above this seam calls a driver, and nothing below it knows what a handle is.
+No code above this interface calls a driver, and no code below it knows handles.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from placement.devices.adoption import Adopter
 
 POISON_WORD = bytes.fromhex("ff ff ff ff ff ff f7 ff")
-"""What poison consists of, over and over: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
+"""The bytes of poison, repeated: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
 
-NaN in every float type of two bytes and more; in float8 seven elements of eight are (none in the fnuz types, which have one NaN, 0x80).
-Every signed integer is negative. In float64 the NaN is a signalling one: an NVIDIA GPU keeps the bits of a quiet float64 NaN through
-arithmetic, so that a write would not show, and makes another of a signalling one (H100). In the narrower types it makes another of any.
+Read as numbers, poison is NaN in every float type of two bytes and more. In float8 seven elements of eight are NaN (none in the fnuz
+types, whose only NaN is 0x80). Every signed integer is negative. The float64 NaN is a signalling one: an NVIDIA GPU keeps the bits of
+a quiet float64 NaN through arithmetic, so a write would not show, but it changes a signalling one (H100). It changes narrower NaNs.
 """
 
 Direction = Literal["to_device", "to_host"]
@@ -35,7 +35,7 @@ Direction = Literal["to_device", "to_host"]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One contiguous run of bytes to move. Both addresses are absolute."""
+    """One contiguous run of bytes to copy. Both addresses are absolute."""
 
     device_address: int
     host_address: int
@@ -44,14 +44,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What the driver and torch's allocator measure, in bytes. `used + free == total`."""
+    """Measurements of the driver and of torch's allocator, in bytes. `used + free == total`."""
 
     total_bytes: int
     free_bytes: int
     torch_reserved_bytes: int
-    """Held by torch's caching allocator in this process, used or cached (0 where it has none). Ranges do not count."""
+    """Bytes that torch's caching allocator holds in this process, used or cached (0 where it has none). Ranges do not count."""
     chunk_bytes: int
-    """Held by this device's chunks in this process, poison not counted."""
+    """Bytes that this device's chunks hold in this process, without poison."""
     poison_bytes: int
 
     @property
@@ -66,9 +66,9 @@ class Addresses(abc.ABC):
     """
 
     base: int
-    """First address, a multiple of the device's granularity."""
+    """The first address, a multiple of the device's granularity."""
     nbytes: int
-    """Length, a multiple of the granularity."""
+    """The length, a multiple of the granularity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class WrittenPoison:
 
     addresses: Addresses
     start: int
-    """Bytes from `addresses.base`."""
+    """The run's offset from `addresses.base`, in bytes."""
     nbytes: int
 
 
 class Chunk(abc.ABC):
-    """Physical device memory. `Device.release` returns it to the driver; so does the death of this object."""
+    """Physical device memory. `Device.release` returns it to the driver, and so does the death of this object."""
 
     nbytes: int
     """A multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a range."""
@@ -91,32 +91,32 @@ class Chunk(abc.ABC):
 class HostSlab(abc.ABC):
     """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead.
 
-    Forked children do not have it (`MADV_DONTFORK`): a child that touches it dies loudly instead of reading old bytes.
+    Forked children do not have it (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes.
     """
 
     address: int
     nbytes: int
     ready: threading.Event
-    """Set once all that the device wants pinned is pinned or refused. Until then the memory can be read and written, and copies wait."""
+    """Set once every byte that the device wants pinned is pinned or refused. Until then the memory can be used, and device copies wait."""
 
     @property
     @abc.abstractmethod
     def pinned_bytes(self) -> int:
-        """Bytes that the driver can copy at the speed of the link. 0 on a device that needs no pinning."""
+        """Bytes that the driver can copy at full link speed. 0 on a device that needs no pinning."""
 
     @property
     @abc.abstractmethod
     def pageable_bytes(self) -> int:
-        """Bytes whose pinning was refused. What is still to be pinned is in neither number."""
+        """Bytes whose pinning was refused. Bytes that are still to be pinned are not included."""
 
     @property
     @abc.abstractmethod
     def pageable_reason(self) -> str | None:
-        """Why some of it is not pinned although the device wanted it; None otherwise."""
+        """Why some bytes are not pinned although the device wanted them pinned; None if there are none."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the machine's memory that this process answers for: all of them, but for its share where processes share it."""
+        """Bytes of the machine's memory that count for this process: all, or its share where processes share the slab."""
         return self.nbytes
 
     @property
@@ -130,42 +130,42 @@ class HostSlab(abc.ABC):
 
 
 class SharedSlab(HostSlab):
-    """A host copy that several processes of one machine have mapped. It goes when the last of them has unmapped it."""
+    """A host copy that several processes of one machine have mapped. Its memory is freed when the last of them has unmapped it."""
 
     extra: torch.Tensor
-    """What lies behind the copy in the file, as bytes: for what the processes tell each other. Does not keep the slab alive."""
+    """The bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive."""
 
     @abc.abstractmethod
     def pin(self) -> None:
-        """Pin all of it in the background, in this process: `HostSlab.ready`. Once, when every process has taken its share."""
+        """Pin all of it in the background, in this process; see `HostSlab.ready`. Call it once, when every process has taken its share."""
 
 
 class Mark:
-    """A point in the copies of one direction. `Device.mark` makes it; `Device.wait` waits for it, as often as wanted."""
+    """A point in the copies of one direction, made by `Device.mark`. `Device.wait` waits for it, any number of times."""
 
 
 class Device(abc.ABC):
     """One accelerator of this process, or its simulation.
 
-    All methods are called with the manager's lock held, on the thread that changes the phase, outside inference mode.
-    `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and leave everything as it was before the call (`map`:
-    with poison where it should have put chunks). `unmap` and `release` fail only when the device itself is beyond use (a sticky error).
+    Every method is called with the manager's lock held, on the thread of the phase transition, outside inference mode.
+    `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and then leave everything as before the call (`map` leaves
+    poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error).
 
-    What is behind addresses changes in slots of `chunk_bytes`, counted from the start of the range: a slot holds one full chunk,
-    or poison, or a shorter chunk with poison after it. A call costs what its own slots cost, however long the range is. Cut by an
-    interrupt, it may leave slots of its own with nothing behind them: call `unmap` over them, or over the whole range.
+    Memory behind addresses changes in slots of `chunk_bytes`, counted from the start of the range. A slot holds one full chunk, or poison,
+    or a shorter chunk followed by poison. The cost of a call depends on its own slots, not on the length of the range. A call that an
+    interrupt cut short may leave its slots with nothing behind them: call `unmap` for them, or for the whole range.
     """
 
     name: str
-    """As users write it: "cuda:0", "simulated"."""
+    """The name as users write it: "cuda:0", "simulated"."""
     torch_device: torch.device
-    """Where tensors over a range say they are (`cpu` on the simulated device)."""
+    """The device of tensors over a range (`cpu` on the simulated device)."""
     granularity: int
-    """Ranges and chunks are multiples of this, in bytes."""
+    """Sizes of ranges and chunks are multiples of this, in bytes."""
     chunk_bytes: int
     """The size of a full chunk, a multiple of the granularity."""
     pinned_limit_bytes: int | None = None
-    """Most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
+    """The most host bytes to pin at a time; slabs beyond it stay pageable. None: as much as the driver pins."""
 
     @property
     def adopter(self) -> Adopter:
@@ -174,29 +174,29 @@ class Device(abc.ABC):
 
     @property
     def uuid(self) -> str:
-        """The accelerator's own name, as `nvidia-smi -L` says it; empty without one. `cuda:0` of two processes may be two GPUs."""
+        """The accelerator's UUID as in `nvidia-smi -L`; empty without one. `cuda:0` of two processes may be two GPUs."""
         return ""
 
     @abc.abstractmethod
     def host(self, nbytes: int) -> HostSlab:
-        """Reserve host memory for the copy of a range, zero-filled. It is prefaulted and pinned in the background: `HostSlab.ready`.
+        """Reserve zero-filled host memory for the copy of a range. It is prefaulted and pinned in the background: `HostSlab.ready`.
 
         Raises:
-            HostMemoryError: there is not enough.
+            HostMemoryError: there is not enough host memory.
         """
 
     @abc.abstractmethod
     def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
-        """Map a memory file that other processes map too, as the host copy of a range.
+        """Map a memory file, which other processes map too, as the host copy of a range.
 
         Args:
-            file: its descriptor, which may be closed afterwards; of at least `round_up(nbytes, page) + extra_bytes`.
-            nbytes: what holds the copy, from its beginning.
-            own: (offset, bytes) of what this process takes from the machine now and answers for, in whole pages.
-            extra_bytes: what lies behind the last page of the copy: `SharedSlab.extra`.
+            file: the file's descriptor; may be closed afterwards. The file has at least `round_up(nbytes, page) + extra_bytes` bytes.
+            nbytes: the size of the copy, at the beginning of the file.
+            own: (offset, bytes) of the runs that count for this process and are allocated now, in whole pages.
+            extra_bytes: the size of `SharedSlab.extra`, which begins after the copy's last page.
 
         Raises:
-            HostMemoryError: there is not enough.
+            HostMemoryError: there is not enough host memory.
         """
 
     @abc.abstractmethod
@@ -212,37 +212,37 @@ class Device(abc.ABC):
         """Take physical memory from the driver. Its content is undefined.
 
         Raises:
-            DeviceMemoryError: the driver (or the simulated capacity) has not enough.
+            DeviceMemoryError: the driver (or the simulated capacity) does not have enough.
         """
 
     @abc.abstractmethod
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
-        """Put `chunks`, in order, behind `[start, start + their bytes)` of `addresses`, in place of the poison there.
+        """Put `chunks`, in order, behind `[start, start + their bytes)` of `addresses`, replacing the poison there.
 
-        The chunks keep what was in them, and what is behind the rest of the range stays. Pending kernels are not waited for.
+        The chunks keep their content, and the rest of the range is unchanged. Pending kernels are not waited for.
 
         Args:
-            chunks: full ones, only the last may be shorter; each behind no address now.
+            chunks: full chunks, only the last may be shorter. None of them may be behind an address now.
             start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
 
         Raises:
-            ValueError: `start` or a size is not as said, the range is too short, the end would cut a chunk that is there in
-                two, or a chunk is not held by this device; nothing changed.
-            DeviceMemoryError: the driver refused; poison is there.
+            ValueError: `start` or a size is wrong, the range is too short, the end would split a chunk that is mapped there, or
+                this device does not hold a chunk. Nothing has changed.
+            DeviceMemoryError: the driver refused. Poison is behind the addresses.
         """
 
     @abc.abstractmethod
     def unmap(self, addresses: Addresses, nbytes: int, start: int = 0) -> None:
-        """Put poison behind `[start, start + nbytes)` of `addresses` (rounded up to the granularity), whatever was there.
+        """Put poison behind `[start, start + nbytes)` of `addresses` (rounded up to the granularity), whatever is there now.
 
-        The chunks that were behind them keep their content and can be mapped again elsewhere. The caller made sure that no
-        kernel or copy still uses them. Idempotent, and cheap where poison is already.
+        The chunks that were there keep their content and can be mapped elsewhere. The caller has made sure that no kernel or copy still
+        uses them. Idempotent, and cheap where there is poison already.
 
         Args:
             start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
 
         Raises:
-            ValueError: `start` is not as said, the range is too short, or the end would cut a chunk in two; nothing changed.
+            ValueError: `start` is wrong, the range is too short, or the end would split a chunk. Nothing has changed.
         """
 
     @abc.abstractmethod
@@ -251,23 +251,23 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
-        """Enqueue copies between device memory and slabs of this device; runs of one call and one direction stay in order.
+        """Enqueue copies between device memory and slabs of this device. Copies of one call in one direction run in order.
 
-        To the host, they begin after all work that the calling thread's current stream holds now. To the device, they wait
-        for nothing. The call may return before a byte has moved.
+        Copies to the host begin after all work that is now on the calling thread's current stream. Copies to the device wait for nothing.
+        The call may return before any byte has moved.
         """
 
     @abc.abstractmethod
     def order(self) -> None:
-        """Let the calling thread's current stream wait for every copy enqueued so far. The host does not wait. See `after`, too."""
+        """Make the calling thread's current stream wait for every copy enqueued so far. The host does not wait. See also `after`."""
 
     @abc.abstractmethod
     def after(self, mark: Mark) -> AbstractContextManager[None]:
-        """What torch enqueues on this device inside comes after the copies that `mark` notes, beside later ones.
+        """Context in which torch enqueues work on this device behind the copies noted by `mark`, but beside later ones.
 
-        It also comes after all work that the calling thread's current stream held at the last `order`: collectives of two communicators
-        must not run at once in different orders. The next `order` waits for it. Where there are no streams the caller waits for the
-        copies instead.
+        The work also comes after everything that was on the calling thread's current stream at the last `order`, because collectives of two
+        communicators must not run at once in different orders. The next `order` waits for the work. On a device without streams the
+        caller waits for the copies instead.
         """
 
     @abc.abstractmethod
@@ -276,7 +276,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, mark: Mark) -> None:
-        """Wait on the host until the copies that `mark` notes have arrived. Other Python threads run in the meantime.
+        """Wait on the host until the copies noted by `mark` have arrived. Other Python threads run meanwhile.
 
         Raises:
             RuntimeError: the device reports an error of earlier work.
@@ -298,67 +298,67 @@ class Device(abc.ABC):
         """
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Have a small int64 tensor of this device brought to the host, beside whatever is being copied.
+        """Start bringing a small int64 tensor of this device to the host, beside copies in progress.
 
         Returns:
-            What waits for it.
+            A function that waits for the values and returns them.
         """
         return values.cpu
 
     @abc.abstractmethod
     def memory(self) -> DeviceMemory:
-        """Measure. Cheap enough for every phase transition; waits for nothing."""
+        """Measure the memory. Cheap enough for every phase transition; waits for nothing."""
 
     def torch_allocated_bytes(self) -> int:
-        """Of `DeviceMemory.torch_reserved_bytes`, what tensors use now. Looks at every adopted storage: not at every phase transition."""
+        """The part of `DeviceMemory.torch_reserved_bytes` that tensors use now. Too slow for phase transitions: walks adopted storages."""
         return 0
 
     def compare_poison(self) -> None:
-        """Begin the comparison whose answer the next `heal_poison` that waits gives. For the middle of a move: the device compares while
-        bytes are on their way. A device that has the answer at once has nothing to begin."""
+        """Begin the comparison that the next waiting `heal_poison` reports, so that the device compares while bytes are being moved.
+
+        A device that knows the answer without comparing does nothing here.
+        """
 
     @abc.abstractmethod
     def heal_poison(self, wait: bool = True) -> bool:
-        """Make all poison whole again. True when something had written into it, also where a chunk has taken its place since.
+        """Restore all damaged poison. Returns True if something has written into poison, even where a chunk is mapped by now.
 
-        The answer comes after all work that the calling thread's current stream holds now, or held at `compare_poison`. Each damage
-        is reported once.
+        The answer covers all work on the calling thread's current stream now, or at `compare_poison`. Each damage is reported once.
 
-        Ranges may share one piece of poison (CUDA). A write then shows in all of them, nobody can say whose memory was meant, and it is
-        found by its bytes. One that leaves every byte as it was is not found: a copy of poison, and NaN that is handed on as it is. On an
-        NVIDIA GPU clamp_ does that; its arithmetic changes the bytes in every float type. Or each page is a range's own (the simulated
-        device, where the kernel says which pages were written): then a write shows there alone, and is found whatever it wrote.
+        Ranges may share one piece of poison (CUDA). Then a write shows in all of them, its target is unknown, and it is found by comparing
+        bytes. A write that leaves every byte unchanged is not found: a copy of poison, or a NaN passed on unchanged. On an NVIDIA GPU
+        clamp_ does that; its arithmetic changes the bytes in every float type. Or each range has poison pages of its own (the simulated
+        device, whose kernel records written pages). Then a write shows in its own range only, and is found whatever it wrote.
 
         Args:
-            wait: wait for the answer. Otherwise the host waits for nothing: what an earlier call began is reported if it is
-                done, and the next comparison begins. A damage then shows in a later call, at the latest in one that waits.
-                A device that has the answer at once gives it in both cases.
+            wait: whether to wait for the answer. If not, the call reports the earlier comparison if that is done, and begins the next one.
+                A damage then shows in a later call, at the latest in one that waits. A device that knows the answer at once ignores this.
 
         Raises:
             RuntimeError: the device reports an error of earlier work.
         """
 
     def written_poison(self) -> Sequence[WrittenPoison]:
-        """Where the damage lay that the last `heal_poison` reported; empty where ranges share their poison."""
+        """The places of the damage that the last `heal_poison` reported; empty where ranges share their poison."""
         return ()
 
     def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
-        """Make the poison in `[offset, offset + nbytes)` whole: what was written there was written by right, and is no damage.
+        """Restore the poison in `[offset, offset + nbytes)` after a legitimate write, which is not reported as damage.
 
-        A write beside it is still reported. Enqueued on the calling thread's current stream: what is behind the addresses must not change
-        before that is through.
+        A write beside it is still reported. The work is enqueued on the calling thread's current stream. Until it is done, the memory
+        behind the addresses must not change.
         """
         fill_with_poison(self.view(addresses, offset, nbytes), offset)
 
     def trim(self) -> None:
-        """Make torch's allocator return what it caches to the driver. Waits for the whole device; never in the hot path."""
+        """Make torch's allocator return its cached memory to the driver. Waits for the whole device; never used in the hot path."""
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream is capturing a graph."""
         return False
 
     def close(self) -> None:
-        """Give back what the device itself holds (streams, poison) once its last range is dead. Idempotent."""
+        """Release the device's own resources (streams, poison) once its last range is dead. Idempotent."""
 
 
 def poison_bytes(offset: int, nbytes: int) -> bytes:
@@ -368,7 +368,7 @@ def poison_bytes(offset: int, nbytes: int) -> bytes:
 
 
 def fill_with_poison(view: torch.Tensor, offset: int) -> None:
-    """Fill a uint8 tensor with the poison from `offset` of a range on. The host waits for nothing."""
+    """Fill a uint8 tensor with the poison that begins at `offset` of a range. The host waits for nothing."""
     view.fill_(POISON_WORD[0])
     for place, byte in enumerate(POISON_WORD):
         if byte != POISON_WORD[0]:
@@ -381,4 +381,4 @@ def check_slots(chunks: Sequence[Chunk], start: int, chunk_bytes: int) -> None:
         raise ValueError(f"start {start:,} is not a multiple of chunk_bytes {chunk_bytes:,}")
     sizes = [chunk.nbytes for chunk in chunks]
     if any(size != chunk_bytes for size in sizes[:-1]) or any(size > chunk_bytes for size in sizes[-1:]):
-        raise ValueError(f"chunks of {sizes} bytes: each but the last must have chunk_bytes {chunk_bytes:,}, and none more")
+        raise ValueError(f"chunks of {sizes} bytes: each but the last must have chunk_bytes {chunk_bytes:,}, and the last at most that")

@@ -1,4 +1,4 @@
-"""From the name of a device to the device."""
+"""Find the device for a device name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NAME = re.compile(r"([A-Za-z_]\w*)(?::(\d+))?")
 
 
 def select_device(name: str, *, is_tight: bool = False) -> Device:
-    """The device called "auto", "cuda", "cuda:N", or by the name of an entry point of the group `placement.devices`, also with ":N".
+    """Make the device called "auto", "cuda" or "cuda:N", or one named by an entry point of the group `placement.devices`, also with ":N".
 
     Args:
-        is_tight: its memory was portioned out, so that a swap may have little room beside the larger side.
+        is_tight: whether this process has only a share of the device's memory, so that a swap needs smaller chunks.
 
     Raises:
-        ValueError: no such name.
-        PlacementError: this process has no accelerator, one that is not supported, or lacks what its virtual memory needs; or an entry
-            point cannot be used.
+        ValueError: the name is unknown.
+        PlacementError: this process has no accelerator, an unsupported one, or one without virtual memory management; or an entry point
+            cannot be used.
     """
     match = _NAME.fullmatch(name)
     kind = "" if match is None else match[1]

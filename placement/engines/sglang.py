@@ -79,7 +79,7 @@ class SglangServer(_Sglang):
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. The word holds for the server process that runs now, until it is restarted."""
+        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted."""
         self._started = self._info().get("startup_time")
         super().assume(offloaded=offloaded)
 

@@ -63,9 +63,9 @@ class Group(Membership):
         generation: number of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
 
     Raises:
-            GroupError: this rank's place is taken: the process was restarted, and the others do not know the new process.
-            CoordinatorLost: the board does not answer.
-            ValueError: the rank is outside the world, or the deadline is not a positive number.
+        GroupError: this rank's place is taken: the process was restarted, and the others do not know the new process.
+        CoordinatorLost: the board does not answer.
+        ValueError: the rank is outside the world, or the deadline is not a positive number.
     """
 
     def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:

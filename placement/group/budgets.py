@@ -19,8 +19,8 @@ class OtherBudgetError(DeviceMemoryError):
     """A plan does not fit the budget of another rank of the group.
 
     Attributes:
-            rank: the rank whose budget is too small.
-            reason: the text to report for that rank.
+        rank: the rank whose budget is too small.
+        reason: the text to report for that rank.
     """
 
     def __init__(self, message: str, rank: int, reason: str) -> None:

@@ -55,7 +55,6 @@ class StoreBoard(Board):
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         # Not the store's own wait: a signal does not end it, each timeout logs two lines, and it ends only when the store answers.
-        # has to answer before it may end.
         deadline = time.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
         while (found := self.look([key])) is None:

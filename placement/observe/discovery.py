@@ -48,7 +48,7 @@ class Identity:
 
     @classmethod
     def from_launcher(cls, environment: Mapping[str, str] = os.environ, *, run: str | None = None, gpu_uuid: str = "") -> Identity:
-        """Read the identity from torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's (SLURM_PROCID, SLURM_NODEID, ..).
+        """Read torchrun's variables (RANK, GROUP_RANK, TORCHELASTIC_RUN_ID) or Slurm's (SLURM_PROCID, SLURM_NODEID, SLURM_JOB_ID).
 
         Raises:
             PlacementError: the rank is not a number.

@@ -1,1 +1,1 @@
-"""What a tensor is made of: plain storages, sparse parts, wrappers around them; and how an object names those it owns."""
+"""The structure of tensors: plain storages, sparse parts, wrappers around them; and how an object names the tensors it owns."""

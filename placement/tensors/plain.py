@@ -1,4 +1,4 @@
-"""What a plain tensor is, and how tensors are found in nested containers."""
+"""Plain tensors, and how tensors are found in nested containers and wrappers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from placement.core.loaded_classes import loaded_class
 
-# Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs an adapter of its own.
+# Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs its own adapter.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _carriers: set[tuple[str, str]] = set()
 
@@ -30,18 +30,18 @@ def set_carriers(classes: Iterable[tuple[str, str]]) -> None:
 
 @functools.cache
 def is_plain_type(cls: type) -> bool:
-    """Whether tensors of a class have their bytes in their own storage, and nowhere else that we do not know."""
+    """Whether tensors of a class have all their bytes in their own storage."""
     known = (loaded_class(*each) for each in _carriers)
     return cls in PLAIN_TYPES or any(carrier is not None and issubclass(cls, carrier) for carrier in known)
 
 
 def with_index(device: torch.device) -> torch.device:
-    """`device` as tensors report it: "cuda" without an index is the current one."""
+    """`device` as tensors report it. "cuda" without an index means the current device."""
     return torch.empty(0, device=device).device
 
 
 def reference(obj: Any) -> Callable[[], Any]:
-    """A weak reference, so that an adapter does not keep its object alive; a strong one where the class allows no weak ones."""
+    """A weak reference, so that an adapter does not keep its object alive; a strong one where the class allows no weak references."""
     try:
         return weakref.ref(obj)
     except TypeError:
@@ -49,7 +49,7 @@ def reference(obj: Any) -> Callable[[], Any]:
 
 
 def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
-    """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every boundary, so it stays cheap."""
+    """Whether the tensor's storage can be moved as bytes. Runs for every tensor at every phase transition, so it must be cheap."""
     return (
         is_plain_type(type(tensor))
         and tensor.layout is torch.strided
@@ -61,7 +61,7 @@ def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
 
 
 def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None:
-    """What is wrong with a tensor and what to do about it, for an error message; None when it can be moved."""
+    """The problem of a tensor and its remedy, as text for an error message; None when the tensor can be moved."""
     if is_lazy(tensor):
         return "has no shape yet: run one forward pass before registering"
     if not is_plain_type(type(tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -77,7 +77,7 @@ def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None
         return f"has a {layout} layout: only dense strided tensors can be moved now; make it dense (a gradient: zero_grad first)"
     if not (tensor.is_cpu or tensor.device == compute_device):
         where = "the CPU" if compute_device.type == "cpu" else f"the CPU or {compute_device}"
-        return f"is on {tensor.device}: one handle lives on {where}; move it there before registering"
+        return f"is on {tensor.device}: all tensors of a handle must be on {where}; move it there before registering"
     if tensor.is_inference():
         return "is an inference tensor: create or load it outside torch.inference_mode()"
     if tensor.is_cpu and tensor.untyped_storage().is_shared():
@@ -86,7 +86,7 @@ def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None
 
 
 def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `value`, through lists, tuples and mappings nested in any depth, in their own order."""
+    """Every tensor in `value`, through nested lists, tuples and mappings of any depth, in their order."""
     stack: list[tuple[str, Any]] = [(name, value)]
     visited: set[int] = set()
     while stack:
@@ -96,14 +96,14 @@ def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         elif isinstance(item, (list, tuple, Mapping)) and item and id(item) not in visited:
             visited.add(id(item))
             pairs = list(item.items() if isinstance(item, Mapping) else enumerate(item))
-            # A key may be a parameter, and its text all of its values: nobody may read them here, least of all where there are none.
+            # A key may be a parameter, whose text shows all its values. They must not be read, because the parameter may be offloaded.
             labels = (key if isinstance(key, (str, int)) else f"[{index}]" for index, key in enumerate(key for key, _ in pairs))
             stack.extend([(f"{path}.{label}", part) for label, (_, part) in zip(labels, pairs, strict=True)][::-1])
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that hold a tensor's bytes: itself, or what a wrapper subclass (a DTensor, a quantised weight) wraps, to any depth."""
-    if type(tensor) in PLAIN_TYPES:  # at every phase transition for every tensor: the common case first
+    """The tensors that hold a tensor's bytes: itself, or those that a wrapper (a DTensor, a quantised weight) wraps, to any depth."""
+    if type(tensor) in PLAIN_TYPES:  # the common case first: this runs for every tensor at every phase transition
         yield name, tensor
         return
     wrapper: Any = tensor
@@ -112,7 +112,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tenso
         return
     for attribute in wrapper.__tensor_flatten__()[0]:
         part = getattr(wrapper, attribute)
-        if isinstance(part, torch.Tensor):  # a DTensor lists its mesh as well
+        if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
             yield from parts_of(part, f"{name}.{attribute}")
 
 
@@ -122,22 +122,22 @@ def has_bytes(part: torch.Tensor) -> bool:
 
 
 def plain_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a tensor's parts that have bytes of their own."""
+    """The parts of a tensor that have bytes of their own."""
     return ((path, part) for path, part in parts_of(tensor, name) if has_bytes(part))
 
 
 def is_wrapper(tensor: object) -> bool:
-    """Whether a tensor has its bytes in other tensors, which it wraps."""
+    """Whether a tensor keeps its bytes in other tensors, which it wraps."""
     return type(tensor) not in PLAIN_TYPES and is_traceable_wrapper_subclass(tensor)
 
 
 def local_device(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor's bytes are on this rank."""
+    """The device of a tensor's bytes on this rank."""
     return next((part.device for _, part in parts_of(tensor, "")), tensor.device)
 
 
 def rewrapped(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `change` makes of a tensor; of a wrapper the same wrapper around what it makes of the parts. Calls no collective."""
+    """Apply `change` to a tensor. For a wrapper, make the same wrapper around its changed parts. Calls no collective."""
     if not is_wrapper(tensor):
         return change(tensor)
     wrapper: Any = tensor
@@ -149,20 +149,20 @@ def rewrapped(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tenso
 
 
 def align(wrapper: torch.Tensor) -> None:
-    """Make a wrapper's outside say what its parts are now (their device). `.data =` reaches the outside alone."""
+    """Update the metadata that a wrapper reports (its device) from its parts. `.data =` changes only that metadata."""
     wrapper.data = rewrapped(wrapper, lambda part: part)
 
 
 class Outline(NamedTuple):
-    """What a wrapper says of itself, in words that hold no tensor: how to make the same one around other parts."""
+    """A wrapper's metadata without any tensor, from which the same wrapper can be made around other parts."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     context: Any
-    """Of `__tensor_flatten__`."""
+    """The context of `__tensor_flatten__`."""
     inner: Mapping[str, Outline]
-    """Of the parts that are wrappers themselves."""
+    """The outlines of parts that are wrappers themselves."""
 
     @classmethod
     def of(cls, wrapper: Any) -> Outline:
@@ -171,7 +171,7 @@ class Outline(NamedTuple):
         return cls(wrapper.dtype, wrapper.size(), wrapper.stride(), context, inner)
 
     def around(self, wrapper: Any) -> torch.Tensor:
-        """A new wrapper like this around the parts that another one has."""
+        """A new wrapper with this outline, around the parts of another wrapper."""
         parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
         parts |= {name: outline.around(parts[name]) for name, outline in self.inner.items()}
         found: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, self.context, self.size, self.stride)
@@ -179,9 +179,9 @@ class Outline(NamedTuple):
 
 
 def restore(wrapper: torch.Tensor, outline: Outline) -> None:
-    """Make a wrapper say again what it said of itself, once its parts are what they were: `half()` made it say another dtype.
+    """Restore a wrapper's metadata after its parts are restored (`half()` made it report another dtype).
 
-    The object stays, with its parts and its gradient.
+    The wrapper object, its parts and its gradient stay the same.
     """
     if (wrapper.dtype, wrapper.size(), wrapper.stride()) == outline[:3]:
         return

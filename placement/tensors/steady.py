@@ -1,7 +1,7 @@
-"""Whether a module tree or an optimizer's state is what it was at the last look, asked without a step of Python for each tensor.
+"""Check whether a module tree or an optimizer's state is unchanged since the last look, without a step of Python for each tensor.
 
-Models of experts have tens of thousands of tensors, and every phase transition has to know that none was added, replaced or given a
-gradient. The full walk takes about 4 us for each (of an optimizer's state 20); this one 0.3 us, most of it in functions of C.
+Models of experts have tens of thousands of tensors. Every phase transition must know that none was added, replaced or given a
+gradient. The full walk takes about 4 us for each tensor (20 us for optimizer state); this check 0.3 us, mostly in C functions.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from placement.tensors.owned import Seen
 from placement.tensors.plain import nested_tensors
 
 _BLOCK = 256
-"""Tensors that are asked everything before the next ones are. What torch keeps of one lies in six places, and so of this many still in
-the cache: one question at a time to 20,000 tensors that are scattered over the heap takes 1.6 times as long (EPYC, 1 MiB a core)."""
+"""The number of tensors that are asked everything before the next ones. What torch keeps about a tensor lies in six places, which stay in
+the cache for so many: asking 20,000 scattered tensors one question at a time takes 1.6 times as long (EPYC, 1 MiB a core)."""
 
 
 class Steady:
-    """What a tree looked like. Holds no tensor and no module: identities and types only.
+    """The look of a module tree at the last walk. It holds no tensor and no module: only identities and types.
 
     Args:
         root: the tree, just walked.
         owned: the tensors that the walk found, none of which is loose or part of a wrapper.
-        containers: identities of the attributes of its modules in which tensors may come to lie.
+        containers: identities of module attributes that may come to contain tensors.
     """
 
     def __init__(self, root: torch.nn.Module, owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
@@ -41,10 +41,10 @@ class Steady:
         self._others = [index for index, kind in enumerate(self._types) if issubclass(kind, torch.Tensor) and index not in mine]
         self._containers = [place[key] for key in containers]
         self._versions: list[int] = []
-        """Of the owned tensors at the last look."""
+        """The versions of the owned tensors at the last look."""
 
     def look(self, root: torch.nn.Module) -> Seen | None:
-        """What there is, if nothing changed and no tensor has a gradient or a graph; else None."""
+        """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
         values = _values(root)
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
@@ -54,8 +54,8 @@ class Steady:
         seen = Seen([values[index] for index in self._owned], [], [])
         for start, block in _blocks(seen.tensors):
             versions = list(map(_VERSION, block))
-            # A tensor becomes part of a graph by being written in place, which its counter counts. Before gradients: torch warns who asks
-            # for that of a tensor inside a graph.
+            # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one
+            # reads the gradient of a tensor inside a graph.
             if versions != self._versions[start : start + _BLOCK] and not all(map(_IS_LEAF, block)):
                 return None
             if _any_gradient(block):
@@ -70,11 +70,11 @@ class Steady:
 
 
 class SteadyState:
-    """What the state of plain optimizers looked like: dictionaries of tensors and numbers by parameter. Holds no tensor.
+    """The look of plain optimizers' state at the last walk: dictionaries of tensors and numbers by parameter. It holds no tensor.
 
     Args:
-        optimizers: with a state of their own; just walked.
-        owned: the state tensors that the walk found to be moved.
+        optimizers: optimizers with a state of their own, just walked.
+        owned: the state tensors that are to be moved.
     """
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ class SteadyState:
         self._staying = [key not in moved for key in self._tensor_ids]
 
     def look(self, optimizers: Sequence[Any]) -> Seen | None:
-        """What there is, if nothing changed and what stayed on the CPU is still a number there; else None."""
+        """The present tensors, if nothing changed and every state tensor that stayed on the CPU is still a number there; else None."""
         ids, values = _state(optimizers)
         if ids != self._ids or list(map(type, values)) != self._types:
             return None
@@ -107,14 +107,14 @@ class SteadyState:
 
     @staticmethod
     def fits(optimizers: Sequence[Any]) -> bool:
-        """Whether each entry of every state is a plain dictionary, with nothing in it that could hold further tensors."""
+        """Whether every entry of every state is a plain dictionary that holds nothing with further tensors."""
         entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
         kinds = {type(value) for entry in entries if type(entry) is dict for value in entry.values()}
         return all(type(entry) is dict for entry in entries) and kinds <= _SIMPLE
 
 
 def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """Who and what the state is of (identities), and every value of it, in one order."""
+    """The identities of all objects that make up the state, and all its values, in a fixed order."""
     holders: list[Any] = []
     values: list[Any] = []
     for optimizer in optimizers:
@@ -134,7 +134,7 @@ def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
 
 _SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 _WHERE_COUNTERS_ARE = ("fused", "capturable")
-"""Options of a parameter group that say on which device torch keeps its counters."""
+"""Options of a parameter group that decide on which device torch keeps its counters."""
 _IS_CPU = operator.attrgetter("is_cpu")
 _GRADIENT = operator.attrgetter("grad")
 _IS_LEAF = operator.attrgetter("is_leaf")
@@ -142,7 +142,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Where each block begins, and what is in it."""
+    """The beginning and the tensors of each block."""
     return ((start, tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK))
 
 
@@ -151,7 +151,7 @@ def _any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _values(root: torch.nn.Module) -> list[Any]:
-    """Every attribute, parameter, buffer and child of every module, in one order."""
+    """Every attribute, parameter, buffer and child of every module, in a fixed order."""
     found: list[Any] = []
     stack: list[torch.nn.Module] = [root]
     visited: set[int] = set()
@@ -163,7 +163,7 @@ def _values(root: torch.nn.Module) -> list[Any]:
         fields = module.__dict__
         children = fields["_modules"].values()
         found.extend(fields.values())
-        if isinstance(found[-1], GuardedForward):  # there while offloaded, and the newest attribute then; no change of the tree
+        if isinstance(found[-1], GuardedForward):  # present while offloaded, as the newest attribute; the tree is unchanged
             found.pop()
         for each in (fields["_parameters"].values(), fields["_buffers"].values(), children):
             found.extend(each)

@@ -102,7 +102,7 @@ def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:
         (lambda: device.map(elsewhere, [device.create(size)], step), "not a multiple"),
         (lambda: device.map(elsewhere, [device.create(size)], 2 * size), "not within"),
         (lambda: device.map(elsewhere, [device.create(step), device.create(size)]), "each but the last"),
-        (lambda: device.map(elsewhere, [device.create(size + step)]), "and none more"),
+        (lambda: device.map(elsewhere, [device.create(size + step)]), "and the last at most that"),
     ]
     for call, why in refused:
         with pytest.raises(ValueError, match=why):

@@ -217,7 +217,7 @@ def test_bad_input(shared: Path) -> None:
         ({"weights": "sleep"}, "'sleep' is unknown; use one of keep, discard"),
         ({"verify": "no"}, "'no' is unknown; use one of"),
         ({"deadline_seconds": float("inf")}, "more than 0 and finite"),
-        ({"tag_bytes": {"weights": -1}}, "tag_bytes of 'weights' is -1"),
+        ({"tag_bytes": {"weights": -1}}, "tag_bytes of 'weights' must be 0 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             Own(shared, **options)

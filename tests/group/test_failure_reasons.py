@@ -198,7 +198,7 @@ def test_reasons_that_are_no_message_are_named_and_long_ones_fit() -> None:
             decode(Failures, value)
     with pytest.raises(ValueError, match="not a valid Outcome"):
         decode(Outcome, b'{"reason": 1}')
-    with pytest.raises(ValueError, match="no Decision"):
+    with pytest.raises(ValueError, match="not a valid Decision"):
         decode(Decision, b'{"verdict": "abort", "missed": 3}')
 
 

@@ -93,7 +93,7 @@ def test_views_stay_within_the_slab() -> None:
     for offset, nbytes in [(-1, 2), (0, 101), (100, 1), (0, -1)]:
         with pytest.raises(ValueError, match="not within 100 bytes"):
             slab.view(offset, nbytes)
-    with pytest.raises(ValueError, match="a slab of -1 bytes"):
+    with pytest.raises(ValueError, match="a slab cannot have -1 bytes"):
         Slab(-1)
 
 

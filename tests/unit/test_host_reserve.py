@@ -205,7 +205,7 @@ def test_memory_that_others_took_meanwhile_is_left_alone(monkeypatch: pytest.Mon
     slab = driver.slab(8 * PAGE)
     assert slab.ready.wait(LONG)
     assert (slab.pageable_bytes, driver.calls) == (8 * PAGE, [])
-    assert slab.pageable_reason == f"{PAGE:,} bytes were not touched: 100 bytes of host memory available"
+    assert slab.pageable_reason == f"{PAGE:,} bytes were not allocated: only 100 bytes of host memory are available"
     slab.view(0, slab.nbytes).fill_(1)
 
 

@@ -1,1 +1,1 @@
-"""A CUDA GPU: virtual memory by the driver, pinned host memory, streams, and torch's allocator over a range."""
+"""A CUDA GPU: the driver's virtual memory, pinned host memory, streams, and torch's allocator over a range."""

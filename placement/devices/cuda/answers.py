@@ -1,6 +1,6 @@
-"""Small results of kernels that the host waits for, written by the kernels into host memory.
+"""Bring small results of kernels to the waiting host: the kernels write them into host memory.
 
-A copy to the host waits behind what the copy engine has to do already, which may be gigabytes of an offload that the answer is about.
+A copy to the host would wait behind the copy engine's queue, which may hold gigabytes of the offload that the result is about.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from placement.devices.base import HostSlab
 from placement.devices.host.reserve import wait_until_ready
 
 _PAGE = 1024
-"""Words of one answer: fingerprints of 128 GiB in chunks of 128 MiB."""
+"""The words of one answer: enough for the fingerprints of 128 GiB in chunks of 128 MiB."""
 _PAGES = 16
 NUM_BYTES = 8 * _PAGE * _PAGES
 
 
 class _Exported:
-    """Host memory for torch, as memory of a device. Not the object that holds the tensor: the cycle would go through C++, unseen by any
-    collection."""
+    """Presents host memory to torch as device memory. It must not be the object that holds the tensor: that cycle would run through C++,
+    unseen by any garbage collection."""
 
     def __init__(self, slab: HostSlab) -> None:
         self._slab = slab
@@ -29,14 +29,14 @@ class _Exported:
 
 
 class HostWords:
-    """A slab as int64 words.
+    """A slab viewed as int64 words.
 
     Args:
-        has_one_address: registered host memory has the same address for kernels as for the host.
+        has_one_address: whether registered host memory has the same address for kernels and for the host.
 
     Attributes:
-        host: for the host.
-        device: for kernels, which write to the host's memory itself; None where they cannot.
+        host: the words for the host.
+        device: the same words for kernels, which write to them directly; None where they cannot.
     """
 
     def __init__(self, slab: HostSlab, device: torch.device, *, has_one_address: bool) -> None:
@@ -46,7 +46,7 @@ class HostWords:
 
 
 class _Answer:
-    """What one page will hold. Dropped unread (a phase transition that failed), it leaves the page to the next once that is written."""
+    """A pending answer in one page. If it is dropped unread (the phase transition failed), the page is free once it is written."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host
@@ -64,7 +64,7 @@ class Answers:
     def __init__(self, words: HostWords) -> None:
         self._words = words
         self._pages: dict[int, tuple[weakref.ref[_Answer], torch.cuda.Event | None]] = {}
-        """By first word, who is to read a page, and when it is written; a page without an entry was never used."""
+        """For each page's first word: the answer that reads it, and the event of its writing. A page without an entry was never used."""
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """See `Device.ask`."""

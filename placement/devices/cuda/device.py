@@ -1,4 +1,4 @@
-"""An NVIDIA GPU by CUDA virtual memory: addresses are reserved once, physical memory goes behind them and comes back."""
+"""An NVIDIA GPU with CUDA virtual memory: addresses are reserved once, and physical memory is mapped behind them and taken away."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span
 
 CHUNK_BYTES = 256 << 20
-"""Each chunk costs the host about 0.09 ms to load and 0.14 to vacate (H200): the larger, the fewer."""
+"""The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
 TIGHT_CHUNK_BYTES = 128 << 20
-"""Where device memory is short, a swap has no room for two of those."""
+"""The chunk size where device memory is short: a swap needs room for two chunks."""
 
 
 class _Addresses(Addresses):
@@ -46,7 +46,7 @@ class _Event(Mark):
 
 
 class _Exporter:
-    """What a tensor over a range keeps alive: torch drops it with the storage, and the addresses with it."""
+    """The object that a tensor over a range keeps alive. torch drops it together with the storage, and with it the addresses."""
 
     def __init__(self, addresses: Addresses, offset: int, nbytes: int) -> None:
         self._addresses = addresses
@@ -57,13 +57,13 @@ class CudaDevice(Device):
     """One CUDA device of this process.
 
     Args:
-        index: as torch counts devices.
-        chunk_bytes: size of a full chunk, rounded up to the driver's granularity (2 MiB). See `CHUNK_BYTES`.
-        peers: other GPUs whose kernels and copies may touch what lies here. None: those that this process uses by now, which
-            for a process with one GPU of many is none. Rights to a GPU that nobody uses here would cost it memory and time.
+        index: the device's index in torch.
+        chunk_bytes: the size of a full chunk, rounded up to the driver's granularity (2 MiB). See `CHUNK_BYTES`.
+        peers: other GPUs whose kernels and copies may access memory of this one. None: the GPUs that this process uses already, which
+            are none for a process with one of many GPUs. Rights for a GPU that this process does not use cost that GPU memory and time.
 
     Raises:
-        PlacementError: no CUDA virtual memory here, the message says what to install; or a peer cannot reach this GPU.
+        PlacementError: CUDA virtual memory is not available, and the message says what to install; or a peer cannot reach this GPU.
     """
 
     def __init__(self, index: int = 0, *, chunk_bytes: int = CHUNK_BYTES, peers: Sequence[int] | None = None) -> None:
@@ -82,7 +82,7 @@ class CudaDevice(Device):
             "to_host": torch.cuda.Stream(self.torch_device),
         }
         self._following = torch.cuda.Stream(self.torch_device)
-        """For what comes after copies, chunk by chunk, while later ones are under way."""
+        """The stream for work that follows copies, chunk by chunk, while later copies are in progress."""
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granularity) * self.granularity
@@ -102,7 +102,7 @@ class CudaDevice(Device):
         return MappedSlab(file, nbytes, own, extra_bytes, register=self._pin, unregister=self._pinning.unpin)
 
     def _words(self, nbytes: int) -> HostWords:
-        """A few bytes for answers of kernels."""
+        """A few words of host memory for answers of kernels."""
         slab = Slab(nbytes, register=self._pinning.pin_uncounted, unregister=self._pinning.unpin)
         return HostWords(slab, self.torch_device, has_one_address=self._driver.has_one_address)
 
@@ -117,22 +117,22 @@ class CudaDevice(Device):
     def _reserve(self, nbytes: int) -> _Addresses:
         self._collect()
         nbytes = self._rounded(max(nbytes, 1))
-        reserved = -(-nbytes // self.chunk_bytes) * self.chunk_bytes  # whole slots: see `cuda_mapping`
+        reserved = -(-nbytes // self.chunk_bytes) * self.chunk_bytes  # whole slots: see `mapping`
         base = int(self._driver.call("cuMemAddressReserve", reserved, 0, 0, 0))
         addresses = _Addresses(base, nbytes, Extent(self._driver, base, nbytes, self.chunk_bytes))
         self._ranges.add(addresses, nbytes, functools.partial(self._free, base, reserved, addresses.extent))
         return addresses
 
     def _free(self, base: int, nbytes: int, extent: Extent, life: Life) -> bool:
-        """The last tensor over a range is gone. A kernel that used it may still run, and would take the context down."""
+        """Free a range when its last tensor is gone. Waits for kernels that may still use it, whose fault would kill the context."""
         if self._driver.usable:
             try:
-                if self.is_capturing():  # waiting now would spoil the capture
+                if self.is_capturing():  # waiting now would break the capture
                     return False
-            except RuntimeError:  # the device is beyond use
+            except RuntimeError:  # the device is unusable
                 return False
             with self._driver:
-                if self._driver.failed("cuCtxSynchronize"):  # another thread captures
+                if self._driver.failed("cuCtxSynchronize"):  # another thread captures a graph
                     return False
                 free = functools.partial(self._driver.api.cuMemAddressFree, base, nbytes)
                 extent.end(free, functools.partial(self._ranges.owned.pop, life, None))
@@ -144,7 +144,7 @@ class CudaDevice(Device):
 
     def create(self, nbytes: int) -> Chunk:
         self._collect()
-        self._poisoned()  # before the memory is gone
+        self._poisoned()  # before the device memory is used up
         return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> DriverChunk:
@@ -158,7 +158,7 @@ class CudaDevice(Device):
             if weakref.ref(chunk) in self._chunks.owned:
                 self.release(chunk)
             elif outcomes and outcomes[0][0] == self._driver.api.CUresult.CUDA_SUCCESS:
-                self._driver.failed("cuMemRelease", outcomes[0][1])  # an interrupt between the driver's answer and its owner
+                self._driver.failed("cuMemRelease", outcomes[0][1])  # interrupted before the entry in the ledger
             raise
         return chunk
 
@@ -168,10 +168,10 @@ class CudaDevice(Device):
         self._release([ours[life] for life in held], held)
 
     def _release(self, handles: Sequence[int], lives: Sequence[weakref.ref[DriverChunk]]) -> None:
-        # In one step: the driver gives the number of a released chunk to the next, so it must never be released twice.
+        # In one step: the driver reuses the number of a released chunk, so no number may be released twice.
         if handles and self._driver.usable:
             forget = map(self._chunks.owned.pop, lives, itertools.repeat(None))
-            uninterrupted(  # out of the ledger first: another thread may look while the driver works
+            uninterrupted(  # out of the ledger first, because other threads may look while the driver works
                 functools.partial(collections.deque, forget, 0),
                 functools.partial(collections.deque, map(self._driver.api.cuMemRelease, handles), 0),
             )
@@ -184,7 +184,7 @@ class CudaDevice(Device):
         extent = _ours(addresses, _Addresses).extent
         new = [_ours(chunk, DriverChunk) for chunk in chunks]
         if not all(weakref.ref(chunk) in self._chunks.owned for chunk in new):
-            raise ValueError("a chunk that this device does not hold: released, or of another device")
+            raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
         nbytes = sum(chunk.nbytes for chunk in new)
         planned = extent.plan(start, nbytes, new, self._poisoned().chunks)
         try:
@@ -212,7 +212,7 @@ class CudaDevice(Device):
 
     def order(self) -> None:
         current = torch.cuda.current_stream(self.torch_device)
-        self._following.wait_stream(current)  # before `current` waits for every copy: what follows one of them waits for no other
+        self._following.wait_stream(current)  # before `current` waits for every copy: work after one copy must not wait for others
         for stream in (*self._streams.values(), self._following):
             current.wait_stream(stream)
 
@@ -232,7 +232,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
-        """As the contract says; the addresses must have memory or poison behind them, because torch asks the driver whose they are."""
+        """See `Device.view`. Memory or poison must be behind the addresses, because torch asks the driver which device they belong to."""
         check_span(offset, nbytes, addresses.nbytes)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
@@ -259,15 +259,15 @@ class CudaDevice(Device):
         return self._torch_bytes("allocated_bytes") - pool.allocated_bytes(self.torch_device)
 
     def _torch_bytes(self, what: str) -> int:
-        """One of torch's statistics, with what lies in our ranges by way of its pools."""
-        # Torch's own functions for one number of these make all of them first, and flatten and sort them.
+        """One of torch's statistics, including the ranges that torch's pools allocate from."""
+        # torch's own functions for a single value compute, flatten and sort all of them first.
         stats: dict[str, Any] = torch._C._cuda_memoryStats(self.torch_device.index)
         return int(stats[what]["all"]["current"])
 
     def _poisoned(self) -> Poison:
         if self._poison is None:
             self._poison = self._make_poison()
-            with contextlib.suppress(HostMemoryError):  # answers wait for copies then
+            with contextlib.suppress(HostMemoryError):  # without them, answers wait for copies
                 self._answers = Answers(self._words(NUM_BYTES))
         return self._poison
 
@@ -278,7 +278,7 @@ class CudaDevice(Device):
         try:
             return Poison(self._driver, full, tail, self.view(addresses, 0, addresses.nbytes), self._words(16))
         except torch.OutOfMemoryError as exc:
-            raise DeviceMemoryError(f"{self.name}: no memory to watch over the poison: {exc}") from exc
+            raise DeviceMemoryError(f"{self.name}: not enough device memory for the check of the poison: {exc}") from exc
 
     def compare_poison(self) -> None:
         if self._poison is not None:
@@ -300,7 +300,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         pool.reap()
         self._collect()
-        if len(self._ranges.owned) <= 1:  # the poison's own
+        if len(self._ranges.owned) <= 1:  # only the poison's own range is left
             self._poison = self._answers = None
             self._collect()
 

@@ -1,4 +1,4 @@
-"""The CUDA driver functions that placement calls: where they come from, when they may be called, and what their errors become."""
+"""Calls of the CUDA driver: where its functions come from, when they may be called, and how errors become exceptions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ atexit.register(_exiting.set)
 
 
 def refuse_rocm(name: str) -> None:
-    """No advice for CUDA where torch was built for AMD GPUs, which it calls CUDA devices too.
+    """Raise where torch was built for AMD GPUs, which it also calls CUDA devices, so that no advice for CUDA is given there.
 
     Raises:
-        PlacementError: it was.
+        PlacementError: torch was built for ROCm.
     """
     if torch.version.hip is not None:
         raise PlacementError(
@@ -36,7 +36,7 @@ def refuse_rocm(name: str) -> None:
 class Driver:
     """The driver for one device, with torch's (the primary) context.
 
-    `with driver:` makes that context current on the calling thread, whatever thread it is. Reentrant.
+    `with driver:` makes that context current on the calling thread. Reentrant.
 
     Args:
         peers: see `CudaDevice`.
@@ -59,30 +59,30 @@ class Driver:
                 f"For this torch (CUDA {torch.version.cuda}): pip install 'cuda-bindings=={major}.*', or 'placement[cuda{major}]'"
             ) from exc
         torch.cuda.init()
-        torch.cuda.synchronize(index)  # the runtime creates the primary context now, and not under our hands later
+        torch.cuda.synchronize(index)  # makes the runtime create the primary context now instead of later
         self._process = os.getpid()
         self._ordinal = self.call("cuDeviceGet", index)
         attribute = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        has_it, why = False, "the driver answers that it has none"
+        has_it, why = False, "the driver reports that the device does not support it"
         try:
             has_it = bool(self.call("cuDeviceGetAttribute", attribute, self._ordinal))
-        except RuntimeError as exc:  # a driver that does not know the question
+        except RuntimeError as exc:  # the driver does not know this attribute
             why = str(exc)
         if not has_it:
             raise PlacementError(
                 f"cuda:{index}: no virtual memory management ({why}). Install an NVIDIA driver as new as torch's CUDA "
-                f"{torch.version.cuda}; a virtual GPU must be of a kind that has unified memory (a whole GPU or MIG slice has)"
+                f"{torch.version.cuda}; a virtual GPU must support unified memory (a whole GPU or MIG slice does)"
             )
         self._context = self.call("cuDevicePrimaryCtxRetain", self._ordinal)
         same = self.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         self.has_one_address = bool(self.call("cuDeviceGetAttribute", same, self._ordinal))
-        """Whether kernels find registered host memory where the host does."""
+        """Whether registered host memory has the same address for kernels and for the host."""
 
         self.property = self.api.CUmemAllocationProp()
         self.property.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._locate(self.property.location, index)
         self.access = [self._access(each) for each in (index, *self._peers(index, peers))]
-        """Who may read and write what is mapped: this device and its peers."""
+        """Access rights for mapped memory: this device and its peers may read and write."""
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 
@@ -102,11 +102,11 @@ class Driver:
             return [other for other in others if self._is_in_use(other) and torch.cuda.can_device_access_peer(other, index)]
         for other in wanted:
             if other == index or not torch.cuda.can_device_access_peer(other, index):
-                raise PlacementError(f"cuda:{other} cannot be a peer of cuda:{index}: it has no way to its memory")
+                raise PlacementError(f"cuda:{other} cannot be a peer of cuda:{index}: it cannot access that GPU's memory")
         return list(wanted)
 
     def _is_in_use(self, index: int) -> bool:
-        """Whether this process has a context on a device. Makes none."""
+        """Whether this process has a context on a device. Does not create one."""
         function = "cuDevicePrimaryCtxGetState"
         outcome = getattr(self.api, function)(self.call("cuDeviceGet", index))
         self.value(function, outcome)
@@ -114,7 +114,7 @@ class Driver:
 
     @property
     def usable(self) -> bool:
-        """False at interpreter exit (the driver may be gone before us) and in a forked child (the context is the parent's)."""
+        """False at interpreter exit (the driver may be gone) and in a forked child (the context belongs to the parent)."""
         return not _exiting.is_set() and os.getpid() == self._process
 
     def __enter__(self) -> None:
@@ -124,36 +124,36 @@ class Driver:
         self.call("cuCtxPopCurrent")
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call once. The value that the function returns, None if it returns none.
+        """Call a driver function once. Returns its value, or None if it has none.
 
         Raises:
             DeviceMemoryError: out of memory in a function that takes device memory or addresses.
-            RuntimeError: any other error, named.
+            RuntimeError: any other error; the message names it.
         """
         return self.batch(function, [arguments])[0]
 
     def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Call once for each tuple of arguments, all of them, then raise the first error as `call` does.
+        """Call a driver function once for each tuple of arguments. All calls are made; then the first error is raised as in `call`.
 
-        No bytecode runs between the calls when `calls` is a list or a `zip`: no signal handler can raise between two of them.
+        No bytecode runs between the calls if `calls` is a list or a `zip`, so no signal handler can raise between two of them.
         """
         outcomes: list[tuple[Any, ...]] = []
         self.collect(function, calls, outcomes)
         return [self.value(function, outcome) for outcome in outcomes]
 
     def check(self, function: str, outcomes: Iterable[tuple[Any, ...]]) -> None:
-        """Raise what the first error among outcomes becomes."""
+        """Raise the exception for the first error among the outcomes."""
         success = self.api.CUresult.CUDA_SUCCESS
         for outcome in outcomes:
             if outcome[0] != success:
                 self.value(function, outcome)
 
     def collect(self, function: str, calls: Iterable[tuple[Any, ...]], outcomes: list[tuple[Any, ...]]) -> None:
-        """`batch` into a list that the caller owns already: an interrupt right after the call loses no result."""
+        """Make the calls of `batch`, but put the outcomes into the caller's list, so that an interrupt right after loses no result."""
         outcomes.extend(itertools.starmap(getattr(self.api, function), calls))
 
     def value(self, function: str, outcome: tuple[Any, ...]) -> Any:
-        """What a function returned; raises what its error becomes."""
+        """The value of a driver function's outcome. Raises the exception for an error."""
         error, *values = outcome
         if error == self.api.CUresult.CUDA_SUCCESS:
             return values[0] if values else None
@@ -165,7 +165,7 @@ class Driver:
         raise RuntimeError(message)
 
     def failed(self, function: str, *arguments: Any) -> str | None:
-        """Call once; the error as text instead of an exception, None for success."""
+        """Call a driver function once. Returns the error as text instead of raising it; None for success."""
         try:
             self.call(function, *arguments)
         except (DeviceMemoryError, RuntimeError) as exc:

@@ -1,8 +1,8 @@
-"""What the driver holds on account of our objects: it goes when the object dies, and an interrupt cannot make it stay.
+"""Release driver resources when the objects that own them die. An interrupt cannot prevent that.
 
-A weak reference's callback may be cut short by a signal handler, and is never called again. So the callback that counts is
-`deque.append` itself, which no bytecode can interrupt; the work is done by `collect`, right after if nothing comes in between,
-else at the next call of the device.
+A signal handler may cut a weak reference's callback short, and the callback is never called again. So the callback is `deque.append`
+itself, which no bytecode can interrupt. `collect` does the work: right afterwards if nothing comes in between, else at the device's
+next call.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 
 def uninterrupted(*calls: Callable[[], object]) -> None:
-    """Call all in order without bytecode in between, so that no signal handler can raise between two of them."""
+    """Make all calls in order without bytecode in between, so that no signal handler can raise between two of them."""
     collections.deque(map(operator.call, calls), maxlen=0)
 
 
 class Life(weakref.ref[Any]):
-    """One object that the driver holds something for."""
+    """A weak reference to an object that owns a driver resource."""
 
     __slots__ = ("end", "nbytes")
     end: Callable[[Life], bool]
@@ -29,8 +29,8 @@ class Life(weakref.ref[Any]):
 
 
 _WAKERS: set[weakref.ref[Any]] = set()
-"""One for each object, whose callback has the work done at its death. Here, because a ledger may die before what it is about, or with it
-in one collection, which then calls no callback of the ledger's own. (`weakref.finalize` does the same and takes ten times as long.)"""
+"""One weak reference for each object, whose callback triggers `collect` at the object's death. Global, because a ledger may die before its
+objects or in the same garbage collection, which would then skip callbacks of its own. (`weakref.finalize` takes ten times as long.)"""
 
 
 class _Turn:
@@ -38,19 +38,19 @@ class _Turn:
 
 
 class Lives:
-    """The ledger: every object of ours for which the driver holds something, alive or dead."""
+    """The ledger of every object that owns a driver resource, alive or dead."""
 
     def __init__(self) -> None:
         self.owned: dict[weakref.ref[Any], int] = {}
-        """Bytes by object. `end` takes the entry out in the same uninterrupted step that gives the bytes back."""
+        """Bytes by object. `end` removes the entry in the same uninterrupted step that releases the bytes."""
         self._dead: collections.deque[Life] = collections.deque()
         self._turns: dict[Life, weakref.ref[_Turn]] = {}
-        """Which call is about to end which life: driver calls give other threads a turn, and a number of the driver's that was given
-        back may be somebody else's by then. A call that an interrupt has ended holds none."""
+        """The call that is about to end a life. Driver calls let other threads run, and a released number may soon belong to another
+        resource, so no life may be ended twice. A call that was interrupted no longer holds its turn."""
 
     def add(self, thing: object, nbytes: int, end: Callable[[Life], bool]) -> None:
-        """Own `nbytes` for as long as `thing` lives. `end` gives them back, or returns False to be called again later."""
-        # Callbacks run from the newest reference to the oldest: the list first, then whoever works it off.
+        """Own `nbytes` for as long as `thing` lives. `end` releases them, or returns False to be called again later."""
+        # Callbacks run from the newest reference to the oldest: first the one that fills the list, then the one that works it off.
         _WAKERS.add(weakref.ref(thing, self._wake))
         life = Life(thing, self._dead.append)
         life.nbytes, life.end = nbytes, end
@@ -61,7 +61,7 @@ class Lives:
         self.collect()
 
     def collect(self) -> None:
-        """Give back what belonged to objects that are dead. Repeating it after an interrupt is safe."""
+        """Release the resources of dead objects. Safe to repeat after an interrupt."""
         if not self._dead:
             return
         turn = _Turn()
@@ -72,6 +72,6 @@ class Lives:
                 continue
             self._turns[life] = mine
             if life not in self.owned or life.end(life):
-                with contextlib.suppress(ValueError):  # a nested call was faster
+                with contextlib.suppress(ValueError):  # a nested call has removed it already
                     self._dead.remove(life)
             self._turns.pop(life, None)

@@ -1,9 +1,9 @@
-"""What is behind the addresses of one range of a CUDA device, slot by slot.
+"""The mappings behind the addresses of one range of a CUDA device, slot by slot.
 
-A slot is `chunk_bytes` of addresses, and holds a full chunk; or poison in one piece; or a shorter chunk with poison after it in
-pieces of the granularity, because a mapping shorter than its chunk is refused (error 801). So the driver may be asked to unmap
-any run of whole slots: it unmaps many mappings in one call, but none in part. The last slot of a range has all of its addresses,
-used or not, so that its poison is one piece as well: each piece costs the driver as much as a full one (25 us on an H200).
+A slot is `chunk_bytes` of addresses. It holds a full chunk, or poison in one piece, or a shorter chunk followed by poison in pieces of
+the granularity, because a mapping shorter than its chunk is refused (error 801). So the driver can unmap any run of whole slots: one
+call unmaps many mappings, but none in part. The last slot of a range has all its addresses, used or not, so that its poison is one
+piece too: each piece costs the driver as much as a full one (25 us on an H200).
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ class DriverChunk(Chunk):
 class PoisonChunks(NamedTuple):
     full: DriverChunk
     tail: DriverChunk
-    """Of the granularity."""
+    """A chunk with the size of the granularity."""
 
 
 class Slot(NamedTuple):
-    """What is behind one slot."""
+    """The content of one slot."""
 
     chunk: DriverChunk | None
-    """Held here, so that what may be mapped counts as held also when everybody else has dropped it."""
+    """The slot's chunk. The reference keeps memory that may be mapped in the ledger, even when all others have dropped it."""
     mappings: tuple[Mapping, ...]
     nbytes: int
-    """How much of the slot is covered, from its start."""
+    """The number of covered bytes, from the slot's start."""
 
 
 _EMPTY = Slot(None, (), 0)
 
 
 class Extent:
-    """The slots of one range. A call costs what the slots that it changes cost.
+    """The slots of one range. The cost of a call depends only on the slots that it changes.
 
-    An interrupt cannot fall between the driver's calls of one change, nor between them and their entry in the ledger. Cut after
-    them, a change leaves its slots in doubt: the next change of these takes none of their mappings for granted.
+    An interrupt cannot come between the driver calls of one change, nor between them and their entry in the ledger. If a change is cut
+    short afterwards, its slots are in doubt: the next change of these slots assumes nothing about their mappings.
     """
 
     def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
         self._driver = driver
         self._base = base
         self._nbytes = nbytes
-        """Used; the addresses go on to the end of the last slot."""
+        """The used length; the addresses extend to the end of the last slot."""
         self._chunk_bytes = chunk_bytes
         self._slots: dict[int, Slot] = {}
-        """By index; a slot without an entry has nothing behind it."""
+        """Slots by index. Nothing is behind a slot without an entry."""
         self._doubtful: set[int] = set()
-        """Slots each of whose mappings may be there or not."""
+        """Slots in doubt: each of their mappings may exist or not."""
 
     def plan(self, start: int, nbytes: int, chunks: Sequence[DriverChunk], poison: PoisonChunks | None) -> dict[int, Slot]:
-        """What the slots of `[start, start + nbytes)` must become: chunks from the start on, poison after them.
+        """Compute the new content of the slots of `[start, start + nbytes)`: chunks from the start on, then poison.
 
         Raises:
-            ValueError: as `Device.map` and `Device.unmap` say.
+            ValueError: see `Device.map` and `Device.unmap`.
         """
         size = self._chunk_bytes
         check_slots(chunks, start, size)
@@ -101,10 +101,10 @@ class Extent:
         return Slot(chunk, mappings, covered)
 
     def apply(self, planned: dict[int, Slot]) -> None:
-        """Make the slots what `plan` says: one unmap, the maps, one call for the access rights.
+        """Change slots to the content that `plan` computed: one unmap, the maps, one call for access rights.
 
         Raises:
-            DeviceMemoryError: the driver has no memory for the mappings; the slots may have nothing behind them.
+            DeviceMemoryError: the driver has no memory for the mappings. Nothing may be behind the slots then.
             RuntimeError: any other error of the driver.
         """
         if not planned:
@@ -128,7 +128,7 @@ class Extent:
         self._doubtful.difference_update(planned)
 
     def end(self, *then: Callable[[], object]) -> None:
-        """Unmap everything, and call `then` right after, without an interrupt in between."""
+        """Unmap everything, then call `then`, without an interrupt in between."""
         done: list[tuple[str, list[tuple[Any, ...]]]] = []
         uninterrupted(self._calls("cuMemUnmap", self._runs(sorted(self._slots)), done), self._slots.clear, self._doubtful.clear, *then)
         for function, outcomes in done:
@@ -137,19 +137,19 @@ class Extent:
     def _calls(
         self, function: str, calls: Sequence[tuple[Any, ...]], done: list[tuple[str, list[tuple[Any, ...]]]]
     ) -> Callable[[], object]:
-        """All these calls of the driver as one that runs no bytecode. Their outcomes are in `done` afterwards."""
+        """Combine these driver calls into one function that runs no bytecode. Their outcomes are in `done` afterwards."""
         outcomes: list[tuple[Any, ...]] = []
         done.append((function, outcomes))
         return functools.partial(outcomes.extend, itertools.starmap(getattr(self._driver.api, function), calls))
 
     def _runs(self, indices: Iterable[int]) -> list[tuple[int, int]]:
-        """(address, bytes) of what one call each unmaps in these slots, in order. What is in doubt is unmapped here."""
+        """(address, bytes) of runs of these slots that one call can unmap, in order. Slots in doubt are unmapped here."""
         runs: list[tuple[int, int]] = []
         for index in indices:
             slot = self._slots.get(index, _EMPTY)
             if index in self._doubtful:
                 for mapping in slot.mappings:
-                    self._driver.failed("cuMemUnmap", *mapping[:2])  # it may be there or not
+                    self._driver.failed("cuMemUnmap", *mapping[:2])  # the mapping may exist or not
             elif slot.nbytes:
                 address = self._base + index * self._chunk_bytes
                 if runs and sum(runs[-1]) == address:

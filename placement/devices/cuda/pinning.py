@@ -1,4 +1,4 @@
-"""Host memory that the driver copies from at the speed of the link."""
+"""Pin host memory, so that the driver copies it at full link speed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from placement.devices.host.reserve import SPAN_BYTES, cut_at, wait_until_ready
 
 
 class Pinning:
-    """What is registered with one device's driver."""
+    """The host memory that is registered with one device's driver."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._pinned: dict[int, int] = {}  # length by address
         self._uncounted: dict[int, int] = {}
-        """Of these, what no limit counts."""
+        """Registered memory that does not count against the limit."""
         self._turn = threading.Lock()
 
     @property
@@ -26,19 +26,19 @@ class Pinning:
         return sum(list(self._pinned.values()))
 
     def pin_uncounted(self, address: int, nbytes: int) -> str | None:
-        """`pin` for the few bytes that are not for copies of handles: no limit counts them."""
+        """Pin a few bytes that are not for copies of handles, outside the limit."""
         self._uncounted[address] = nbytes
         return self.pin(address, nbytes)
 
     def pin(self, address: int, nbytes: int, limit_bytes: int | None = None) -> str | None:
-        """Register host memory with the driver; the reason if it refuses. Through the driver and not the runtime, whose
-        errors would stick and be reported by torch's next kernel launch."""
-        # One at a time, for the limit, and because others would wait in the driver and keep everybody else waiting there.
+        """Register host memory with the driver. Returns the reason if that fails. The runtime is not used, because its errors would stick
+        and be reported by torch's next kernel launch."""
+        # One at a time, because of the limit, and because waiting inside the driver blocks all other threads that need it.
         with self._turn:
             pinned = self.pinned_bytes - sum(self._uncounted.values())
             if limit_bytes is not None and pinned + nbytes > limit_bytes:
-                return f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, {nbytes:,} more wanted"
-            self._pinned[address] = nbytes  # first, so that `unpin` undoes a registration that was cut short
+                return f"pinned_limit_bytes is {limit_bytes:,}: {pinned:,} bytes are pinned, and {nbytes:,} more are wanted"
+            self._pinned[address] = nbytes  # first, so that `unpin` also undoes a registration that was cut short
             with self._beside_captures():
                 reason = self._driver.failed("cuMemHostRegister", address, nbytes, 0)
             if reason is not None:
@@ -46,8 +46,8 @@ class Pinning:
             return reason
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`, whole or cut short. Does nothing at interpreter exit and in a forked child. Takes no lock: it is called
-        when objects die, on any thread, whatever that thread holds."""
+        """Undo `pin`, even one that was cut short. Does nothing at interpreter exit and in a forked child. Takes no lock, because it runs
+        when objects die, on any thread and under any lock."""
         self._uncounted.pop(address, None)
         if self._driver.usable and self._pinned.pop(address, 0):
             with self._beside_captures():
@@ -55,8 +55,8 @@ class Pinning:
 
     @contextlib.contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """While another thread captures a graph, the driver fails such calls and spoils the capture, unless the caller has
-        declared that they have nothing to do with it."""
+        """Allow driver calls while another thread captures a graph. Otherwise the driver, which cannot know that they are unrelated,
+        fails them and breaks the capture."""
         exchange = "cuThreadExchangeStreamCaptureMode"
         with self._driver:
             before = self._driver.call(exchange, self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -66,8 +66,8 @@ class Pinning:
                 self._driver.call(exchange, before)
 
     def cut(self, copies: Sequence[Copy]) -> Iterator[tuple[int, int, int]]:
-        """(device address, host address, bytes): the copies, cut where one registration may end and the next begin, because
-        a copy that spans two fails. Waits for what is still to be registered."""
+        """Split copies where one registration may end and the next begin, because a copy across two fails. Yields (device address, host
+        address, bytes). Waits for memory that is still to be registered."""
         for copy in copies:
             wait_until_ready(copy.host_address, copy.nbytes)
             for host, nbytes in cut_at(SPAN_BYTES, copy.host_address, copy.nbytes):

@@ -1,4 +1,4 @@
-"""The poison of one CUDA device: two chunks mapped behind every offloaded range, and whether something wrote into them."""
+"""The poison of one CUDA device: two chunks that are mapped behind every offloaded range, and the check for writes into them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _WORD = int.from_bytes(POISON_WORD, "little", signed=True)
 
 
 class Poison:
-    """A full chunk and one of the granularity, filled with `POISON_WORD` before they are behind anything.
+    """A full chunk and a small one of the granularity, filled with `POISON_WORD` before they are mapped anywhere.
 
-    They are compared at every phase transition, by a graph captured once: to replay it costs the host a third of calling torch (H200).
+    They are compared at every phase transition, by a CUDA graph captured once: its replay costs a third of calling torch (H200).
 
     Args:
-        view: all bytes of both, on the device.
-        answer: two words for the comparison's answer. No pinned tensor of torch's: one that dies in a forked child asks for the
-            device there, and ends the child.
+        view: all bytes of both chunks, on the device.
+        answer: two words for the result. Not a pinned tensor of torch's: when such a tensor dies in a forked child, it calls the
+            device there, which kills the child.
     """
 
     def __init__(self, driver: Driver, full: DriverChunk, tail: DriverChunk, view: torch.Tensor, answer: HostWords) -> None:
@@ -36,11 +36,11 @@ class Poison:
         with torch.cuda.stream(self._stream):
             self._words.fill_(_WORD)
             self._extremes = torch.empty(2, dtype=torch.int64, device=self._device) if answer.device is None else answer.device
-            self._compare()  # loads the kernels: at their first use that may wait for the whole device
+            self._compare()  # loads the kernels, whose first use may wait for the whole device
         self._stream.synchronize()
         self._comparison = torch.cuda.CUDAGraph()
         self._asked, self._answered = torch.cuda.Event(), torch.cuda.Event()
-        # They outlive the process: torch's destructors ask the device, which ends a forked child (torch 2.11).
+        # Kept until the process ends: torch's destructors call the device, which kills a forked child (torch 2.11).
         for each in (self._comparison, self._asked, self._answered):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         weakref.finalize(self, _reset, self._comparison, driver).atexit = False
@@ -52,7 +52,7 @@ class Poison:
                 self._comparison.capture_end()
         self._is_comparing = False
         self._is_ahead = False
-        """Whether the comparison under way was begun for the next `heal` that waits."""
+        """Whether the comparison in progress was begun for the next `heal` that waits."""
         self.heal(wait=True)
 
     def begin(self) -> None:
@@ -63,11 +63,11 @@ class Poison:
     def heal(self, wait: bool) -> bool:
         """See `Device.heal_poison`."""
         if not wait and self._is_comparing and not self._answered.query():
-            return False  # what this comparison misses, the next one finds: a damage stays until it is refilled
+            return False  # damage missed here is found next time, because it stays until it is refilled
         current = self._follow()
         if wait:
             if not self._is_ahead:
-                self._launch(current)  # finds also what an answer that nobody has read yet has found
+                self._launch(current)  # this comparison also finds what an unread answer has found
             self._answered.synchronize()
         is_damaged = self._is_comparing and self._answer.host.tolist() != [_WORD, _WORD]
         self._is_comparing = self._is_ahead = False
@@ -81,7 +81,7 @@ class Poison:
         return is_damaged
 
     def _follow(self) -> torch.cuda.Stream:
-        """Come after all work of the current stream, which is returned."""
+        """Make the comparison wait for all work of the current stream. Returns that stream."""
         current = torch.cuda.current_stream(self._device.index)
         self._asked.record(current)
         self._stream.wait_event(self._asked)
@@ -89,7 +89,7 @@ class Poison:
 
     def _launch(self, current: torch.cuda.Stream) -> None:
         self._is_comparing = False
-        here = torch.cuda.current_stream()  # perhaps another device's
+        here = torch.cuda.current_stream()  # may be the stream of another device
         try:
             torch.cuda.set_stream(self._stream)  # the context manager costs seven times as much
             self._comparison.replay()
@@ -102,11 +102,11 @@ class Poison:
         self._is_comparing = True
 
     def _compare(self) -> None:
-        """The least and the largest word."""
+        """Compute the smallest and the largest word."""
         torch.aminmax(self._words, out=(self._extremes[0], self._extremes[1]))
 
 
 def _reset(comparison: torch.cuda.CUDAGraph, driver: Driver) -> None:
-    """Give back what a graph has of torch's memory."""
+    """Release a graph's memory in torch."""
     if driver.usable:
         comparison.reset()

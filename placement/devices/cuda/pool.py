@@ -1,15 +1,14 @@
-"""Torch storages at addresses of our choice, where torch cannot swap a storage's pointer (before 2.13): a `MemPool` over a range.
+"""Put torch storages at chosen addresses where torch cannot swap a storage's pointer (before 2.13): a `MemPool` over a range.
 
-A storage that is resized to nothing and back takes its memory from the pool that is active then. The pool asks us for
-segments, and we hand out the range. Two facts shape this module:
+A storage that is resized to nothing and back takes its memory from the active pool. The pool asks a custom allocator for segments,
+and this module answers with addresses of the range. Two facts shape the module:
 
-* The allocator asks with its own lock held. A callback in Python needs the interpreter lock, which another thread may hold
-  that waits for the allocator: a deadlock. So neither callback runs Python code. The one for memory is `deque.popleft`
-  itself, and is only reached through `UntypedStorage.resize_`, which keeps the interpreter lock; no bytecode runs, so the
-  lock cannot change hands. The one that frees is a function of the C library without effect: segments are never freed
-  one by one, the range goes as a whole.
-* Where a block comes to lie must be known before anything moves. So every place is taken by a placeholder at first, and
-  what would remain of a segment by a plug: a placeholder that goes leaves the only gap, and the next request gets it.
+* The allocator calls back with its own lock held. A callback in Python needs the interpreter lock. Another thread may hold that
+  while it waits for the allocator: a deadlock. So no callback runs Python code. The one for memory is `deque.popleft` itself. It is
+  only reached through `UntypedStorage.resize_`, which keeps the interpreter lock, and no bytecode runs in between, so the lock cannot
+  change hands. The one for freeing is a C library function without effect: segments are never freed alone, the range goes as a whole.
+* The place of a block must be known before anything moves. So placeholders occupy every place first, and plugs occupy the
+  remainders of segments. When a placeholder goes, it leaves the only gap, and the next request gets it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from placement.devices.cuda.lifetime import uninterrupted
 from placement.devices.cuda.pool_plan import SMALL_SEGMENT, plan
 
 _next_address: collections.deque[int] = collections.deque()
-# Declared without the arguments that it does not read: the caller's registers are the caller's to clean on every ABI with CUDA.
+# Declared without the argument that it does not read: on every ABI with CUDA the caller cleans up its registers.
 _take = ctypes.CFUNCTYPE(ctypes.c_void_p)(_next_address.popleft)
 _ignore = ctypes.CDLL(None).labs
 _allocating = threading.RLock()
@@ -50,15 +49,15 @@ def _function_address(function: Any) -> int:
 
 
 class PoolRange:
-    """A range that torch allocates from.
+    """A range from which torch allocates.
 
     Args:
         addresses: at least as long as `plan(sizes)` says.
-        sizes: in bytes, one for each storage that will come.
-        owner: as long as it lives, storages may still come.
+        sizes: the bytes of each storage that will come.
+        owner: storages may still come as long as it lives.
 
     Raises:
-        RegistrationError: torch's allocator is set up in a way that does not work with a pool over a range.
+        RegistrationError: the settings of torch's allocator do not work with a pool over a range.
     """
 
     def __init__(self, device: torch.device, addresses: AddressRange, sizes: Sequence[int], owner: object) -> None:
@@ -66,23 +65,23 @@ class PoolRange:
         self._device = device
         self._owner = weakref.ref(owner)
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        """What lies in it: a weak reference and the length of the block, by the address of torch's own object."""
+        """The storages in the range: a weak reference and the block's length, by the address of torch's own object."""
         self._held: dict[int, torch.UntypedStorage] = {}
         self._plugs: list[torch.UntypedStorage] = []
         self.addresses = addresses
         self.places, self.nbytes = plan(sizes)
         self.offsets = {place.index: place.offset for place in self.places if place.index is not None}
-        ends = [place.offset for place in self.places[1:]] + [self.nbytes]  # a short rest belongs to the block before it
+        ends = [place.offset for place in self.places[1:]] + [self.nbytes]  # a short remainder belongs to the block before it
         self._blocks = {p.index: end - p.offset for p, end in zip(self.places, ends, strict=True) if p.index is not None}
         self._sizes = tuple(sizes)
-        _ranges.append(self)  # before torch knows the addresses, so that they outlive what torch knows
+        _ranges.append(self)  # before torch knows the addresses, so that they outlive torch's use
         with _on_one_stream(device):
             self._pool = torch.cuda.MemPool(_the_allocator())
             self._fill()
 
     def _fill(self) -> None:
         for place in self.places:
-            if place.opens > SMALL_SEGMENT:  # one segment for all large ones: ask for it whole, give it back, and share it out
+            if place.opens > SMALL_SEGMENT:  # the one segment of all large blocks: request it whole, free it, and split it
                 whole = torch.UntypedStorage(0, device=self._device)
                 self._allocate(whole, place.opens, self.addresses.base + place.offset)
                 whole.resize_(0)
@@ -100,7 +99,7 @@ class PoolRange:
                 self._held[place.index] = storage
 
     def _allocate(self, storage: torch.UntypedStorage, nbytes: int, address: int | None, *before: Callable[[], object]) -> None:
-        """Give a storage memory from the pool; `address` is the segment that torch may ask for, None if it must not need one."""
+        """Give a storage memory from the pool. `address` is the segment that torch may request; None if it must not need one."""
         index, pool = self._device.index, self._pool.id
         end = (
             functools.partial(torch._C._cuda_endAllocateToPool, index, pool),
@@ -115,10 +114,10 @@ class PoolRange:
                 uninterrupted(*before, begin, functools.partial(storage.resize_, nbytes), *end)
             except RuntimeError as exc:
                 uninterrupted(*end)
-                raise RegistrationError(f"torch's allocator gave no {nbytes:,} bytes of the range: {exc}") from exc
+                raise RegistrationError(f"torch's allocator could not take {nbytes:,} bytes from the range: {exc}") from exc
 
     def take(self, index: int, storage: torch.UntypedStorage) -> None:
-        """Put a storage at its place. Its bytes are lost, its old memory goes back to torch. Idempotent."""
+        """Put a storage at its place. Its bytes are lost, and its old memory returns to torch. Idempotent."""
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = (StorageWeakRef(storage), self._blocks[index])
         target, nbytes = self.addresses.base + self.offsets[index], self._sizes[index]
@@ -134,14 +133,14 @@ class PoolRange:
         self._held.pop(index, None)
 
     def _settle_at(self, target: int, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Another storage of the range died and left a gap that fits as well: plug such gaps until the right one is the last."""
+        """Find the right gap after another storage of the range died and left one of the same size: plug gaps until it is the last."""
         plugs: list[torch.UntypedStorage] = []
         while storage.data_ptr() != target:
             plug = self._plug(nbytes)
             while plug.data_ptr() != target:
                 plugs.append(plug)
                 plug = self._plug(nbytes)
-            plugs.append(self._plug(nbytes, functools.partial(storage.resize_, 0)))  # takes what the storage leaves, or one gap more
+            plugs.append(self._plug(nbytes, functools.partial(storage.resize_, 0)))  # takes the gap that the storage leaves, or another one
             self._allocate(storage, nbytes, None, functools.partial(plug.resize_, 0))
 
     def _plug(self, nbytes: int, *before: Callable[[], object]) -> torch.UntypedStorage:
@@ -150,16 +149,16 @@ class PoolRange:
         return plug
 
     def leave(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has ordinary memory again."""
+        """Record that a storage has ordinary memory again."""
         self._storages.pop(storage._cdata, None)
 
     @property
     def is_over(self) -> bool:
-        """Whether no storage lies in it any more, and none will come."""
+        """Whether no storage lies in the range any more, and none will come."""
         return self._owner() is None and all(map(torch.UntypedStorage._expired, self._storages))
 
     def end(self) -> None:
-        """Let torch forget the range: plugs first, then the pool, then the addresses."""
+        """Let torch forget the range: first the plugs, then the pool, then the addresses."""
         self._held.clear()
         self._plugs.clear()
         self.__dict__.pop("_pool", None)
@@ -172,31 +171,31 @@ class PoolRange:
 
 
 def reap() -> None:
-    """Give up the ranges whose storages have all died. Their addresses go with the last reference."""
+    """Drop the ranges whose storages have all died. The addresses are freed with the last reference."""
     for pool_range in [r for r in _ranges if r.is_over]:
         pool_range.end()
         _ranges.remove(pool_range)
 
 
 def leave(storage: torch.UntypedStorage) -> None:
-    """Note that a storage has ordinary memory again, so that it does not keep its range."""
+    """Record that a storage has ordinary memory again, so that it no longer keeps its range alive."""
     for pool_range in _ranges:
         pool_range.leave(storage)
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What torch counts as reserved on a device on account of ranges."""
+    """The part of torch's reserved bytes on a device that belongs to ranges."""
     return sum(r.nbytes for r in _ranges if r._device == device)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What torch counts as allocated there on account of ranges."""
+    """The part of torch's allocated bytes on a device that belongs to ranges."""
     return sum(r.allocated_bytes() for r in _ranges if r._device == device)
 
 
 def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None:
-    """Raise RegistrationError for (name, storage) in a memory pool of somebody's own: a captured graph would go on using the old
-    memory, and what registered the pool (NCCL, RDMA) would know the wrong one."""
+    """Raise RegistrationError for a (name, storage) in a private memory pool. A captured graph would go on using the old memory, and
+    libraries that registered the pool (NCCL, RDMA) would use the wrong memory."""
     segments = sorted(
         (segment["address"], segment["address"] + segment["total_size"])
         for segment in torch.cuda.memory_snapshot()
@@ -213,12 +212,12 @@ def refuse_private(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> None
 
 @functools.cache
 def _the_allocator() -> Any:
-    """One for the process, for good: torch keeps bare pointers to it."""
+    """The custom allocator. There is one for the process and for ever, because torch keeps bare pointers to it."""
     return torch._C._cuda_customAllocator(_function_address(_take), _function_address(_ignore))
 
 
 def _on_one_stream(device: torch.device) -> AbstractContextManager[None]:
-    """Torch gives a block back only to the stream that it was allocated on: always the default one here."""
+    """Use the default stream, because torch gives a block back only to the stream on which it was allocated."""
     default = torch.cuda.default_stream(device)
     if torch.cuda.current_device() == device.index and torch.cuda.current_stream(device) == default:
         return nullcontext()
@@ -233,7 +232,7 @@ def _switched(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]
 
 @atexit.register
 def _leave_to_the_system() -> None:
-    """At interpreter exit a dying pool would make the allocator wait for the device: let it live on instead."""
+    """At interpreter exit keep the pools alive: a dying pool would make the allocator wait for the device."""
     for pool_range in _ranges:
         if "_pool" in pool_range.__dict__:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool_range._pool))
@@ -242,4 +241,4 @@ def _leave_to_the_system() -> None:
 def _refuse_settings() -> None:
     hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
     if os.environ.get(hook, "0").lower() not in ("", "0", "false", "no", "n"):
-        raise RegistrationError(f"{hook} is set: NCCL would remember the memory behind the addresses, which comes and goes. Unset it.")
+        raise RegistrationError(f"{hook} is set: NCCL would register memory that placement replaces. Unset the variable.")

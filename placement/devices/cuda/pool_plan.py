@@ -1,35 +1,35 @@
-"""Where torch's allocator puts blocks when it fills an empty pool, worked out beforehand."""
+"""Predict where torch's allocator puts blocks when it fills an empty pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# How torch's allocator cuts its segments (c10/cuda/CUDACachingAllocator; `cuda_pool.PoolRange` checks every address).
+# The way torch's allocator splits its segments (c10/cuda/CUDACachingAllocator). `pool.PoolRange` checks every address.
 _ROUND = 512
 _SMALL = 1 << 20
-"""Requests up to here share segments of `SMALL_SEGMENT`; a rest longer than this is split off a larger block."""
+"""Requests up to this size share segments of `SMALL_SEGMENT`. A remainder longer than this is split off a larger block."""
 SMALL_SEGMENT = 2 << 20
 _ARENA_STEP = 2 << 20
 _ARENA_LEAST = 10 << 20
-"""From here a request gets a segment of its own size, rounded to `_ARENA_STEP`."""
+"""From this size on a request gets a segment of its own, rounded to `_ARENA_STEP`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One block: bytes from the start of the range."""
+    """One block, with its offset from the start of the range."""
 
     offset: int
     nbytes: int
-    """What is asked of torch."""
+    """The size of the request to torch."""
     index: int | None
-    """Of the storage it is for; None for a plug."""
+    """The index of the block's storage; None for a plug."""
     opens: int = 0
-    """Length of the segment that torch asks for with this block; 0: it lies in the one before."""
+    """The length of the segment that torch requests for this block; 0 if the block lies in the segment before."""
 
 
 def plan(sizes: Sequence[int]) -> tuple[list[Place], int]:
-    """Where torch will put storages of these sizes: the places in the order of asking, and the used length in bytes."""
+    """Predict the places of storages of these sizes. Returns the places in the order of allocation, and the used bytes."""
     rounded = [max(_ROUND, -(-size // _ROUND) * _ROUND) if size else 0 for size in sizes]
     large = [i for i, size in enumerate(rounded) if size > _SMALL]
     small = sorted((i for i, size in enumerate(rounded) if 0 < size <= _SMALL), key=lambda i: -rounded[i])

@@ -1,4 +1,4 @@
-"""What is left of the machine's memory for this process: in all, and in huge pages."""
+"""The machine's memory that is left for this process: in all, and in huge pages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _HUGE_ORDER = 9
-"""The kernel's free blocks of this order and above are whole huge pages: 2**9 pages, 2 MiB where a page has 4 KiB."""
+"""Free blocks of this order and above are whole huge pages: 2**9 pages, which are 2 MiB with pages of 4 KiB."""
 
 
 def available_bytes() -> int:
-    """Bytes that new allocations of this process can get: the machine's, or what its control groups leave if that is less."""
+    """Bytes that this process can still allocate: the machine's available memory, or what its control groups leave if that is less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(meminfo[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
     return max(0, min([available, *left_in_cgroups(below=total)]))
@@ -21,7 +21,7 @@ def available_bytes() -> int:
 def left_in_cgroups(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup"), below: int = sys.maxsize
 ) -> Iterator[int]:
-    """What each control group around this process leaves, both versions. A limit that is not `below` so many bytes says nothing."""
+    """The bytes left by each control group of this process (versions 1 and 2). Limits of at least `below` bytes are no limits."""
     if not membership.exists():
         return
     for line in membership.read_text().splitlines():
@@ -35,14 +35,14 @@ def left_in_cgroups(
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             value = _read(folder / limit)
-            if value.isdigit() and int(value) < below:  # no limit is "max", in version 1 a large number
+            if value.isdigit() and int(value) < below:  # without a limit the value is "max", or a large number in version 1
                 yield int(value) - int(_read(folder / usage) or 0) + _reclaimable(folder)
             if folder == base:
                 break
 
 
 def free_huge_bytes(buddyinfo: Path = Path("/proc/buddyinfo")) -> int:
-    """Bytes that the kernel has free in blocks of whole huge pages; 0 where it does not say."""
+    """Bytes that the kernel has free in blocks of whole huge pages; 0 where it does not report them."""
     total = 0
     for line in _read(buddyinfo).splitlines():  # Node 0, zone   Normal   4   1   0 ...: free blocks of each order
         counts = line.partition("zone")[2].split()[1:]
@@ -51,14 +51,14 @@ def free_huge_bytes(buddyinfo: Path = Path("/proc/buddyinfo")) -> int:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of cached files: counted as used, dropped when memory is wanted."""
+    """Bytes of cached files. They count as used, but are dropped when memory is needed."""
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
     names = ("active_file", "inactive_file")
-    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)  # version 1: `total_` includes the groups below
+    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)  # version 1: `total_` includes child groups
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # not in this version of control groups, or not visible from inside a container
+    except OSError:  # absent in this version of control groups, or hidden inside a container
         return ""

@@ -1,9 +1,9 @@
-"""Makes host memory ready in the background: touched piece by piece and registered, by a few threads for the whole process.
+"""Prepare host memory in the background: a few threads touch it piece by piece and register it with the driver.
 
-A slab can be used from the first moment: touching leaves written bytes alone. Only copies by the driver wait, in
-`wait_until_ready`, until its registration is over. That is faster than copying from pageable memory that nobody has touched
-(one thread's page faults), and it keeps out what the driver does not allow or does not document: a copy that spans a
-registered and an unregistered part, and a registration of bytes that a copy is staging just then.
+A slab can be used at once, because touching does not change written bytes. Only copies by the driver wait, in `wait_until_ready`,
+until the memory is registered. That is faster than a copy from untouched pageable memory, which pays for page faults on one thread. It
+also avoids two cases that the driver forbids or does not document: a copy that spans a registered and an unregistered part, and a
+registration of bytes that a copy is staging at that moment.
 """
 
 from __future__ import annotations
@@ -20,66 +20,66 @@ from collections.abc import Callable, Iterator, Sequence
 from placement.core.weak_set import WeakIdSet
 
 PIECE_BYTES = 128 << 20
-"""What a thread takes on at a time. Pieces and spans end at multiples of their size, as absolute addresses."""
+"""The unit of work of a thread. Pieces and spans end at absolute addresses that are multiples of their size."""
 SPAN_BYTES = 1 << 30
-"""Longest single registration: a longer one keeps everybody else out of the driver. A copy must not cross two of them."""
+"""The longest single registration, because a longer one blocks all other driver calls. No copy may cross two registrations."""
 _MOST_THREADS = 8
 _EXIT_SECONDS = 10.0
-"""How long interpreter exit waits for a thread that is inside the kernel or the driver."""
+"""How many seconds interpreter exit waits for a thread that is inside the kernel or the driver."""
 
 Register = Callable[[int, int], str | None]
-"""(address, bytes) -> None, or the reason why it could not."""
+"""(address, bytes) -> None, or the reason why the registration failed."""
 Touch = Callable[[int, int, Callable[[int], bool]], str | None]
-"""(address, bytes, progress) -> None, or the reason why not. Calls progress(bytes) after each step, and stops when that is False."""
+"""(address, bytes, progress) -> None, or the reason for a failure. Calls progress(bytes) after each step; stops when it returns False."""
 
 _alive: WeakIdSet[Reservation] = WeakIdSet()
 
 
 def cut_at(multiple: int, address: int, nbytes: int) -> list[tuple[int, int]]:
-    """(address, bytes) of the parts of a run that is cut wherever an address is a multiple."""
+    """Split a run at every address that is a multiple. Returns (address, bytes) of the parts."""
     first = address // multiple + 1
     borders = [address, *range(first * multiple, address + nbytes, multiple), address + nbytes]
     return [(start, end - start) for start, end in itertools.pairwise(borders)]
 
 
 class _Span:
-    """What is registered in one call."""
+    """The memory that is registered in one call."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
         self.pieces = cut_at(PIECE_BYTES, address, nbytes)
         self.arrived = itertools.count(1)
-        """Counts pieces; a step of it cannot be interrupted, so exactly one thread sees the last number."""
+        """Counts finished pieces. A step of the counter cannot be interrupted, so exactly one thread sees the last number."""
         self.reason: str | None = None
         self.pinned: bool | None = None
-        """None: not decided yet."""
+        """Whether the span is pinned; None while undecided."""
 
     def meets(self, address: int, nbytes: int) -> bool:
         return self.address < address + nbytes and address < self.address + self.nbytes
 
 
 class Reservation:
-    """The memory behind a slab, and how far it is ready.
+    """The memory behind a slab, and the progress of its preparation.
 
-    The slab holds it, and so does a thread while it works on a piece: the memory goes when the last of them has let go.
+    The slab holds it, and so does a thread while it works on a piece. The memory is freed when the last of them lets go.
 
     Args:
         slab: when it dies, no further piece is begun.
-        nbytes: promised from now on: whoever asks for memory is told that it is taken.
+        nbytes: bytes that count as taken from now on, in every check of available memory.
 
     Attributes:
         ready: set once every part is registered or refused.
-        undo: what to call before unmapping.
+        undo: functions to call before unmapping.
     """
 
     def __init__(self, slab: object, nbytes: int) -> None:
         self._dead: list[object] = []
-        self._slab = weakref.ref(slab, self._dead.append)  # plain C: no interrupt can cut it short
+        self._slab = weakref.ref(slab, self._dead.append)  # a C function as callback, which no interrupt can cut short
         self.ready = threading.Event()
         self.undo: list[Callable[[], None]] = []
         self.untouched = [nbytes]
-        """Bytes promised and not taken from the machine yet, by piece. Each entry has one writer."""
+        """Bytes that are promised but not yet allocated, for each piece. Each entry has one writer."""
         self.spans: Sequence[_Span] = ()
         self._pieces: list[tuple[_Span, int, int]] = []
         self._let_go = itertools.count(1)
@@ -89,8 +89,8 @@ class Reservation:
         """Hand the memory over to the threads.
 
         Args:
-            touch: takes memory from the machine; None: it is taken already.
-            unregister: undoes `register`; called for what was registered, and for what raised in between.
+            touch: allocates memory; None if it is allocated already.
+            unregister: undoes `register`; called for every successful registration, and for one that raised.
         """
         self._touch, self._register, self._unregister = touch, register, unregister
         self.spans = [_Span(*part) for part in cut_at(SPAN_BYTES, address, sum(self.untouched))]
@@ -99,8 +99,8 @@ class Reservation:
         _pool.submit(self, len(self._pieces))
 
     def countdown(self) -> Callable[[], None]:
-        """For a thread to call when it holds this object no more. The last call for a piece sets `ready`, so that a slab that
-        dies after that gives its memory back at once."""
+        """A function for a thread to call when it no longer holds this object. The last call sets `ready`, so a slab that dies after
+        that frees its memory at once."""
         return functools.partial(_count_down, self._let_go, len(self._pieces), self.ready)
 
     @property
@@ -109,14 +109,14 @@ class Reservation:
 
     @property
     def reason(self) -> str | None:
-        """Why something is not registered: the first in address order."""
+        """The reason why a part is not registered; the first in address order."""
         return next((span.reason for span in self.spans if span.pinned is False), None)
 
     def bytes_where(self, pinned: bool) -> int:
         return sum(span.nbytes for span in self.spans if span.pinned is pinned)
 
     def prepare(self, index: int) -> None:
-        """Touch one piece; with the last piece of a span, register the span."""
+        """Touch one piece. With the last piece of a span, also register the span."""
         span, address, nbytes = self._pieces[index]
 
         def progress(done: int) -> bool:
@@ -125,7 +125,7 @@ class Reservation:
 
         try:
             reason = self._touch(address, nbytes, progress) if self._touch else None
-        except BaseException as exc:  # the reason is reported; nobody above this thread could be told
+        except BaseException as exc:  # the reason is stored, because nobody could catch an exception of this thread
             reason = f"{type(exc).__name__}: {exc}"
         span.reason = reason or span.reason
         if next(span.arrived) == len(span.pieces) and self.is_wanted:
@@ -134,7 +134,7 @@ class Reservation:
     def _pin(self, span: _Span) -> None:
         if span.reason is None:
             undo = functools.partial(self._unregister or _nothing, span.address)
-            self.undo.append(undo)  # first, because a registration that raises may have been made
+            self.undo.append(undo)  # first, because a registration that raises may still have happened
             try:
                 span.reason = self._register(span.address, span.nbytes)
                 if span.reason is not None:
@@ -150,11 +150,11 @@ def _count_down(count: Iterator[int], last: int, ready: threading.Event) -> None
 
 
 def _nothing(address: int) -> None:
-    """For a `register` that needs no undoing."""
+    """Stands in for a missing `unregister`."""
 
 
 class _Pool:
-    """The threads. They live while there is work: an idle process has none, and a forked child begins with none."""
+    """The worker threads. They exist only while there is work; an idle process and a forked child have none."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -169,15 +169,15 @@ class _Pool:
         most = min(_MOST_THREADS, len(os.sched_getaffinity(0)), pieces)
         with self._lock:
             self._queue.append((weakref.ref(reservation), iter(range(pieces))))
-            # One whose start was interrupted is not alive, and does not count.
+            # A thread whose start was interrupted is not alive, and does not count.
             self._threads = {thread for thread in self._threads if thread.is_alive()}
             fresh = [threading.Thread(target=self._work, name="placement-host", daemon=True) for _ in range(most - len(self._threads))]
             self._threads.update(fresh)
-            for thread in fresh:  # they begin when the lock is free: a thread's stack cannot be mapped while another one touches
+            for thread in fresh:  # they wait for the lock: a thread's stack cannot be mapped while another thread touches memory
                 thread.start()
 
     def hurry(self, reservation: Reservation) -> None:
-        """Somebody waits for it: before everything else."""
+        """Put a reservation first in the queue, because somebody waits for it."""
         with self._lock:
             for entry in [*self._queue]:
                 if entry[0]() is reservation:
@@ -200,11 +200,11 @@ class _Pool:
         while (job := self._next()) is not None:
             count_down = job[0].countdown()
             job[0].prepare(job[1])
-            del job  # if the slab is dead, its memory goes now
+            del job  # if the slab is dead, its memory is freed now
             count_down()
 
     def stop(self) -> None:
-        """At interpreter exit: a thread that comes back from the kernel later than that would take the process down."""
+        """Stop at interpreter exit: a thread that returned from the kernel later would crash the process."""
         self.stopping.set()
         for thread in [*self._threads]:
             if thread.is_alive():
@@ -224,13 +224,13 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def promised_bytes() -> int:
-    """Bytes that living slabs of this process will take from the machine and have not taken yet."""
+    """Bytes that living slabs of this process will still allocate."""
     return sum(sum(reservation.untouched) for reservation in _alive)
 
 
 def wait_until_ready(address: int, nbytes: int) -> None:
-    """Wait until nothing in `[address, address + nbytes)` is still to be registered; its slab comes first from now on."""
-    for reservation in [] if _pool.stopping.is_set() else _alive:  # at interpreter exit nobody would come
+    """Wait until every part of `[address, address + nbytes)` is registered or refused. Its slab moves to the front of the queue."""
+    for reservation in [] if _pool.stopping.is_set() else _alive:  # at interpreter exit no thread works any more
         if not reservation.ready.is_set() and any(span.meets(address, nbytes) for span in reservation.spans):
             _pool.hurry(reservation)
             reservation.ready.wait()

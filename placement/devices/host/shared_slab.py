@@ -1,7 +1,7 @@
-"""Host memory that several processes of one machine have mapped: one copy for all of them.
+"""Host memory that several processes of one machine map: one copy for all of them.
 
-It is a memory file without a name: it needs no place in /dev/shm and leaves nothing behind, however its processes end. One
-process makes it, the others open it through `/proc/PID/fd`; then the mappings keep it.
+It is a memory file without a name. It needs no place in /dev/shm, and leaves nothing behind, however its processes end. One process
+makes the file, and the others open it through `/proc/PID/fd`. Afterwards their mappings keep it alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from placement.devices.host.slab import PAGE, READ_WRITE, check_span, map_for_li
 
 @contextmanager
 def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
-    """A memory file of its own, and the words by which another process of this machine opens it while this context lasts.
+    """Make a memory file. Yields its descriptor, and a text with which another process of this machine can open it during the context.
 
     Raises:
         HostMemoryError: the kernel refused.
@@ -32,7 +32,7 @@ def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError as error:
-        raise HostMemoryError(f"host memory: no memory file: {error.strerror}") from error
+        raise HostMemoryError(f"host memory: cannot make a memory file: {error.strerror}") from error
     try:
         os.ftruncate(file, nbytes)
         yield file, f"{os.getpid()}:{file}:{name}"
@@ -41,14 +41,14 @@ def new_file(nbytes: int) -> Iterator[tuple[int, str]]:
 
 
 def opened_file(words: str) -> AbstractContextManager[int]:
-    """The memory file that another process made, open while this context lasts.
+    """The descriptor of a memory file that another process made, open during the context.
 
     Raises:
-        OSError: there is no such process here, or it has no such file: it is on another machine, or in another container.
+        OSError: there is no such process or file: the process is on another machine, or in another container.
     """
     pid, number, name = words.split(":")
     path = f"/proc/{int(pid)}/fd/{int(number)}"
-    # The name is drawn anew for each file. Looked at first: what another process has open by that number may be anything.
+    # Checked first, because the number may belong to any other file by now. Each file has a random name.
     if not os.readlink(path).startswith(f"/memfd:{name} "):
         raise FileNotFoundError(f"{path} is another file")
     return _closing(os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -63,13 +63,13 @@ def _closing(file: int) -> Iterator[int]:
 
 
 class MappedSlab(SharedSlab):
-    """See `Device.shared_host`.
+    """A shared host copy, see `Device.shared_host`.
 
     Args:
-        register, unregister: as for `Slab`.
+        register, unregister: see `Slab`.
 
     Raises:
-        HostMemoryError: the machine or the control group has not what this process is to take.
+        HostMemoryError: the machine or the control group does not have this process's share.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MappedSlab(SharedSlab):
         self._size = round_up(nbytes, PAGE)
         self._own_bytes = sum(length for _, length in own)
         self._register, self._unregister = register, unregister
-        self._memory = memory = Reservation(self, self._own_bytes)  # promised before it is compared, as for a `Slab`
+        self._memory = memory = Reservation(self, self._own_bytes)  # promised before the check, see `Slab`
         self.ready = memory.ready
         try:
             available = max(0, available_bytes() - promised_bytes() + self._own_bytes)
@@ -95,7 +95,7 @@ class MappedSlab(SharedSlab):
             for offset, length in own:
                 populate(self.address + offset, length)
         except OSError as error:
-            raise HostMemoryError(f"host memory: {self._own_bytes:,} bytes of a shared copy: {error.strerror}") from error
+            raise HostMemoryError(f"host memory: cannot allocate {self._own_bytes:,} bytes of a shared copy: {error.strerror}") from error
         finally:
             memory.untouched = [0]
         self.extra = tensor_at(self.address + self._size, extra_bytes, memory)
@@ -103,10 +103,10 @@ class MappedSlab(SharedSlab):
             self.ready.set()
 
     def pin(self) -> None:
-        # All of it and not the own share alone: a tensor of a state dict that crosses the boundary between two ranks' shares could not
-        # be copied to the device by torch, and a rank that has to load alone would do so at a quarter of the link.
+        # All of it, not only this process's share. Otherwise torch could not copy a state dict's tensor that crosses two ranks' shares,
+        # and a rank that must load alone would do so at a quarter of the link's speed.
         if self._register is not None and self.nbytes:
-            self._memory.untouched = [self._size]  # the length; nothing more is taken from the machine
+            self._memory.untouched = [self._size]  # the length for `begin`; nothing more is allocated
             self._memory.begin(self.address, None, self._register, self._unregister)
 
     @property

@@ -1,6 +1,6 @@
 """Host memory: slabs of exact size that live as long as the last tensor in them.
 
-Mappings are made through the C library, because closing Python's own `mmap` under a live tensor is allowed and the next read crashes.
+Mappings are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 _TOUCH_STEP = 32 << 20
-"""Bytes touched in one call: nobody else in the process can map or unmap memory while it runs."""
+"""The bytes touched in one call. During it no other thread of the process can map or unmap memory."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -40,25 +40,25 @@ libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that is not below `nbytes`."""
+    """The smallest multiple that is at least `nbytes`."""
     return -(-nbytes // multiple) * multiple
 
 
 def map_for_life(
     owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
 ) -> int:
-    """Map `nbytes` of new addresses, and unmap them when `owner` dies: in this process only, and not at interpreter exit.
+    """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
 
     Args:
-        pinned: what to call before unmapping; read when the owner dies.
-        file: descriptor of what to map from its beginning; -1: nothing but memory. It may be closed afterwards.
+        pinned: functions to call before unmapping; the list is read when the owner dies.
+        file: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
 
     Raises:
         OSError: the kernel refused.
     """
     held: list[int] = []
-    # First the duty to unmap, then the mapping. `extend` runs mmap and keeps its result within one call of C code: an interrupt
-    # cannot fall between the two and lose the mapping.
+    # The finalizer comes before the mapping. `extend` runs mmap and stores its result in one call of C code, so no interrupt can
+    # come between the two and lose the mapping.
     weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
     held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, file, 0)]))
     if held[0] == MAP_FAILED:
@@ -70,7 +70,7 @@ def map_for_life(
 
 
 def _unmap(held: list[int], nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
-    # A forked child never had the mapping; its own memory may lie at these addresses.
+    # A forked child never had the mapping, and its own memory may lie at these addresses.
     if not held or os.getpid() != pid:
         return
     try:
@@ -81,18 +81,18 @@ def _unmap(held: list[int], nbytes: int, pinned: list[Callable[[], None]], pid: 
 
 
 def keep_from_children(address: int, nbytes: int) -> None:
-    """Leave the mapping out of forked children: one that touches it dies instead of reading old bytes."""
+    """Leave the mapping out of forked children: a child that touches it crashes instead of reading old bytes."""
     libc.madvise(address, nbytes, _MADV_DONTFORK)
 
 
 @functools.lru_cache(maxsize=1024)
 def _array_type(nbytes: int) -> Any:
-    # A subclass, because instances of the plain array type take no attributes.
+    # A subclass, because instances of the plain array type cannot hold attributes.
     return type("Bytes", (ctypes.c_char * nbytes,), {})
 
 
 def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    """A uint8 CPU tensor over `[address, address + nbytes)`, with a storage of exactly that size, that keeps `owner` alive."""
+    """A uint8 CPU tensor over `[address, address + nbytes)`, with a storage of exactly that size. It keeps `owner` alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     array = _array_type(nbytes).from_address(address)
@@ -101,10 +101,10 @@ def tensor_at(address: int, nbytes: int, owner: object) -> torch.Tensor:
 
 
 def upload(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`target.copy_(source)` for a source in a slab: torch copies in one call, and the driver refuses one across two registrations."""
+    """`target.copy_(source)` for a source in a slab, split at registrations, because the driver refuses a copy across two of them."""
     is_plain = type(source) is type(target) is torch.Tensor and source.dtype == target.dtype
     if not is_plain or not source.is_contiguous() or not target.is_contiguous() or source.numel() == 0:
-        return target.copy_(source)  # torch goes by way of memory of its own
+        return target.copy_(source)  # torch copies through a buffer of its own
     wait_until_ready(source.data_ptr(), source.nbytes)
     into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
     for address, nbytes in cut_at(SPAN_BYTES, source.data_ptr(), source.nbytes):
@@ -120,33 +120,33 @@ def check_span(offset: int, nbytes: int, size: int) -> None:
 
 
 class Slab(HostSlab):
-    """Anonymous memory, zero-filled, without a byte in forked children. See `HostSlab`.
+    """Anonymous, zero-filled memory that forked children do not have. See `HostSlab`.
 
-    Without `register` it is touched before the constructor returns; with it, the constructor returns at once, and the memory is
+    Without `register` the memory is touched before the constructor returns. With it the constructor returns at once, and the memory is
     touched and registered in the background.
 
     Args:
-        nbytes: exact size; 0 maps nothing.
-        register: pins `(address, nbytes)` for a device; returns None, or the reason why it could not. Called on threads of our
-            own, for spans of at most `SPAN_BYTES`; what it refuses stays pageable.
-        unregister: undoes it, called with the address. Called before the memory goes, also for a `register` that raised.
+        nbytes: the exact size; 0 maps nothing.
+        register: pins `(address, nbytes)` for a device; returns None, or the reason for a failure. Called on background threads for
+            spans of at most `SPAN_BYTES`. Spans that it refuses stay pageable.
+        unregister: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
 
     Raises:
-        HostMemoryError: the machine or the control group has not that much, counting what other slabs have not touched yet.
+        HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate.
     """
 
     def __init__(self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None) -> None:
         if nbytes < 0:
-            raise ValueError(f"a slab of {nbytes} bytes")
+            raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
         self.nbytes = nbytes
         self.address = 0
         size = round_up(nbytes, PAGE)
-        self._memory = memory = Reservation(self, size)  # promised before it is compared: two that ask at once see each other
+        self._memory = memory = Reservation(self, size)  # promised before the check, so that two slabs made at once count each other
         self.ready = memory.ready
         try:
             if nbytes:
                 self.address = _map(memory, size)
-            # A kernel before 5.14 has no call that touches and leaves written bytes alone: before anybody can write, then.
+            # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
             is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
             if is_touched:
                 populate(self.address, size)
@@ -156,9 +156,9 @@ class Slab(HostSlab):
                 memory.untouched = [0]
                 self.ready.set()
         except BaseException as exc:
-            memory.untouched = [0]  # whoever holds the error holds the memory, but no promise of more
+            memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
             if isinstance(exc, OSError):
-                raise HostMemoryError(f"host memory: {size:,} bytes could not be touched: {exc.strerror}") from exc
+                raise HostMemoryError(f"host memory: cannot allocate {size:,} bytes: {exc.strerror}") from exc
             raise
 
     @property
@@ -183,18 +183,18 @@ def _map(memory: Reservation, nbytes: int) -> int:
     available = max(0, available_bytes() - promised)
     numbers = f"asked for {nbytes:,} bytes, {available:,} available, {promised:,} more promised to other slabs"
     if nbytes > available:
-        raise HostMemoryError(f"host memory: {numbers}")  # touching it would get the process killed instead of refused
+        raise HostMemoryError(f"host memory: {numbers}")  # touching it would kill the process
     try:
         address = map_for_life(memory, nbytes, READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, memory.undo)
     except OSError as exc:
         raise HostMemoryError(f"host memory: {numbers}: {exc.strerror}") from exc
-    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory about to make some
+    if nbytes >= _HUGE_PAGE and free_huge_bytes() >= nbytes:  # else the kernel would move memory to make huge pages
         libc.madvise(address, nbytes, _MADV_HUGEPAGE)
     return address
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Take the memory of a mapping from the machine, before anything is written there.
+    """Allocate the memory of a mapping, before anything is written there.
 
     Raises:
         OSError: the kernel refused.
@@ -217,13 +217,13 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 def _touch(address: int, nbytes: int, progress: Callable[[int], bool]) -> str | None:
-    """Take the memory from the machine, on a thread of the background. See `host_reserve.Touch`."""
+    """Allocate memory on a background thread. See `reserve.Touch`."""
     available = available_bytes()
-    if nbytes > available:  # others have taken it since the slab was made
-        return f"{nbytes:,} bytes were not touched: {available:,} bytes of host memory available"
+    if nbytes > available:  # other processes have taken memory since the slab was made
+        return f"{nbytes:,} bytes were not allocated: only {available:,} bytes of host memory are available"
     for start, step in _steps(address, nbytes):
         if libc.madvise(start, step, MADV_POPULATE_WRITE):
-            return f"{step:,} bytes of host memory could not be touched: {os.strerror(ctypes.get_errno())}"
+            return f"cannot allocate {step:,} bytes of host memory: {os.strerror(ctypes.get_errno())}"
         if not progress(step):
             break
     return None

@@ -1,1 +1,1 @@
-"""A device in host memory, with the contract of an accelerator."""
+"""A simulated device in host memory, with the contract of an accelerator."""

@@ -1,7 +1,7 @@
-"""A device in host memory: the same contract as on an accelerator, on any Linux machine.
+"""A device in host memory with the contract of an accelerator. It works on any Linux machine.
 
-Physical memory is one sparse memory file. A chunk is a piece of it, and mapping puts that piece behind addresses. Poison is its
-first piece, mapped over and over: see `simulated_poison`.
+Its physical memory is one sparse memory file. A chunk is a piece of the file, and `map` puts that piece behind addresses. Poison is
+the first piece of the file, mapped many times: see `simulated.poison`.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_l
 _MAP_FIXED = 0x10
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _FILE_BYTES = 1 << 60
-"""Size of the memory file. Offsets are never used twice, so no pattern of releases can leave it too fragmented for a chunk."""
+"""The size of the memory file. File offsets are never reused, so no pattern of releases fragments it."""
 _OTHER_MAPPINGS = 4096
-"""Of the kernel's mappings per process, how many are left to everybody else."""
+"""The number of the process's memory mappings that the device leaves to all other code."""
 
 
 class _Time(Mark):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        """When the simulated link is through with the copies, on the monotonic clock."""
+        """The time on the monotonic clock when the simulated link has finished the copies."""
 
 
 class SimulatedDevice(Device):
-    """A device of `capacity_bytes` in host memory. Its tensors say that they are on the CPU, in both states.
+    """A device of `capacity_bytes` in host memory. Its tensors always report the CPU as their device.
 
     Args:
-        capacity_bytes: what chunks may take together. Poison comes on top: `memory().total_bytes` is the sum of the two.
-        chunk_bytes: size of a full chunk and of the poison. Each offloaded one costs a mapping; the kernel allows 65,530 by default.
-        granularity: of ranges and chunks, a multiple of the page size.
-        bandwidth_bytes_per_second: of the simulated link, each direction. None: no limit.
-        shared_with: a file through which processes share the capacity. Memory that a process drops without releasing it is
-            free for the others at its next call; that of a dead process, at their next call.
+        capacity_bytes: device bytes for all chunks together. Poison is extra: `memory().total_bytes` is the sum of both.
+        chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a mapping; the kernel allows 65,530 by default.
+        granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page size.
+        bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no limit.
+        shared_with: a file through which processes share the capacity. Memory that a process drops without releasing is free for the
+            others after its own next call; memory of a dead process is free at the others' next call.
 
-    A forked child cannot use it: what would change the parent's memory raises `PlacementError`.
+    A forked child cannot use the device: a call that would change the parent's memory raises `PlacementError`.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class SimulatedDevice(Device):
         shared_with: str | Path | None = None,
     ) -> None:
         if capacity_bytes < 0 or (bandwidth_bytes_per_second or 1) < 0:
-            raise ValueError(f"negative: capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second {bandwidth_bytes_per_second}")
+            raise ValueError(f"negative capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second {bandwidth_bytes_per_second}")
         if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
-            raise ValueError(f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and that of a page ({PAGE})")
+            raise ValueError(f"chunk_bytes {chunk_bytes} must be a multiple of granularity {granularity}, and that of the page size {PAGE}")
         self.name = "simulated"
         self.torch_device = torch.device("cpu")
         self.granularity = granularity
@@ -104,11 +104,11 @@ class SimulatedDevice(Device):
         if self._shared:
             weakref.finalize(self, self._shared.leave).atexit = False
         self._file = os.memfd_create("placement-device", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it while the interpreter ends
+        weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it during interpreter exit
         os.ftruncate(self._file, _FILE_BYTES)
         self._end = chunk_bytes
-        # By file offset. The ledger is `_held`, the bytes of every chunk that holds memory; no sum is kept beside. A chunk that
-        # dies enters itself into `_dead`, by C code alone that no interrupt can cut, and the next call takes it out of the ledger.
+        # Dictionaries by file offset. `_held` is the ledger: the bytes of every chunk that holds memory. No sum is stored. A chunk that
+        # dies enters itself into `_dead` by pure C code, which no interrupt can cut short. The next call removes it from the ledger.
         self._held: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
@@ -117,7 +117,7 @@ class SimulatedDevice(Device):
 
     @property
     def uuid(self) -> str:
-        """The same in all processes that share it, by the file; empty where no other can use it."""
+        """An identity that all processes with the same file share; empty where no other process can use the device."""
         return "" if self._shared is None else f"simulated{os.path.realpath(self._shared.path)}"
 
     def host(self, nbytes: int) -> HostSlab:
@@ -131,15 +131,15 @@ class SimulatedDevice(Device):
     def reserve(self, nbytes: int) -> Addresses:
         self._check_process()
         if nbytes < 0:
-            raise ValueError(f"a range of {nbytes} bytes")
+            raise ValueError(f"a range cannot have {nbytes} bytes; give 0 or more")
         nbytes = round_up(nbytes, self.granularity)
-        # At worst each chunk is a mapping of its own. Refused here, because `unmap` must not fail.
+        # In the worst case each chunk is a mapping of its own. The check is here, because `unmap` must not fail.
         mappings = sum(-(-size // self.chunk_bytes) for size in (nbytes, *(r.nbytes for r in self._ranges)))
         limit = int(Path("/proc/sys/vm/max_map_count").read_text()) - _OTHER_MAPPINGS
         if mappings > limit:
             raise DeviceMemoryError(
                 f"simulated: {mappings:,} chunks of addresses need more mappings than vm.max_map_count leaves ({limit:,}); "
-                f"chunk_bytes is {self.chunk_bytes:,}, take a larger one"
+                f"chunk_bytes is {self.chunk_bytes:,}, make it larger"
             )
         try:
             addresses = SimulatedRange(nbytes, self.granularity)
@@ -161,7 +161,7 @@ class SimulatedDevice(Device):
         chunk = SimulatedChunk(nbytes, self._end)
         self._end += nbytes
         self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
-        self._held[chunk.file_offset] = nbytes  # the one store that counts; from here on the chunk's death takes it back
+        self._held[chunk.file_offset] = nbytes  # this store makes the chunk count; from now on its death gives the bytes back
         return chunk
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
@@ -172,9 +172,9 @@ class SimulatedDevice(Device):
         end = start
         for chunk in chunks:
             if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
-                raise ValueError("a chunk that this device does not hold: released, or of another device")
+                raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
             if chunk.is_mapped() and target.chunks.get(end) is not chunk:
-                raise ValueError("a chunk that is already behind other addresses: unmap these first")
+                raise ValueError("the chunk is already behind other addresses: unmap those first")
             placed[end] = chunk
             end += chunk.nbytes
         beside = around(target, start, end)
@@ -182,11 +182,11 @@ class SimulatedDevice(Device):
             for offset, chunk in placed.items():
                 chunk.place = (weakref.ref(target), offset)
             self._poison.note(target, start, end)
-            target.chunks = beside | placed  # before the pages, so that none can be given back while it is behind an address
+            target.chunks = beside | placed  # before the pages are mapped, so that none can be released while it is behind an address
             for offset, nbytes, file_offset in runs(placed):
                 self._fixed(target.base + offset, nbytes, file_offset)
             keep_from_children(target.base + start, end - start)
-            # This only spares page faults, so a kernel without it will do.
+            # This only saves page faults, so a kernel that refuses it is fine.
             libc.madvise(target.base + start, end - start, MADV_POPULATE_WRITE)
         except BaseException:
             self.unmap(addresses, end - start, start)
@@ -205,15 +205,15 @@ class SimulatedDevice(Device):
         target.chunks = beside
 
     def _fixed(self, address: int, nbytes: int, file_offset: int, flags: int = mmap.MAP_SHARED) -> None:
-        """Replace what is behind the addresses, at once."""
+        """Replace the mapping behind the addresses in one system call."""
         if libc.mmap(address, nbytes, READ_WRITE, flags | _MAP_FIXED, self._file, file_offset) == MAP_FAILED:
-            raise DeviceMemoryError(f"simulated: mapping {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
+            raise DeviceMemoryError(f"simulated: cannot map {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}")
 
     def release(self, *chunks: Chunk) -> None:
         self._check_process()
         held = [chunk for chunk in chunks if isinstance(chunk, SimulatedChunk) and self._is_held(chunk)]
         if any(chunk.is_mapped() for chunk in held):
-            raise ValueError("a chunk that is still behind addresses: unmap these first")
+            raise ValueError("the chunk is still behind addresses: unmap those first")
         for chunk in held:
             self._free(chunk.file_offset)
         if held and self._shared:
@@ -230,7 +230,7 @@ class SimulatedDevice(Device):
         self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
 
     def order(self) -> None:
-        # A CPU has no streams to hold back: the caller waits in their place.
+        # A CPU has no streams that could wait, so the caller waits.
         self.sync()
 
     def sync(self) -> None:
@@ -280,7 +280,7 @@ class SimulatedDevice(Device):
 
     def close(self) -> None:
         if os.getpid() == self._pid:
-            self.memory()  # gives back what dropped chunks held; the rest goes with this object and the last tensor
+            self.memory()  # frees the memory of dropped chunks; the rest goes with this object and the last tensor
 
     def _is_held(self, chunk: SimulatedChunk) -> bool:
         alive = self._alive.get(chunk.file_offset)
@@ -296,21 +296,21 @@ class SimulatedDevice(Device):
     def _free(self, file_offset: int) -> None:
         nbytes = self._held.get(file_offset)
         if nbytes is not None:
-            # Interrupted in between, the chunk still counts, and the next call or its owner frees it again.
+            # After an interrupt in between, the chunk still counts, and the next call or its owner frees it again.
             libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
             self._held.pop(file_offset, None)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
         if not isinstance(addresses, SimulatedRange) or addresses not in self._ranges:
-            raise ValueError("addresses of another device")
+            raise ValueError("the addresses belong to another device")
         return addresses
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise PlacementError("the simulated device belongs to the parent process; a forked child cannot use it")
+            raise PlacementError("this simulated device belongs to the parent process; make a new one in a forked child")
 
 
 def _sleep_until(seconds: float) -> None:
-    """Until a time of the monotonic clock. A link without a limit is free at once, and a sleep of 0 s costs 85 us."""
+    """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0 s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)

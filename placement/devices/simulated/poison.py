@@ -1,10 +1,10 @@
-"""The poison of one simulated device, and what was written into it.
+"""The poison of one simulated device, and the detection of writes into it.
 
-Behind every vacant page lies the same piece of the device's memory file, mapped privately: whoever writes there gets a copy of the page,
-and the kernel says of each page whether it is such a copy (`/proc/self/pagemap`). So every write is found, and where, also one that leaves
-the bytes as they were: a quiet NaN, which poison is in float32, keeps its bits through x86 arithmetic.
+The same piece of the device's memory file is mapped privately behind every vacant page. A write creates a copy of the page, and the
+kernel reports which pages are such copies (`/proc/self/pagemap`). So every write is found together with its place, even one that leaves
+the bytes unchanged: poison in float32 is a quiet NaN, whose bits survive x86 arithmetic.
 
-A kernel that does not say (gVisor, no /proc) gets poison as a real device has it: one piece that all ranges share, compared by its bytes.
+Where the kernel reports no copies (gVisor, no /proc), poison is as on a real device: one shared piece, compared by its bytes.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _MAP_NORESERVE = 0x4000
 _MADV_DONTNEED = 4
 _ENTRY_BYTES = 8
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
-"""Of an entry of the page map, which byte has the flags."""
+"""The index of the byte with the flags in an entry of the page map."""
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
 _IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE for flags in range(256))
-"""By flags, whether a page is a private copy. Pages of the file, vacant ones that were only read and those of chunks, are not."""
+"""For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
 _COPIES = re.compile(rb"\x01+")
 _PAGES_AT_ONCE = 1 << 18
 _POISON_PAGE = poison_bytes(0, PAGE)
 
 
 class SimulatedPoison(abc.ABC):
-    """What is mapped behind vacant addresses: the first `nbytes` of the device's memory file.
+    """The poison mapped behind vacant addresses: the first `nbytes` of the device's memory file.
 
     Attributes:
-        flags: how it is mapped.
-        written: where the damage lay that `heal` reported last, if that can be told.
+        flags: the flags with which it is mapped.
+        written: the places of the damage that the last `heal` reported, where they are known.
     """
 
     flags: int
@@ -57,7 +57,7 @@ class SimulatedPoison(abc.ABC):
 
     @abc.abstractmethod
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
-        """What is behind these addresses is about to be replaced: remember what was written there for the next `heal`."""
+        """Remember writes to these addresses for the next `heal`. Called before their mapping is replaced."""
 
     @abc.abstractmethod
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
@@ -69,7 +69,7 @@ class SimulatedPoison(abc.ABC):
 
 
 class PrivatePoison(SimulatedPoison):
-    """Each page is its range's own as soon as something writes there."""
+    """Poison of which every range gets its own copy of a page when something writes there."""
 
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
 
@@ -85,14 +85,14 @@ class PrivatePoison(SimulatedPoison):
         for target in ranges:
             for start, end in target.vacant():
                 known = len(self._noted)
-                self.note(target, start, end)  # before they go, so that an interrupt loses none
+                self.note(target, start, end)  # remembered before the pages are dropped, so that an interrupt loses none
                 for each in self._noted[known:]:
                     _drop(target, each.start, each.start + each.nbytes)
         self.written, self._noted = self._noted, []
         return bool(self.written)
 
     def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
-        """Of a page that lies in it only in part, the rest is no damage if it reads poison: the kernel tells pages apart, not bytes."""
+        """The kernel reports pages, not bytes. The rest of a page that is mended only in part counts as undamaged if it reads as poison."""
         end = offset + nbytes
         inner_start, inner_end = round_up(offset, PAGE), end // PAGE * PAGE
         if inner_start < inner_end:
@@ -106,7 +106,7 @@ class PrivatePoison(SimulatedPoison):
                 _drop(target, page, page + PAGE)
 
     def _copies(self, target: SimulatedRange, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """[first, last) of the runs of written pages."""
+        """The runs of written pages, as [first, last)."""
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
             count = (min(end - first, _PAGES_AT_ONCE * PAGE) + PAGE - 1) // PAGE
             for run in _COPIES.finditer(_flags_of(self._page_map, target.base + first, count).translate(_IS_COPY)):
@@ -114,12 +114,12 @@ class PrivatePoison(SimulatedPoison):
 
 
 class SharedPoison(SimulatedPoison):
-    """All ranges see what is written into one of them, and it is found by its bytes."""
+    """Poison that all ranges share. A write shows in all of them, and is found by comparing bytes."""
 
     flags = mmap.MAP_SHARED
 
     def note(self, target: SimulatedRange, start: int, end: int) -> None:
-        """It stays in the shared piece until that is compared."""
+        """Nothing to remember: the damage stays in the shared piece until that is compared."""
 
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
         if os.pread(self._file, self._nbytes, 0) == poison_bytes(0, self._nbytes):
@@ -132,10 +132,10 @@ class SharedPoison(SimulatedPoison):
 
 
 def poison_of(device: object, file: int, nbytes: int) -> SimulatedPoison:
-    """The poison of a device, at the beginning of its memory file. What it opens is closed when the device dies."""
+    """Make the poison of a device at the beginning of its memory file. Files that this opens are closed when the device dies."""
     with suppress(OSError):
         page_map = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(device, os.close, page_map).atexit = False  # as the memory file
+        weakref.finalize(device, os.close, page_map).atexit = False  # like the memory file
         poison = PrivatePoison(file, nbytes, page_map)
         if _tells_copies(page_map, file):
             return poison
@@ -143,7 +143,7 @@ def poison_of(device: object, file: int, nbytes: int) -> SimulatedPoison:
 
 
 def _tells_copies(page_map: int, file: int) -> bool:
-    """Whether the kernel tells a page that was written from one that was only read, tried on two pages."""
+    """Whether the kernel distinguishes a page that was written from one that was only read; tried on two pages."""
     pages = mmap.mmap(file, 2 * PAGE, mmap.MAP_PRIVATE, READ_WRITE)
     first = ctypes.c_char.from_buffer(pages)
     try:
@@ -157,10 +157,10 @@ def _tells_copies(page_map: int, file: int) -> bool:
 
 
 def _flags_of(page_map: int, address: int, count: int) -> bytearray:
-    """One byte of flags for each page from an address on.
+    """One byte of flags for each page, beginning at an address.
 
     Raises:
-        OSError: the kernel does not say.
+        OSError: the kernel does not report them.
     """
     entries = bytearray(count * _ENTRY_BYTES)
     found = os.preadv(page_map, [entries], address // PAGE * _ENTRY_BYTES)
@@ -170,5 +170,5 @@ def _flags_of(page_map: int, address: int, count: int) -> bytearray:
 
 
 def _drop(target: SimulatedRange, start: int, end: int) -> None:
-    """Give up the private copies of whole pages: behind them lies the file again."""
+    """Drop the private copies of whole pages, so that the file is behind them again."""
     libc.madvise(target.base + start, end - start, _MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The addresses of a simulated device, its chunks, and which of them are where."""
+"""Address ranges and chunks of a simulated device, and the places of the chunks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class SimulatedRange(Addresses):
         self.nbytes = nbytes
         self.base = 0
         self.chunks: dict[int, SimulatedChunk] = {}
-        """What is mapped, by offset. Replaced as a whole. Keeps the memory under living tensors when everything else is dropped."""
+        """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
         if nbytes:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, 0, flags), granularity)
         self._vacant: tuple[dict[int, SimulatedChunk], list[tuple[int, int]]] | None = None
-        """`chunks` when it was asked last what is vacant, and the answer."""
+        """The `chunks` at the last call of `vacant`, and its answer then."""
 
     def vacant(self) -> list[tuple[int, int]]:
-        """[start, end) of everything without a chunk behind it, ascending."""
+        """The addresses without a chunk behind them, as ascending [start, end)."""
         if self._vacant is None or self._vacant[0] is not self.chunks:
             chunks, spans, end = self.chunks, [], 0
             for offset in sorted(chunks):
@@ -40,7 +40,7 @@ class SimulatedChunk(Chunk):
         self.nbytes = nbytes
         self.file_offset = file_offset
         self.place: tuple[weakref.ref[SimulatedRange], int] | None = None
-        """Where it was mapped last."""
+        """The range and offset where the chunk was mapped last."""
 
     def is_mapped(self) -> bool:
         addresses = self.place and self.place[0]()
@@ -48,7 +48,7 @@ class SimulatedChunk(Chunk):
 
 
 def around(target: SimulatedRange, start: int, end: int) -> dict[int, SimulatedChunk]:
-    """What is mapped outside of [start, end). A chunk is inside or outside."""
+    """The chunks mapped outside of [start, end). Raises ValueError if the end would split a chunk."""
     check_span(start, end - start, target.nbytes)
     found = {offset: chunk for offset, chunk in target.chunks.items() if not start <= offset < end}
     for offset, chunk in target.chunks.items():
@@ -58,7 +58,7 @@ def around(target: SimulatedRange, start: int, end: int) -> dict[int, SimulatedC
 
 
 def runs(placed: dict[int, SimulatedChunk]) -> list[tuple[int, int, int]]:
-    """(offset, bytes, file offset) of what one call can map: neighbours in the file, for which the kernel needs one mapping."""
+    """(offset, bytes, file offset) of runs that one call can map: chunks that are neighbours in the file need one mapping together."""
     joined: list[tuple[int, int, int]] = []
     for offset, chunk in placed.items():
         start, nbytes, file_offset = joined[-1] if joined else (0, 0, -1)

@@ -1,7 +1,7 @@
-"""One capacity shared by the simulated devices of several processes, through a file.
+"""One capacity that simulated devices of several processes share through a file.
 
-The file is an array of fixed-size records, each written by one call: a process killed at any moment leaves it whole. A record
-counts only while the process that wrote it lives.
+The file is an array of fixed-size records. One call writes a whole record, so a process killed at any moment leaves the file intact. A
+record counts only while the process that wrote it lives.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 class _Record(NamedTuple):
     pid: int
     start: int
-    """The process's start time in clock ticks since boot: a process number alone may be used again."""
+    """The process's start time in clock ticks since boot. The process number alone would not do, because the kernel reuses it."""
     token: int
-    """Tells the devices of one process apart."""
+    """Distinguishes the devices of one process."""
     capacity_bytes: int
     held_bytes: int
 
@@ -29,10 +29,10 @@ _EMPTY = _Record(0, 0, 0, 0, 0)
 
 
 class SharedCapacity:
-    """This device's line in the file, and the sum of the others'. All processes must see each other's process numbers.
+    """This device's record in the file, and the sum of the other records. All processes must see each other's process numbers.
 
     Raises:
-        ValueError: the file is something else, or a living process uses it with another capacity.
+        ValueError: the file has another format, or a living process uses it with another capacity.
     """
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
@@ -45,24 +45,24 @@ class SharedCapacity:
         self.claim(0, 0)
 
     def leave(self) -> None:
-        """Say that this device holds nothing, unless the file is in use or gone: then the end of the process says it."""
-        # Called when a device dies, perhaps in the middle of another one's claim in this thread: it must not wait.
+        """Record that this device holds nothing. Does nothing if the file is locked or gone: then the end of the process does the same."""
+        # Must not wait: it is called when a device dies, perhaps during another device's claim on this thread.
         if os.getpid() == self._pid and self.path.exists():
             with contextlib.suppress(BlockingIOError):
                 self.claim(0, 0, wait=False)
 
     def claim(self, held_bytes: int, more_bytes: int, *, wait: bool = True) -> int:
-        """Say that this device holds `held_bytes`, and `more_bytes` on top if the others leave that much.
+        """Record that this device holds `held_bytes`, and `more_bytes` in addition if the others leave that much.
 
         Returns:
-            What the others hold. The claim for more was granted if all of it together is within the capacity.
+            The bytes that the other devices hold. The claim for more was granted if the total is within the capacity.
         """
-        # A file object of our own in each call: should an interrupt cut us anywhere, its death gives the lock back.
+        # A new file object in each call: if an interrupt cuts the call short, the object's death releases the lock.
         with open(self.path, "r+b", buffering=0) as records_file:
             fcntl.flock(records_file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             content = records_file.read()
             if len(content) % _LAYOUT.size:
-                raise ValueError(f"{self.path} is not a file of shared capacity: {len(content)} bytes")
+                raise ValueError(f"{self.path} is not a file of shared capacity: it has {len(content)} bytes")
             records = [_Record(*fields) for fields in _LAYOUT.iter_unpack(content)]
             mine, others, slot = None, 0, len(records)
             for index, record in reversed([*enumerate(records)]):
@@ -74,7 +74,7 @@ class SharedCapacity:
                     others += record.held_bytes
                     if record.capacity_bytes != self.capacity_bytes:
                         raise ValueError(
-                            f"{self.path} is shared with a capacity of {record.capacity_bytes:,} bytes, not {self.capacity_bytes:,}"
+                            f"{self.path} is used with a capacity of {record.capacity_bytes:,} bytes, not {self.capacity_bytes:,}"
                         )
             granted = more_bytes if held_bytes + more_bytes + others <= self.capacity_bytes else 0
             place = slot if mine is None else mine
@@ -86,7 +86,7 @@ class SharedCapacity:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a living process began; None for one that is dead, or killed and not yet collected by its parent."""
+    """The start time of a living process; None for one that is dead, or was killed and not yet reaped by its parent."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             state, *fields = stat.read().rpartition(b")")[2].split()
