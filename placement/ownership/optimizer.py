@@ -48,6 +48,8 @@ class OptimizerAdapter(Adapter):
         self._name = name
         self._device = with_index(compute_device)
         self._steady: SteadyState | None = None
+        self._borrowed: list[weakref.ref[torch.Tensor]] = []
+        """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of a parameter in the state."""
         self._sparse: list[weakref.ref[torch.Tensor]] = []
         """Sparse state, as of the last walk."""
         self._unborn: tuple[Unborn, ...] = ()
@@ -107,7 +109,7 @@ class OptimizerAdapter(Adapter):
         return SteadyState(optimizers, [each.tensor for each in owned])
 
     def _walk(self) -> Iterator[Owned]:
-        self._sparse = []
+        self._sparse, self._borrowed = [], []
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
         models = stepped_for(objects)
@@ -152,16 +154,15 @@ class OptimizerAdapter(Adapter):
         """A tensor that can be moved as bytes; nothing where it has none, or has them in one of these storages."""
         if not is_plain(owned.tensor, self._device):
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
-        if owned.tensor.numel() and owned.tensor.untyped_storage()._cdata not in storages:
+        if not owned.tensor.numel():
+            return
+        if owned.tensor.untyped_storage()._cdata in storages:
+            self._borrowed.append(weakref.ref(owned.tensor))
+        else:
             yield owned
 
     def borrowed(self) -> Iterator[torch.Tensor]:
-        objects, leaves = self._look()
-        models = stepped_for(objects)
-        storages = storages_of(models.values())
-        for main in main_parameters(parameters_of(leaves), models):
-            if main.tensor.untyped_storage()._cdata in storages:
-                yield main.tensor
+        return (tensor for tensor in (alive() for alive in self._borrowed) if tensor is not None)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(self._look()[0]) if scalar.device == self._device)

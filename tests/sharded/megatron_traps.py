@@ -250,7 +250,8 @@ def workspaces_of_transformer_engine() -> None:
     base._dummy_wgrads = {"weight": torch.zeros(8)}  # type: ignore[attr-defined]
     with replaced({base.__name__: base}):
         model = torch.nn.Sequential(Linear(), torch.nn.Linear(8, 8))
-        manager = make_manager(Program(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda number: model(torch.ones(2, 8)).sum()))
+        program = Program(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda number: model(torch.ones(2, 8)).sum())
+        manager = make_manager(program)
         with manager.phase("train") as phase:
             first = model(torch.ones(2, 8))
             assert model[0]._fp8_workspaces
