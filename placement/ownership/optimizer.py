@@ -164,6 +164,9 @@ class OptimizerAdapter(Adapter):
     def borrowed(self) -> Iterator[torch.Tensor]:
         return (tensor for tensor in (alive() for alive in self._borrowed) if tensor is not None)
 
+    def stepped(self) -> Iterator[torch.Tensor]:
+        return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
+
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(self._look()[0]) if scalar.device == self._device)
 

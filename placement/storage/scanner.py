@@ -53,6 +53,11 @@ def borrowed() -> Iterator[torch.Tensor]:
     return iter(_BORROWED)
 
 
+def stepped() -> Iterator[torch.Tensor]:
+    """The parameters that registered optimizers step. An optimizer holds them even when their module is gone."""
+    return (tensor for scanner in _SCANNERS for tensor in scanner.stepped())
+
+
 class Versions(NamedTuple):
     """What the version counters of an object's tensors said at one look, by storage (`_cdata`). Gradients are not in it: see
     `GradientWrites`."""
@@ -117,6 +122,10 @@ class StorageScanner:
         """Host memory set aside for what is not born yet."""
         self._reserved_addresses: Addresses | None = None
         _SCANNERS.add(self)
+
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """See `Adapter.stepped`."""
+        return self._adapter.stepped()
 
     def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> NewStorages:
         """What the object owns outside its places now.

@@ -10,7 +10,7 @@ from placement.devices.base import Device
 from placement.storage import range_layout
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
-from placement.storage.scanner import borrowed
+from placement.storage.scanner import borrowed, stepped
 from placement.tensors.owned import Adapter, Owned
 from placement.tensors.sparse import follow
 
@@ -31,9 +31,12 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     everything = list(adapter.owned())
     for owned in everything:
         aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
-    for tensor in borrowed():  # a shard of an optimizer's goes where the module's buffer goes
-        if tensor.untyped_storage()._cdata in aliases:
-            aliases[tensor.untyped_storage()._cdata].append(tensor)
+    # On another device only the tensors that are named here follow: a shard of an optimizer in the module's buffer, and the parameters
+    # of an optimizer that outlives the module.
+    for tensor in (*borrowed(), *stepped()):
+        known = aliases.setdefault(tensor.untyped_storage()._cdata, [])
+        if all(each is not tensor for each in known):
+            known.append(tensor)
     for storage, r, offset in [*_placed(storages), *_shown_and_loaded_back(storages, everything)]:
         known = aliases.get(storage._cdata, [])
         range_layout.move_out(device, storage, known, target, _filler(device, r, offset, storage.nbytes(), on_device), r.homes)

@@ -85,6 +85,10 @@ class Adapter(abc.ABC):
         """Tensors of the object in storages of other objects (a shard of a model's buffer). They are known here, but never move with it."""
         return iter(())
 
+    def stepped(self) -> Iterator[torch.Tensor]:
+        """The plain parts of the parameters that an optimizer steps: it holds them even when their module is gone."""
+        return iter(())
+
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         """Loose tensors that hold only gradients and live as long as the object. Dropping gradients zeroes them; they stay."""
         return iter(())

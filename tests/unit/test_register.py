@@ -11,6 +11,7 @@ import torch
 
 import placement
 from placement import DeviceMemoryError, IntegrityError, NotResidentError, PhaseError, PlacementError, State
+from placement.devices import adoption
 from placement.policies import Colocated
 from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
@@ -294,7 +295,10 @@ def test_a_collected_module_unregisters_itself_and_returns_its_memory() -> None:
     manager.register("ref", net(), role="ref")
 
 
-def test_a_collected_module_whose_optimizer_lives_on_leaves_the_optimizer_usable() -> None:
+@pytest.mark.parametrize("way", ["swap", "rebind"])
+def test_a_collected_module_whose_optimizer_lives_on_leaves_the_optimizer_usable(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "rebind":  # as on an accelerator, where what is offloaded leaves for the CPU and nobody follows by itself
+        monkeypatch.setattr(adoption, "can_swap", lambda: False)
     manager, model = make_manager(), net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     actor = manager.register("actor", model, role="actor")
