@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.support import nothing_left
-from tests.support.durations import Recorder
+from tests.support.durations import Recorder, file_of
 from tests.support.forked import import_before
 from tests.support.order import imports_of, make_scheduler, ordered
 from tests.support.programs import Programs
@@ -77,7 +77,7 @@ def _freeze() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    import_before(*imports_of(item.location[0]))
+    import_before(*imports_of(file_of(item.nodeid)))
 
 
 @pytest.hookimpl(trylast=True)

@@ -27,11 +27,6 @@ class Duration(NamedTuple):
     seconds: float
     processor_seconds: float
 
-    @property
-    def mostly_waits(self) -> bool:
-        """For a server, a deadline or another process: two such files and two that compute keep two cores busy."""
-        return self.processor_seconds < self.seconds / 2
-
     def __add__(self, other: Any) -> Duration:
         return Duration(self.seconds + other.seconds, self.processor_seconds + other.processor_seconds)
 
@@ -39,6 +34,11 @@ class Duration(NamedTuple):
 def recorded(path: Path = RECORDED) -> dict[str, Duration]:
     """By test file, its path from the root of the repository."""
     return {name: Duration(**each) for name, each in json.loads(path.read_text()).items()}
+
+
+def file_of(nodeid: str) -> str:
+    """The file in which a test was found: its location may be in the base class of a framework, elsewhere."""
+    return nodeid.partition("::")[0]
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         worked = sum(value for name, value in report.user_properties if name == _PROCESSOR_SECONDS) if report.when == "teardown" else 0.0
-        self._taken[report.location[0]] += Duration(report.duration, worked)  # type: ignore[arg-type]
+        self._taken[file_of(report.nodeid)] += Duration(report.duration, worked)  # type: ignore[arg-type]
 
     def pytest_sessionfinish(self) -> None:
         if self._writes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.durations import Duration, recorded
+from tests.support.durations import Duration, file_of, recorded
 
 _TOGETHER = {
     "programs": ("tests/unit/test_processes.py", "tests/unit/test_host.py", "tests/unit/test_host_reserve.py"),
@@ -55,9 +55,9 @@ def imports_of(place: str) -> tuple[str, ...]:
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
     """The tests of a scope one after the other, each file's in its own order."""
-    places = dict.fromkeys(item.location[0] for item in items)
+    places = dict.fromkeys(file_of(item.nodeid) for item in items)
     ranks = {scope: rank for rank, scope in enumerate(ranked(durations_of(places, recorded())))}
-    return sorted(items, key=lambda item: (ranks[scope_of(item.location[0])], item.location[0]))
+    return sorted(items, key=lambda item: (ranks[scope_of(file_of(item.nodeid))], file_of(item.nodeid)))
 
 
 def durations_of(places: Iterable[str], known: Mapping[str, Duration]) -> dict[str, Duration]:
@@ -72,12 +72,18 @@ def durations_of(places: Iterable[str], known: Mapping[str, Duration]) -> dict[s
 def ranked(scopes: Mapping[str, Duration]) -> list[str]:
     """The scopes, longest first. Of those that take longer than average, one that mostly waits and one that computes take turns."""
     longest_first = sorted(scopes, key=lambda scope: (-scopes[scope].seconds, scope))
-    average = sum(each.seconds for each in scopes.values()) / max(len(scopes), 1)
+    usual = Duration(*(sum(each) for each in zip(*scopes.values(), strict=True))) if scopes else Duration(0.0, 0.0)
+    average = usual.seconds / max(len(scopes), 1)
     long = [scope for scope in longest_first if scopes[scope].seconds > average]
-    waiting = [scope for scope in long if scopes[scope].mostly_waits]
-    computing = [scope for scope in long if not scopes[scope].mostly_waits]
+    waiting = [scope for scope in long if _mostly_waits(scopes[scope], usual)]
+    computing = [scope for scope in long if scope not in waiting]
     turns = [scope for pair in zip_longest(waiting, computing) for scope in pair if scope is not None]
     return turns + longest_first[len(long) :]
+
+
+def _mostly_waits(duration: Duration, usual: Duration) -> bool:
+    """For a server, a deadline or another process. Processes that share cores get a part of one each: compared with what is usual."""
+    return duration.processor_seconds * usual.seconds < 0.75 * usual.processor_seconds * duration.seconds
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
