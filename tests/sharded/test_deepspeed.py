@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,6 +12,14 @@ from tests.support.frameworks import needs
 from tests.support.ranks import Ranks
 
 needs("deepspeed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patched_ranks_end_here(one_rank: Ranks, two_ranks: Ranks) -> Iterator[None]:
+    """ZeRO 3 replaces torch.nn.functional.linear for the rest of a process, also for tests of other frameworks."""
+    yield
+    one_rank.close()
+    two_ranks.close()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
