@@ -92,7 +92,7 @@ def _advise(handle: Handle, advice: str, *phases: str) -> str:
         return advice
     return (
         f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}). For 'train' and 'restore' the shipped policies load the "
-        "modules that registered optimizers step, for other phases the modules of certain roles, and with only= no others than it names"
+        "modules that a registered optimizer steps, for other phases modules by their roles; only= leaves out all that it does not name"
     )
 
 
@@ -100,7 +100,7 @@ _NUMBERS = itertools.count()
 
 
 class ForwardGuard(_Guard):
-    """Runs before a module's forward (see `CallGuard`). On an external module it is a pre-hook, which its framework may remove any time."""
+    """Runs before a module's forward (see `CallGuard`); for an external one at every call, as its framework may take the values away."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__(handle)
@@ -183,7 +183,7 @@ class LoadGuard(_Guard):
 
 
 class MergeGuard(_Guard):
-    """Runs before a PEFT layer merges its adapters into its weights or unmerges them. While offloaded, PEFT would only note that it had."""
+    """Runs before a PEFT layer merges or unmerges its adapters. While offloaded, PEFT would write into poison and only record the merge."""
 
     def __call__(self, *_: Any) -> None:
         handle = self.handle()

@@ -37,7 +37,7 @@ class GroupRanks(TorchRanks):
 
     @property
     def change(self) -> int:
-        # Unlike any number of another generation: a word that a rank left in the shared memory then must never look like one of now.
+        # The number is of this generation of the group alone. Words that a rank of an earlier one left in the shared memory never equal it.
         digest = hashlib.sha256(f"{self._group.generation} {self._group.epoch}".encode()).digest()
         return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 

@@ -153,7 +153,7 @@ class Storage(abc.ABC):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The address ranges in which its tensors lie."""
+        """The address ranges in which the object's tensors lie."""
         return ()
 
     @property

@@ -372,7 +372,7 @@ class ObjectStorages:
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += self._adapter.replaced()
         born = self.new_storages()
-        stay, transient = born.stay, born.transient  # what is relocated was found by its address
+        stay, transient = born.stay, born.transient  # relocated storages are in `found` already, by their addresses
         if on_device and self._adapter.kind == "optimizer":
             return found
         if on_device:

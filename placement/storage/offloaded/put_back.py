@@ -23,7 +23,7 @@ def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place
     Returns whether any tensor had got another dtype or device.
 
     Args:
-        claims: each with at least one tensor whose place is known.
+        claims: each has at least one tensor whose place is known.
             outlines: the registered outlines of wrappers, by the names of their parts.
     """
     homes: dict[int, torch.UntypedStorage] = {}

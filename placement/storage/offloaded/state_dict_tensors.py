@@ -37,7 +37,7 @@ class StateDictTensors:
         """The storage over each address that was handed out, while anybody holds it."""
 
     def over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides over other bytes.
+        """A tensor of the same type, shape and strides whose bytes are at another address.
 
         Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
 

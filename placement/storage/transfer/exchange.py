@@ -233,7 +233,7 @@ class Exchange:
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
-            each.fresh = ()  # its claims hold the storages
+            each.fresh = ()  # the ranges' claims hold the storages, which would count as references below
         for each in leaving:
             each.holding.storages.count_uses()
         if any(each.is_first for each in leaving):
@@ -248,7 +248,7 @@ class Exchange:
         leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
         for r in ranges:
             known = None if r.prints is None else r.prints.cpu()
-            # A readonly module's gradients may change.
+            # Not the transient ranges: a readonly module's gradients may change.
             is_kept = r.is_shared or (holding.readonly and known is not None and not r.transient)
             count = len(r.chunk_sizes)
             now = torch.empty(count, dtype=torch.int64, device="cpu")
