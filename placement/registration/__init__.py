@@ -1,1 +1,1 @@
-"""From an object of the user to a handle: registration, guards against use while offloaded, state dicts in every state."""
+"""Registration: turn a user's object into a handle, guard it against use while offloaded, and show its state dict in every state."""

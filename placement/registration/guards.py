@@ -1,7 +1,8 @@
 """Guards: using an offloaded object raises, and reading its state dict works in every state.
 
-Most are hooks of torch; calls of a module are guarded by `CallGuard`. A copy of a module takes no guard along: copied or pickled
-while resident they become a function that does nothing, while offloaded they refuse, because the copy would be full of poison.
+Most guards are torch hooks; calls of a module are guarded by `CallGuard`. A copy of a module has no guards. When a resident module is
+copied or pickled, each guard becomes a function that does nothing. While it is offloaded, guards refuse to be copied, because the copy
+would be full of poison.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class _Removable(Protocol):
 
 
 def is_guard(hook: object) -> bool:
-    """Whether a hook is one of ours."""
+    """Whether a hook is a guard of placement."""
     return isinstance(hook, _Guard)
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What a guard becomes in a copy of its module."""
+    """Do nothing: takes a guard's place in a copy of its module."""
 
 
 def _no_guard() -> Callable[..., None]:
@@ -46,7 +47,7 @@ def _no_guard() -> Callable[..., None]:
 
 
 class _Guard:
-    """A hook that knows its handle, weakly: it must keep neither the handle nor its manager alive."""
+    """A hook that knows its handle. The reference is weak, because a hook must keep neither the handle nor its manager alive."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = weakref.ref(handle)
@@ -56,8 +57,8 @@ class _Guard:
         handle = self._handle()
         if handle is not None and os.getpid() != self._pid:
             raise PlacementError(
-                f"{handle.name!r} is registered in process {self._pid} and this is a forked child, which has neither its device memory nor "
-                "its host copy. Start data loaders before registering, or give them copies."
+                f"{handle.name!r} is registered in process {self._pid}, but this is a forked child, which has neither its device memory "
+                "nor its host copy. Start data loaders before registering, or give them copies."
             )
         return handle
 
@@ -76,7 +77,7 @@ class _Guard:
 
 
 def is_off(handle: Handle) -> bool:
-    """Whether the object's tensors are poison now."""
+    """Whether the object is offloaded, so that its tensors read poison."""
     return handle.storage.is_offloaded
 
 
@@ -85,13 +86,13 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
 
 
 def _advise(handle: Handle, advice: str, *phases: str) -> str:
-    """Advice that names `phases`, or what is wrong for a caller who is in one of them already."""
+    """The given advice, which names `phases`; for a caller who is in one of these phases already, why that did not help."""
     phase = handle.phase_now()
     if phase not in phases:
         return advice
     return (
-        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}). The shipped policies load what a registered optimizer "
-        "steps for 'train' and 'restore', by its role for the other phases, and of that only what is named where only= is given"
+        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}). For 'train' and 'restore' the shipped policies load the "
+        "modules that a registered optimizer steps, for other phases modules by their roles; only= leaves out all that it does not name"
     )
 
 
@@ -99,7 +100,7 @@ _NUMBERS = itertools.count()
 
 
 class ForwardGuard(_Guard):
-    """Before a module's forward (see `CallGuard`); of an external one a pre-hook, because its framework may take it away at any time."""
+    """Runs before a module's forward (see `CallGuard`); for an external one at every call, as its framework may take the values away."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__(handle)
@@ -123,7 +124,7 @@ class ForwardGuard(_Guard):
             refuse(handle, "called", reason)
 
     def _is_off(self) -> bool:
-        """Whether it would refuse, in words that dynamo can trace: it guards what it reads here."""
+        """Whether the guard would refuse, in code that dynamo can trace. The compiled code is guarded on the values read here."""
         handle = self._handle()
         return handle is not None and is_off(handle)
 
@@ -139,7 +140,7 @@ class StepGuard(_Guard):
             self._check(handle)
         except PlacementError as error:
             if undo_initial_step():
-                error.add_note(f"A state dict wanted to create state by this step: use the state_dict() of handle {handle.name!r}.")
+                error.add_note(f"Torch made this step to create state for a state dict. Use state_dict() of handle {handle.name!r}.")
             raise
 
     def _check(self, handle: Handle) -> None:
@@ -160,29 +161,29 @@ class StepGuard(_Guard):
 
 
 class LoadGuard(_Guard):
-    """Pre-hook of load_state_dict, of a module or an optimizer, or in front of the method."""
+    """Pre-hook of a module's or an optimizer's load_state_dict, or a guard in front of that method (see `MethodCall`)."""
 
     def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
         handle = self.handle()
         holding = None if handle is None else handle.holding
-        if handle is None or holding is None or holding.on_device or is_reading():  # a reader writes into the host copy
+        if handle is None or holding is None or holding.on_device or is_reading():  # inside `from_host_copies` the host copy is written
             return
-        if isinstance(given, tuple):  # in front of the method: its arguments
+        if isinstance(given, tuple):  # `MethodCall` passes the method's arguments as a tuple and a dict
             given = next(iter((*given, *(rest[0].values() if rest else ()))), None)
         if handle.kind == "optimizer" and is_stateless(target) and is_stateless(given):
             return
         advice = _advise(handle, "load it inside manager.phase('restore')", "restore")
         if lies_in(given, holding):
-            # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads: told here, it is no riddle for the next phase
-            # transition.
+            # `set_model_state_dict(broadcast_from_rank0=True)` writes before it loads. The error below reports these writes, so the next
+            # phase transition must not report them again.
             holding.device.heal_poison()
             holding.forget_writes()
-            advice += ". What torch has written in the meantime is lost, and every value is as it was"
+            advice += ". The values that torch wrote before this error are lost, and every value is as it was"
         refuse(handle, "given a state dict", advice)
 
 
 class MergeGuard(_Guard):
-    """Before an adapter layer of PEFT adds its adapters to the weights or takes them out: with poison for values it would only note it."""
+    """Runs before a PEFT layer merges or unmerges its adapters. While offloaded, PEFT would write into poison and only record the merge."""
 
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
@@ -190,9 +191,9 @@ class MergeGuard(_Guard):
             return
         if handle.is_streaming:
             advice = (
-                "its weights are published from the host copy here (stream_sync=True), with nothing of it on the device. weights() merges "
-                "what it publishes and leaves the model as it is; to merge in the model, open a phase that loads it, such as "
-                "manager.phase('log_prob')"
+                "its weights are published from the host copy here (stream_sync=True), and nothing of it is on the device. weights() "
+                "merges the weights that it publishes and leaves the model as it is; to merge in the model, open a phase that loads it, "
+                "such as manager.phase('log_prob')"
             )
         else:
             do = "do it inside a phase that has it on the device, such as manager.phase('log_prob') or phase('train')"
@@ -201,7 +202,7 @@ class MergeGuard(_Guard):
 
 
 class ReadGuard(_Guard):
-    """Before a method of a framework that reads or writes tensors past every hook (Megatron's `sharded_state_dict`)."""
+    """Runs before a framework's method that reads or writes tensors past every hook (Megatron's `sharded_state_dict`)."""
 
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
@@ -211,7 +212,7 @@ class ReadGuard(_Guard):
 
 
 class StateDictGuard(_Guard):
-    """Post-hook of state_dict: tensors over a range become tensors that stay readable wherever the handle goes."""
+    """Post-hook of state_dict: replaces tensors in a range by tensors that stay readable wherever the handle goes."""
 
     def __call__(self, owner: Any, state_dict: Any, *_: Any) -> Any:
         handle = self.handle()
@@ -220,14 +221,14 @@ class StateDictGuard(_Guard):
 
 
 class PartGuard(StateDictGuard):
-    """The same on a submodule, for whoever asks it alone; asked by a module around it, that one's guard answers."""
+    """The same hook on a submodule. It acts only on a call of the submodule itself; in a call of an outer module that one's guard acts."""
 
     def __call__(self, owner: Any, state_dict: Any, *rest: Any) -> Any:
         return None if rest[:1] != ("",) else super().__call__(owner, state_dict)
 
 
 class GatherGuard(_Guard):
-    """Pre-hook of state_dict, where a framework gathers on the device what it shows: it would gather poison."""
+    """Pre-hook of state_dict for a framework that gathers the values on the device: while offloaded it would gather poison."""
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         handle = self.handle()
@@ -237,7 +238,7 @@ class GatherGuard(_Guard):
             refuse(handle, f"asked for a state dict ({reason})", advice)
 
     def install(self, module: torch.nn.Module) -> _Removable:
-        """In front of the framework's own hook, which torch's registering would put it behind."""
+        """Register the hook in front of the framework's own hooks. Torch would put it behind them."""
         removable: Any = module.register_state_dict_pre_hook(self)
         hooks: Any = module._state_dict_pre_hooks
         hooks.move_to_end(removable.id, last=False)
@@ -251,8 +252,8 @@ def _parts(objects: Iterable[Any]) -> Iterable[torch.nn.Module]:
 
 
 def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
-    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns what removes them."""
-    hooks: list[_Removable] = handle.guards  # entered one by one: an interrupt leaves none that `remove` does not know
+    """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
+    hooks: list[_Removable] = handle.guards  # appended one by one: after an interrupt `Registry.remove` finds every one
     gathers = handle.adapter is not None and handle.adapter.gathers is not None
     for part in _parts(objects):
         hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
@@ -278,7 +279,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
 
 
 def install_on_new(handle: Handle) -> None:
-    """Guard the modules that an engine has made itself since: its adapter has found them, and what they hold moves with it."""
+    """Guard modules that an engine has made after its registration. Its adapter knows them, and their tensors move with it."""
     objects = () if handle.adapter is None else handle.adapter.key_objects()
     if new := [target for target in objects if isinstance(target, torch.nn.Module) and not _is_guarded(target, handle)]:
         install(handle, new)
@@ -299,7 +300,7 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
         calls = CallGuard(ForwardGuard(handle), [*(root for each in earlier for root in each.roots()), *modules])
         hooks.append(calls)
         holding.refuse_calls, holding.allow_calls = calls.refuse, calls.allow
-        for each in earlier:  # one guard for all modules of the handle
+        for each in earlier:  # replaced by `calls`, the one guard of all modules of the handle
             each.remove()
             hooks.remove(each)
         if holding.is_offloaded:
@@ -307,7 +308,10 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) -> None:
-    """By torch's hooks, where its constructor has run; else on the methods themselves (the optimizers inside have hooks as well)."""
+    """Use torch's hooks if the constructor of torch's Optimizer has run, else guard the methods themselves.
+
+    The optimizers inside another one get hooks of their own.
+    """
     if "_optimizer_step_pre_hooks" in getattr(target, "__dict__", {}):
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))

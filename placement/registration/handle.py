@@ -1,4 +1,4 @@
-"""One registered object: its machine, its bytes, its counters, and what users may ask of it."""
+"""The handle of one registered object: its state machine, its storage, its counters, and the methods for users."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Lazy:
-    """A factory in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
+    """A factory that is registered in place of an object: `register("critic", Lazy(build_critic), role="critic")`.
 
-    The factory is called once, at the first phase transition whose plan wants the handle on the device, and never on a worker whose
-    policy does not. It returns what `register` would have taken. It finds the default device and the function modes of whoever
-    changes the phase.
+    The factory is called once, at the first phase transition whose plan wants the handle on the device. On a worker whose policy never
+    wants it there, it is never called. It returns the object to register. It runs with the default device and the torch function modes
+    of the caller that changes the phase.
     """
 
     def __init__(self, factory: Callable[[], Any], *, kind: str = "module") -> None:
@@ -41,7 +41,7 @@ class Lazy:
 
 
 class Handle:
-    """What `Manager.register` returns. Made by the manager only; safe to read from any thread."""
+    """One registered object. `Manager.register` makes and returns it. It is safe to read from any thread."""
 
     def __init__(
         self, name: str, *, kind: str, role: str | None, readonly: bool, callbacks: Callable[[Handle], TransitionCallbacks]
@@ -56,24 +56,24 @@ class Handle:
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()
-        """Where its bytes are, whoever moves them."""
+        """Says where the bytes are, whoever moves them."""
         self.guards: list[Any] = []
         self.phase_now: Callable[[], str] = str
         self.broken: str | None = None
         """Why the handle can go neither forward nor back; None while it is sound."""
         self.strangers = 0
-        """Of an optimizer: parameters that were not among its owners' own when it was registered (flat copies, other ranks')."""
+        """For an optimizer: the number of parameters that were not its owners' own at registration (flat copies, other ranks')."""
         self.unregistered_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Of a module: those that stepped its parameters."""
+        """For a module: the unregistered optimizers that have stepped its parameters."""
         self.stray_references = 0
         self.stray_names = ""
-        """The storages that others held at the last offload, by name."""
+        """Names of the storages to which others held references at the last offload."""
         self.drift_bytes = 0
         self.built_object: Any = None
-        """What a `Lazy`'s factory made, and an engine: nobody else may hold it."""
+        """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
         self._object: weakref.ref[Any] | None = None
         self._gathers: str | None = None
-        """Of the adapter, as it said when the object was attached."""
+        """The adapter's `gathers` when the object was attached."""
 
     # --- what users read
 
@@ -88,43 +88,45 @@ class Handle:
 
     @property
     def holding(self) -> ManagedStorage | None:
-        """The storage where placement moves the bytes; None where the engine or the framework does, or there is no object."""
+        """The storage, if placement moves its bytes; None if an engine or a framework does, or there is no object."""
         return self.storage if isinstance(self.storage, ManagedStorage) else None
 
     @property
     def residency(self) -> Residency | None:
-        """The storage of an engine that moves its own bytes; None of everything else."""
+        """The storage, if it is that of an engine that moves its own bytes; else None."""
         return self.storage if isinstance(self.storage, Residency) else None
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes that it holds now; of an external handle, what its tensors held there at the last phase transition."""
+        """Device bytes that the object holds now. For an external handle: bytes of its tensors there at the last phase transition."""
         return self.storage.resident_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes that it needs while it is on the device. For an optimizer this includes state that its steps have still to create,
-        as far as its size can be told."""
+        """Device bytes that the object needs while it is on the device.
+
+        For an optimizer this includes state that its steps have still to create, as far as its size can be told.
+        """
         return self.storage.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host memory reserved for its copy."""
+        """Bytes of host memory reserved for the host copy."""
         return self.storage.host_bytes
 
     @property
     def foreign_bytes(self) -> int:
-        """Device bytes that a framework keeps for it, offloaded or not (a reducer's buckets); `audit()` names them."""
+        """Device bytes that a framework keeps for the object, offloaded or not (a reducer's buckets). `audit()` names them."""
         return sum(nbytes for _, nbytes in self.kept_by_framework)
 
     @property
     def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each of these, as of the last offload."""
+        """Name and bytes of each part of `foreign_bytes`, as of the last offload."""
         return self.storage.kept_by_framework
 
     @property
     def external(self) -> bool:
-        """Whether the framework itself places the bytes: tracked and guarded, never moved."""
+        """Whether the framework itself places the bytes. Then placement tracks and guards the object, but never moves it."""
         return self.external_reason is not None
 
     @property
@@ -133,7 +135,10 @@ class Handle:
 
     @property
     def gathers(self) -> str | None:
-        """Why its state dict needs the values on the device; of an optimizer, because that of a module it steps does. None: in no state."""
+        """Why the state dict can only be made with the values on the device; None if it can be made in every state.
+
+        An optimizer's needs them there if that of a module that it steps does.
+        """
         reason = self._gathers  # asked for every view of every phase transition, so it is looked up once
         for owner in self.owners if reason is None else ():
             reason = owner._gathers or reason
@@ -145,24 +150,24 @@ class Handle:
 
     @property
     def is_streaming(self) -> bool:
-        """SYNCING from the host copy, with nothing on the device."""
+        """Whether the weights are being published from the host copy (SYNCING with nothing on the device)."""
         return self.state is State.SYNCING and not self.storage.on_device
 
     @property
     def node(self) -> Node:
-        """State and whether the bytes are on the device, as the machine's paths want it."""
+        """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
         state = self.machine.state
         if state is State.SYNCING:
             return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
 
     def state_dict(self) -> Any:
-        """The object's state dict with the values as they are now, in every state.
+        """The object's state dict with its present values, in every state.
 
-        While offloaded its tensors lie in the host copy; they follow the handle when it moves.
+        While the object is offloaded, the tensors lie in the host copy. They follow the handle when it moves.
 
         Raises:
-            NotResidentError: a `Lazy` that is not built has no state yet, an object that was garbage-collected none any more.
+            NotResidentError: there is no state: a `Lazy` is not built yet, or the object was garbage-collected.
         """
         target = self.object
         if target is None:
@@ -178,9 +183,9 @@ class Handle:
             return target.state_dict()
 
     def weights_info(self, *, dtype: torch.dtype | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
-        """Name, shape and dtype of every weight that `weights` publishes when it is asked the same, in its order.
+        """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in the same order.
 
-        In every state; it moves nothing, reads no value and calls no collective. Empty while not built.
+        It works in every state. It moves nothing, reads no value and calls no collective. The list is empty while the object is not built.
         """
         from placement.publish import buckets
 
@@ -189,24 +194,26 @@ class Handle:
     def weights(
         self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None, adapters: Adapters = "merged"
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Publish the weights, whole and by clean names: lists of (name, tensor) in torch's own memory, valid until the next iteration.
+        """Publish the weights, unsharded and under their clean names: lists of (name, tensor), valid until the next iteration.
 
-        Weights that are sharded over ranks are gathered one at a time, so every rank of them has to iterate with the same arguments
-        but for `bucket_bytes`, whatever it does with the tensors. A generator that is closed early (a `break`, an exception) takes part
-        in the rest of the gathering, so that other ranks go on; one that is never started, or is kept beyond its phase, does not. On
-        the device lie one bucket and what making one weight takes: at most another tensor of its size, and this rank's part of it where
-        it is cut unevenly or along another dimension than the first. Merging takes what PEFT computes one layer with: two more tensors
-        of the weight's size for LoRA, four for DoRA.
+        The tensors are in torch's own memory. Weights that are sharded over ranks are gathered one at a time. So every rank that has a
+        shard must iterate, with the same arguments except `bucket_bytes`, whatever it does with the tensors. A generator that is closed
+        early (a `break`, an exception) takes part in the rest of the gathering, so that other ranks go on. One that is never started, or
+        is kept beyond its phase, does not.
+
+        The device memory needed is one bucket plus the memory for making one weight. That is at most another tensor of the weight's size,
+        and this rank's part of it if it is cut unevenly or along another dimension than the first. Merging adapters takes the tensors
+        with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA.
 
         Args:
-            bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
-            dtype: cast floating-point weights to this.
-            adapters: of a PEFT model: "merged", the base weights with the active adapters in them, computed by PEFT and not in the
-                model; "separate", the active adapter alone, by PEFT's names; "base", the base weights alone, by their own names.
+                bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
+                dtype: the dtype to which floating-point weights are cast; None: they keep theirs.
+                adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
+                    is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
 
         Raises:
-            PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
-            RegistrationError: a weight of it cannot be published; says which one, and what to do.
+                PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
+                RegistrationError: a weight cannot be published; the message says which one, and what to do.
             ValueError: `adapters` does not fit the module.
         """
         from placement.publish import buckets
@@ -216,10 +223,10 @@ class Handle:
     def __repr__(self) -> str:
         return f"<Handle {self.name!r} {self.kind} {self.state} {self.resident_bytes} bytes on the device>"
 
-    # --- what the manager does
+    # --- what the manager calls
 
     def attach(self, target: Any, adapter: Adapter, when_gone: Callable[[Handle], None]) -> None:
-        """Bind the object, weakly: a handle keeps no model alive but one that it alone has (see `built_object`)."""
+        """Bind the object. The reference is weak: a handle keeps only an object alive that nobody else holds (see `built_object`)."""
         me = weakref.ref(self)
 
         def gone(_: object) -> None:
@@ -231,24 +238,24 @@ class Handle:
         self._gathers = adapter.gathers
 
     def detach(self) -> None:
-        """Undo `attach`: the handle of a `Lazy` whose building failed has no object again, and none that could be collected."""
+        """Undo `attach` after the building of a `Lazy` has failed. The handle has no object again, and none that could be collected."""
         self._object = self._gathers = None
         self.built_object = self.adapter = None
         self.storage = NotBuilt()
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
-        """The adapters of its modules: of a module its own, of an engine each one's, of an optimizer and of what is not built none."""
+        """The adapters of the object's modules: a module's own one, an engine's one for each of its modules, else none."""
         return () if self.adapter is None else cast("Sequence[ModuleAdapter]", self.adapter.module_adapters())
 
     def modules(self) -> Sequence[torch.nn.Module]:
-        """The module itself, the modules of an engine; none of an optimizer, or where the object is not built or gone."""
+        """The module itself, or an engine's modules. Empty for an optimizer, and if the object is not built or gone."""
         target = self.object
         if isinstance(target, Engine):
             return target.modules()
         return (target,) if isinstance(target, torch.nn.Module) else ()
 
     def measure(self) -> None:
-        """Bring up to date what changes without placement: what a framework has on the device, state that steps have created."""
+        """Update the figures that change without placement: an external object's device bytes, state that steps have created."""
         self.storage.measure()
 
     @property
@@ -257,18 +264,18 @@ class Handle:
         return self._object is not None and self._object() is None
 
     def detached_parameters(self) -> int:
-        """Of an optimizer: how many parameters it steps that none of its owners has."""
+        """For an optimizer: the number of parameters that it steps but none of its owners has. 0 for others."""
         if not isinstance(self.adapter, OptimizerAdapter) or self.adapter.external is not None:
             return 0
         modules = [adapter for owner in self.owners for adapter in owner.module_adapters()]
-        if not modules:  # gone, and the optimizer is used on without them
+        if not modules:  # the owners' modules are gone, and the optimizer is still used
             return 0
         known = {id(parameter) for adapter in modules for parameter in adapter.parameters()}
         return sum(id(parameter) not in known for parameter in self.adapter.parameters())
 
     @property
     def is_consistent(self) -> bool:
-        """Whether its state, its bytes and the journal agree, so that there is nothing to make good."""
+        """Whether the state, the storage and the journal agree, so that nothing has to be repaired."""
         state = self.state
         return self.broken is None and self.counters.state is state and self.storage.is_consistent_in(state)
 
@@ -277,16 +284,16 @@ class Handle:
             raise BrokenHandleError(f"{self.name!r} is broken and cannot {trigger}: {self.broken}")
 
     def look_for_strays(self) -> None:
-        """See whether what others held at the last offload is still held; while on the device that cannot be told."""
+        """Update the stray references of the last offload: see which of them still exist. On the device nothing is updated."""
         if (holding := self.holding) is not None and self.stray_references and holding.is_offloaded:
             found = holding.lasting_stray_references()
             self.stray_references, self.stray_names = sum(found.values()), ", ".join([*found][:8])
 
     def check_integrity(self) -> None:
-        """Compare declared and measured for this handle.
+        """Compare the declared with the measured figures of this handle.
 
         Raises:
-            IntegrityError: with the numbers that disagree.
+                IntegrityError: they disagree; the message has the numbers.
         """
         if self.broken is not None:
             return

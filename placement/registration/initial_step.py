@@ -1,8 +1,8 @@
-"""The step that torch makes to create an optimizer's state, when the state dict is asked for of one that has none yet.
+"""The step that torch makes to create an optimizer's state when it is asked for the state dict of an optimizer without state.
 
-`torch.distributed.checkpoint.state_dict` does it, and whatever is built on that (VeOmni's `MultiOptimizer`): it gives every parameter a
-gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. The counters of Adam are 1 afterwards, so training
-goes on otherwise than without. A step that is refused would leave the rates at 0.
+`torch.distributed.checkpoint.state_dict` makes this step, and so does code built on it (VeOmni's `MultiOptimizer`). It gives every
+parameter a gradient of zeros, sets every learning rate to 0, steps, and sets the rates back. Adam's step counters are 1 afterwards, so
+training goes on otherwise than without the state dict. If a guard refuses the step, the rates stay at 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODULE, _NAME = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 
 
 def undo_initial_step() -> bool:
-    """Called where a step is refused: if it was such a step, put back the learning rates and drop the gradients. Whether it was."""
+    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
     code = getattr(getattr(sys.modules.get(_MODULE), _NAME, None), "__code__", None)
     frame = sys._getframe()
     while code is not None and frame.f_back is not None:
@@ -33,7 +33,7 @@ def undo_initial_step() -> bool:
 
 @contextmanager
 def no_initial_step() -> Iterator[None]:
-    """State dicts asked for inside show the state that there is, and none where there is none."""
+    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
     module: Any = sys.modules.get(_MODULE)
     plain = getattr(module, _NAME, None)
     if plain is None:

@@ -11,10 +11,15 @@ from placement.tensors.plain import reference
 
 
 class MethodCall:
-    """In place of a method for which torch has no hooks, or runs them too late: the guard comes before all of it.
+    """Stands in for a method of one object and calls a guard before it. It is for methods without torch hooks, or whose hooks run too late.
 
-    By the time that an optimizer inside another asks its hooks, a step may have reduced, unscaled and let go of gradients. A copy of
-    the object is not guarded. A method that somebody had put on the object itself is called as theirs, and is there again afterwards.
+    Hooks of an optimizer inside another one run too late: the outer one may have reduced, unscaled and dropped gradients by then. A copy of
+    the object is not guarded. If somebody else has put a method on the object itself, that method is called, and `remove` restores it.
+
+    Args:
+        guard: called with the object, the positional arguments (tuple) and the keyword arguments (dict); it raises to refuse the call.
+        target: the object.
+        name: the method's name.
     """
 
     def __init__(self, guard: Callable[..., Any], target: Any, name: str) -> None:
@@ -28,11 +33,11 @@ class MethodCall:
             return self.run(method, self_, args, kwargs) if self_ is self._target() else method(*args, **kwargs)
 
         bound = _Bound(call, target, name, theirs)
-        self._bound = weakref.ref(bound)  # which may hold the object: we are held by its handle
+        self._bound = weakref.ref(bound)  # weak: it may hold the object, which the handle, our holder, must not keep alive
         vars(target)[name] = bound
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, in place of calling the method."""
+        """Called in place of the method: run the guard, then the method."""
         self._guard(target, args, kwargs)
         return method(*args, **kwargs)
 
@@ -47,7 +52,7 @@ class MethodCall:
 
 
 class _Bound:
-    """A bound method that does not keep its object alive: one in the object's own fields would, until the next collection."""
+    """A bound method that does not keep its object alive. An ordinary one in the object's own fields would, until the next collection."""
 
     def __init__(self, function: Callable[..., Any], target: Any, name: str, theirs: Any) -> None:
         functools.update_wrapper(self, function)
@@ -62,7 +67,7 @@ class _Bound:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Copied or pickled with its object it becomes the copy's own method."""
+        """Make it the copy's own method when it is copied or pickled with its object."""
         return (getattr, (self.__self__, self._name)) if self.theirs is None else (_itself, (self.theirs,))
 
 

@@ -1,6 +1,6 @@
-"""An error for the caller of compiled code, out of the middle of dynamo's trace of it.
+"""Raise an error to the caller of compiled code from within dynamo's trace of it.
 
-Imported only while dynamo traces: it needs dynamo, which takes a second to import.
+This module is imported only while dynamo traces: it needs dynamo, which takes a second to import.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from placement.core.errors import NotResidentError
 
 
 class RefusedTrace(NotResidentError, ShortenTraceback):
-    """Ends a trace. Dynamo makes another error of every error that is not its own, keeps nothing of the trace, and lets this one out."""
+    """Ends a trace. Dynamo lets this error out because it is one of its own; any other it wraps. It keeps nothing of the trace."""
 
     def __init__(self, message: str) -> None:
         ShortenTraceback.__init__(self, message, first_useful_frame=None)
         self._message = message
 
     def remove_dynamo_frames(self) -> Any:
-        """What dynamo raises instead on the way to the caller: on this one it has hung its tracer, and to the message where
-        it was."""
+        """The error that dynamo raises to the caller in place of this one.
+
+        Dynamo has attached its tracer to this one, and the position in the trace to its message.
+        """
         return NotResidentError(self._message)
 
     def __reduce__(self) -> tuple[type[NotResidentError], tuple[str]]:
@@ -32,13 +34,13 @@ class RefusedTrace(NotResidentError, ShortenTraceback):
 
 @_dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_while_compiling(key: str) -> None:
-    """Run a check; dynamo calls this as it is instead of tracing it.
+    """Run a check. Dynamo calls this function instead of tracing it.
 
     Args:
-        key: of the check in `CHECKS`. A string: every version of dynamo takes one for a constant.
+        key: the check's key in `CHECKS`. It is a string because every version of dynamo takes a string for a constant.
 
     Raises:
-        RefusedTrace: with what the check raised.
+        RefusedTrace: the check raised; the message is the same.
     """
     try:
         CHECKS[key](None, ())

@@ -1,4 +1,4 @@
-"""Registration: from a user's object to a handle whose storages have their place."""
+"""Register objects: turn each into a handle whose storages have their places."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Registry:
     ) -> None:
         self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
-        """Handles by the identity of their objects, which are alive as long as their handles are here."""
+        """Handles by the `id` of their key objects, which live as long as their handles are here."""
         self._device = device
         self._callbacks_of = callbacks_of
         self._phase_now = phase_now
@@ -66,10 +66,10 @@ class Registry:
         external: bool,
         ranks: Ranks | None = None,
     ) -> Handle:
-        """Make a handle, CPU_OFFLOADED, its storages adopted. On any error the object and the registry are as before.
+        """Make a handle that is CPU_OFFLOADED, with its storages adopted. If it raises, the object and the registry are as before.
 
         Args:
-            ranks: share the host copy; None: it is this process's own.
+            ranks: the ranks that share the host copy; None: it is this process's own.
         """
         self._check_words(name, role)
         kind = target.kind if isinstance(target, Lazy) else "module"
@@ -90,10 +90,10 @@ class Registry:
         return handle
 
     def build(self, handle: Handle) -> None:
-        """Call a `Lazy`'s factory and adopt what it gives.
+        """Call a `Lazy`'s factory and adopt the object that it returns.
 
         Raises:
-            RegistrationError: the factory raised, or gave something that cannot be registered; the handle stays unbuilt.
+            RegistrationError: the factory raised, or returned an object that cannot be registered; the handle stays unbuilt.
         """
         assert handle.lazy is not None
         try:
@@ -103,7 +103,7 @@ class Registry:
             raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
         lazy = handle.lazy
         try:
-            handle.built_object = target  # nobody else may hold what the factory made
+            handle.built_object = target  # nobody else may hold the object
             self._bind(handle, target, external=False)
             handle.lazy = None
         except BaseException:
@@ -113,9 +113,9 @@ class Registry:
             raise
 
     def remove(self, handle: Handle) -> None:
-        """Take a handle out; its tensors get ordinary storage, on the device while resident, else on the host.
+        """Remove a handle. Its tensors get ordinary storage, on the device while resident, else on the host.
 
-        Idempotent: what an interrupt stopped half-way is finished by another call.
+        Idempotent: after an interrupt another call finishes the work.
         """
         self._unbind(handle)
         if self.handles.get(handle.name) is handle:
@@ -125,7 +125,7 @@ class Registry:
 
     def _unbind(self, handle: Handle) -> None:
         handle.storage.unadopt()
-        for hook in handle.guards:  # after what can fail: a handle that stays keeps its guards
+        for hook in handle.guards:  # only now, because `unadopt` may fail, and then the handle stays and needs its guards
             hook.remove()
         handle.guards = []
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
@@ -141,7 +141,7 @@ class Registry:
     def _owner(self, name: str, owner: Handle | str) -> Handle:
         found = self.handles.get(owner if isinstance(owner, str) else owner.name)
         if found is None or found.kind == "optimizer":
-            raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager")
+            raise RegistrationError(f"{name!r}: owner {owner!r} is not a registered module of this manager; register the module first")
         return found
 
     def _bind(self, handle: Handle, target: Any, external: bool, ranks: Ranks | None = None) -> None:
@@ -177,24 +177,24 @@ class Registry:
         self._by_key.update(dict.fromkeys(keys, handle))
 
     def _take_over(self, handle: Handle, engine: TaggedEngine) -> None:
-        """An engine that places its own memory. Nobody else may hold what stands for a server."""
+        """Give the handle the storage of an engine that places its own memory. The handle keeps the engine alive."""
         if handle.readonly and not engine.residency.keeps_weights:
-            raise RegistrationError(f"{handle.name!r}: its weights are discarded by an offload, so it cannot be readonly")
+            raise RegistrationError(f"{handle.name!r}: an offload discards its weights, so it cannot be readonly; leave readonly=True out")
         engine.residency.attach(lambda: self._device.memory().free_bytes)
         handle.storage, handle.built_object = engine.residency, engine
 
     def _adapter(self, handle: Handle, target: Any, external: bool) -> Adapter:
         if isinstance(target, TaggedEngine):
             if external:
-                raise RegistrationError(f"{handle.name!r} places its own memory when it is told to; register it without external=True")
+                raise RegistrationError(f"{handle.name!r}: the engine places its own memory itself; register it without external=True")
             return TaggedAdapter(target)
         if isinstance(target, Engine):
-            handle.built_object = target  # the manager's alone, where it was made in the call of register()
+            handle.built_object = target  # nobody else holds it if it was made in the call of register()
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
         return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
     def _reserve_state(self, holding: ManagedStorage, adapter: Adapter) -> None:
-        """State that is not born yet gets its host memory now: an offload in the middle of a run must not lack it."""
+        """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it."""
         sizes = adapter.expected_sizes()
         try:
             holding.storages.reserve(sizes or ())
@@ -203,14 +203,14 @@ class Registry:
             raise
 
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
-        """The modules whose parameters the optimizer steps, by parameter identity; its role is theirs."""
+        """Set the owners: the modules whose parameters the optimizer steps. A handle without a role gets the first owner's."""
         owners: dict[str, Handle] = {each.name: each for each in handle.owners}
         for index, parameter in enumerate(adapter.parameters()):
             owner = self._owner_of(parameter)
             if owner is None:
                 advice = "Register the modules first, then the optimizers that step them."
                 if any(adapter.shows_for_now(parameter) for each in self.handles.values() for adapter in each.module_adapters()):
-                    advice = "A sharded module shows it between a forward and reshard(): make the optimizer of the sharded parameters."
+                    advice = "A sharded module shows it between a forward and reshard() only: make the optimizer of the sharded parameters."
                 raise RegistrationError(
                     f"{handle.name!r}: parameter {index} of shape {tuple(parameter.shape)} belongs to no registered module. {advice}"
                 )
@@ -220,9 +220,9 @@ class Registry:
             handle.role = handle.owners[0].role
 
     def _owner_of(self, parameter: torch.Tensor) -> Handle | None:
-        """The module handle that a parameter belongs to: by its address, or by identity where it has no place of ours.
+        """The module handle that a parameter belongs to, found by its address, or by its identity if it has no place in a range.
 
-        The framework may have placed it, or it was added since the last offload (LoRA).
+        It has none if its framework places it, or if it was added since the last offload (LoRA).
         """
         for _, part in itertools.islice(plain_parts(parameter, ""), 1):
             holding = RANGES.owner_of(part.untyped_storage().data_ptr())

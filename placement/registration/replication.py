@@ -1,7 +1,7 @@
-"""Registering one object on every rank of a group, so that they share its host copy: all of them, or none.
+"""Register one object on every rank of a group, so that the ranks share its host copy. Either all ranks register it or none does.
 
-It is one change of the group, as a phase transition is: proposed, carried out, voted on. A rank that cannot do its part ends it for
-all, so nobody waits for who has failed.
+It is one change of the group, as a phase transition is: the ranks propose it, carry it out and vote on it. A rank that cannot do its
+part ends the change for all, so no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADVICE = "or register it without replicated=True"
 
 
 class GroupRanks(TorchRanks):
-    """The ranks of a group, with a process group that has the same ones."""
+    """The ranks of a group, which gather by a process group of the same ranks."""
 
     def __init__(self, group: Group, process_group: torch.distributed.ProcessGroup) -> None:
         super().__init__(process_group, Shares(group.rank, group.world_size), group.deadline_seconds)
@@ -37,9 +37,9 @@ class GroupRanks(TorchRanks):
 
     @property
     def change(self) -> int:
-        # Of this membership alone: what a rank has left in the shared memory that is none of the new one must never look like it.
+        # The number is of this generation of the group alone. Words that a rank of an earlier one left in the shared memory never equal it.
         digest = hashlib.sha256(f"{self._group.generation} {self._group.epoch}".encode()).digest()
-        return int.from_bytes(digest[:7], "big") + 1  # 0 is what is said of none
+        return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
     @property
     def gone(self) -> str | None:
@@ -48,7 +48,7 @@ class GroupRanks(TorchRanks):
         return super().gone
 
     def rejoin(self, group: Group) -> None:
-        """The ranks go on in a new group."""
+        """Use a new group from now on."""
         self._group = group
 
     def confer(self, what: str, words: str) -> list[str]:
@@ -60,16 +60,16 @@ class GroupRanks(TorchRanks):
 
 
 class Replication:
-    """What one manager registers together with the others of its group."""
+    """The replicated registrations of one manager, which it makes together with the other ranks of its group."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
         self.together = GroupVote(group)
         self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()
-        """Of each handle that is replicated."""
+        """The ranks object of each replicated handle."""
 
     def rejoin(self, group: Group) -> None:
-        """Go on in a new group, with every handle."""
+        """Use a new group from now on, for every replicated handle."""
         self.together.rejoin(group)
         self._group = group
         for ranks in self._shared:
@@ -79,12 +79,12 @@ class Replication:
     def registering(
         self, name: str, target: Any, readonly: bool, replicated: bool | torch.distributed.ProcessGroup
     ) -> Iterator[GroupRanks | None]:
-        """While the body registers it here, every other rank does the same; what fails on one fails on all.
+        """Register an object in the body while every other rank does the same. If one rank fails, all fail.
 
-        Gives None where nothing is shared: an ordinary handle, or a group of one rank.
+        Yields the ranks that share the host copy; None if nothing is shared: for an ordinary handle, or in a group of one rank.
 
         Raises:
-            RegistrationError: it cannot be replicated, or another rank could not register it.
+            RegistrationError: the object cannot be replicated, or another rank could not register it.
             CoordinatorLost: the group cannot be reached.
         """
         if replicated is False:
@@ -92,7 +92,7 @@ class Replication:
             return
         if self._group is None:
             raise RegistrationError(
-                f"{name!r}: replicated=True needs the ranks that share it: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
+                f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
             self.together.go_on(f"register {name} replicated")
@@ -101,7 +101,7 @@ class Replication:
             if ranks is None:
                 self.together.agree(Plan({}))
         except GroupError as told:
-            self.together.heard(told)  # who confers and agrees here asks the group itself
+            self.together.heard(told)  # `confer` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
         except BaseException as error:
             self.together.failed(error)
@@ -113,7 +113,7 @@ class Replication:
         if isinstance(target, Lazy):
             raise RegistrationError(f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different times; build it first")
         if not readonly:
-            raise RegistrationError(f"{name!r}: what is replicated must stay as it is on every rank; add readonly=True, {_ADVICE}")
+            raise RegistrationError(f"{name!r}: a replicated object must never change on any rank; add readonly=True, {_ADVICE}")
         if group.world_size == 1:
             return None
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -132,7 +132,7 @@ class Replication:
 
 
 def check_can_be_replicated(name: str, adapter: Adapter) -> None:
-    """Raise RegistrationError unless it is a module whose bytes we move."""
+    """Raise RegistrationError unless the object is a module whose bytes placement moves."""
     if adapter.kind != "module":
         raise RegistrationError(f"{name!r}: an {adapter.kind} cannot be replicated, only a module can; {_ADVICE}")
     if adapter.external is not None:

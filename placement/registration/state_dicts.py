@@ -1,7 +1,7 @@
-"""Calls of `state_dict()` on a registered object: what they show is readable in every state, and true.
+"""Calls of `state_dict()` on a registered object. In every state they return true values in tensors that stay readable.
 
-Torch's hooks of a state dict see neither what an overridden method computes nor an exception in between, so the method itself is
-stood in for. While the object is offloaded all of the call reads the host copy; what it returns follows the handle.
+Torch's state dict hooks see neither the values that an overridden method computes nor an exception in between. So the method itself is
+replaced. While the object is offloaded, the whole call reads the host copy. The tensors that it returns follow the handle.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class StateDictCall(MethodCall):
-    """In place of `state_dict` of a module, a submodule or an optimizer.
+    """Stands in for `state_dict` of a module, a submodule or an optimizer.
 
     Args:
-        handle: gives the handle while there is one.
+        handle: returns the handle; None once it is gone.
     """
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any) -> None:
@@ -39,7 +39,7 @@ class StateDictCall(MethodCall):
             return method(*args, **kwargs)
         is_offloaded = any(each.storage.is_on_host for each in (handle, *handle.owners))
         if is_reading() or not is_offloaded:
-            is_part = bool(args) or kwargs.get("destination") is not None  # called by a module around it, whose own call looks at it all
+            is_part = bool(args) or kwargs.get("destination") is not None  # a call from an outer module's call, which does the rest
             found = method(*args, **kwargs)
             return found if is_part else _shown(handle, found, ManagedStorage.hand_out_once)
         try:
@@ -48,8 +48,8 @@ class StateDictCall(MethodCall):
         except Exception as error:
             if not isinstance(error, PlacementError):
                 error.add_note(
-                    f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}: its state dict was computed from the host copy, "
-                    "in host memory. What needs its values on the device can be asked inside a phase that has it there."
+                    f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, so its state dict was computed from the host "
+                    "copy, in host memory. If its code needs the values on the device, ask inside a phase that has it there."
                 )
             raise
         found = _shown(handle, found, ManagedStorage.hand_out_once)
@@ -58,12 +58,12 @@ class StateDictCall(MethodCall):
 
 
 def shown(handle: Handle, live: Any) -> Any:
-    """What a state dict shows of a handle's live tensors: those over a range become tensors that stay readable wherever it goes.
+    """Replace the handle's live tensors in a state dict by tensors that stay readable wherever the handle goes.
 
-    A dictionary that nothing has to be changed in is returned as it is, a module's is changed in place, another is copied.
+    A dictionary in which nothing has to be replaced is returned as it is. A module's is changed in place, another one is copied.
 
     Raises:
-        BrokenHandleError: the values are not what they should be.
+        BrokenHandleError: values of the handle are lost.
     """
     return _shown(handle, live, ManagedStorage.hand_out)
 
@@ -77,10 +77,10 @@ def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
         return found
     if holding.lost is not None:
         raise BrokenHandleError(f"{handle.name!r} is broken and its values must not be saved: {holding.lost}")
-    with without_modes(), torch.inference_mode(False):  # what is handed out follows the handle later, which inference tensors cannot
+    with without_modes(), torch.inference_mode(False):  # the tensors must follow the handle later, which inference tensors cannot
         if handle.kind == "optimizer" or not isinstance(found, MutableMapping):
-            return _readable(holding, found, hand_out)  # an optimizer's dict holds its live state
-        for key, value in [*found.items()]:  # nested calls share one dict, and torch wants it changed in place
+            return _readable(holding, found, hand_out)  # copied, because an optimizer's dict holds its live state
+        for key, value in [*found.items()]:  # in place, because nested calls share one dict
             if (readable := _readable(holding, value, hand_out)) is not value:
                 found[key] = readable
     return found
@@ -97,7 +97,7 @@ def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut) -> Any:
 
 
 def _changed(value: Any, parts: dict[Any, Any]) -> Any:
-    """A container of the same kind with other parts; itself where they are the same."""
+    """A container of the same type with other parts; the container itself if all parts are the same."""
     own = value if isinstance(value, dict) else dict(enumerate(value))
     if all(parts[key] is own[key] for key in own):
         return value
@@ -107,13 +107,13 @@ def _changed(value: Any, parts: dict[Any, Any]) -> Any:
 
 
 def is_stateless(optimizer: Any) -> bool:
-    """Whether an optimizer, or its state dict, has no state."""
+    """Whether an optimizer or an optimizer's state dict has no state."""
     state = optimizer.get("state", True) if isinstance(optimizer, dict) else getattr(optimizer, "state", True)
     return isinstance(state, Mapping) and not state
 
 
 def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
-    """Whether a state dict has tensors at the device addresses of an object: its own parameters."""
+    """Whether a state dict has tensors in the ranges of the object, which means that it holds the object's own tensors."""
     bases = [(r.layout.addresses.base, r.nbytes) for r in holding.ranges]
     tensors = [value for value in (state_dict.values() if isinstance(state_dict, Mapping) else ()) if isinstance(value, torch.Tensor)]
     parts = [part.untyped_storage().data_ptr() for value in tensors for _, part in parts_of(value, "") if has_bytes(part)]
@@ -121,10 +121,10 @@ def lies_in(state_dict: Any, holding: ManagedStorage) -> bool:
 
 
 def _refuse_poison(handle: Handle, found: Any) -> None:
-    """Raise where a value was computed by code that went past torch (a kernel given an address, another thread).
+    """Raise if a value was computed from poison, by code that reads past torch (a kernel given an address, another thread).
 
     Raises:
-        NotResidentError: NaN in what was computed, and none in the host copies it was computed from.
+        NotResidentError: there is NaN among the computed values, but none in the host copies.
     """
     storages = [each.storage for each in (handle, *handle.owners)]
     computed = [
@@ -136,9 +136,9 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
     wrong = [name for name, part in computed if _has_nan(part)]
     if wrong and not any(_has_nan(host) for each in (handle, *handle.owners) for host in _host_copies(each)):
         raise NotResidentError(
-            f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, and the values it was computed from have none: "
-            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, and a hook or method of its state dict reads past torch "
-            "what lies on the device (a kernel of its own, another thread). Ask inside a phase that has it on the device."
+            f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the values it was computed from have none. "
+            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, and a hook or method of its state dict reads its device "
+            "memory past torch (a kernel of its own, another thread). Ask for the state dict inside a phase that has it on the device."
         )
 
 

@@ -1,8 +1,8 @@
-"""Optimizers that no handle knows and that step a registered module's parameters.
+"""Find unregistered optimizers that step a registered module's parameters.
 
-A second `train()` makes a new optimizer and forgets to register it: its state stays on the device in every phase, and nobody keeps its
-step out of phases in which a write is lost. One hook of torch's for the steps of all optimizers, there while any module is registered,
-sees them all. An optimizer that does not come from `torch.optim.Optimizer` it cannot see.
+A second `train()` may make a new optimizer and not register it. Then its state stays on the device in every phase, and no guard keeps it
+from stepping in phases in which its writes are lost. While any module is registered, one global torch hook sees the steps of all
+optimizers. It cannot see an optimizer that is not a `torch.optim.Optimizer`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WATCHED: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class StepWatch:
-    """Has the steps of unregistered optimizers seen while a handle is registered, be it a module's or an optimizer's."""
+    """Keeps the global step hook installed while a handle, a module's or an optimizer's, is registered."""
 
     _hook: torch.utils.hooks.RemovableHandle | None = None
-    """One for all."""
+    """The one hook for all handles."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = weakref.ref(handle)
@@ -55,7 +55,7 @@ class StepWatch:
 
 
 def living(handle: Handle) -> list[str]:
-    """The classes of the unregistered optimizers that have stepped a module's parameters and are still there, and still unregistered."""
+    """Class names of the unregistered optimizers that have stepped a module's parameters and still exist unregistered."""
     return [type(each).__name__ for each in handle.unregistered_optimizers if not _is_known(each)]
 
 
@@ -69,7 +69,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
             _check(handle, type(optimizer).__name__)
         except PlacementError as error:
             if undo_initial_step():
-                error.add_note("A state dict wanted to create state by this step: register it and use its handle's state_dict().")
+                error.add_note("Torch made this step to create state for a state dict: register it and use its handle's state_dict().")
             raise
         _note(handle, optimizer)
 
@@ -97,7 +97,7 @@ def _note(handle: Handle, optimizer: Any) -> None:
 
 
 def _stepped(optimizer: Any) -> Iterator[Handle]:
-    """The registered modules whose parameters it steps. The first parameter of each group says it: this runs at every step."""
+    """The registered modules whose parameters an optimizer steps. As this runs at every step, it looks at each group's first one only."""
     for group in optimizer.param_groups:
         for parameter in itertools.islice(group["params"], 1):
             for _, part in itertools.islice(plain_parts(parameter, ""), 1):
@@ -111,7 +111,7 @@ def _is_guarded(optimizer: Any) -> bool:
 
 
 def _is_known(optimizer: Any) -> bool:
-    """Whether it is registered, or part of a registered one that makes such parts as it needs them (HybridDeviceOptimizer)."""
+    """Whether an optimizer is registered, or is a part that a registered one makes when it needs it (HybridDeviceOptimizer)."""
     if _is_guarded(optimizer):
         return True
     roots = [each.object for each in list(_WATCHED) if each.kind == "optimizer"]

@@ -1,1 +1,1 @@
-"""Where the bytes of a registered object lie, on a device and on the host. Knows no kind of device."""
+"""Storages: where the bytes of a registered object are, on the device and on the host. Nothing here depends on one kind of device."""

@@ -1,13 +1,13 @@
-"""The storage of a handle: where its bytes are, how many they are, and what a phase transition may ask of them.
+"""The storage of a handle: where its bytes are, how many there are, and what a phase transition may ask of it.
 
 Every handle has one storage from registration to its end, of one of four kinds:
 
 * `ManagedStorage`: placement moves the bytes between the device and a host copy.
 * `Residency` (in `engines`): a rollout engine moves its own bytes, tag by tag, when it is told to.
 * `ExternalStorage`: the object's framework places the bytes; placement measures and guards them and never moves them.
-* `NotBuilt`: there is no object yet (a `Lazy` before its factory was called), or none any more.
+* `NotBuilt`: there is no object yet (the factory of a `Lazy` was not called), or the object is gone.
 
-Callers ask this contract. The defaults are the answers of a storage that has no host copy, no ranges and no tags.
+Callers use this contract alone. Its defaults are the answers of a storage without host copy, ranges and tags.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ if TYPE_CHECKING:
 
 
 class Storage(abc.ABC):
-    """Where the bytes of one handle are. Read from any thread, changed with the manager's lock held."""
+    """Where the bytes of one handle are. Any thread may read it; changing it needs the manager's lock."""
 
     # --- where the bytes are
 
     @property
     @abc.abstractmethod
     def on_device(self) -> bool:
-        """Whether the bytes on the device are the authoritative ones; of an engine, whether any of its tags is there."""
+        """Whether the bytes on the device are the authoritative ones; for an engine, whether any of its tags is on the device."""
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the host copy is authoritative and the object's tensors read poison."""
+        """Whether the host copy is authoritative. Then the object's tensors read poison."""
         return False
 
     @property
     def is_on_host(self) -> bool:
-        """Whether values are to be read from the host copy: they are offloaded, or about to be."""
+        """Whether values must be read from the host copy, because they are offloaded or about to be."""
         return False
 
     @property
     def external_reason(self) -> str | None:
-        """The framework feature that places the bytes, for messages; None where placement or the engine does."""
+        """The framework feature that places the bytes, for messages; None where placement or an engine places them."""
         return None
 
     @property
     def lost(self) -> str | None:
-        """Which values are lost, and since when; None while all are there."""
+        """Which values are lost, and since when; None while no value is lost."""
         return None
 
     @property
     def is_leaving(self) -> bool:
-        """Whether leaving placement was begun and interrupted; `unadopt` must be called again."""
+        """Whether an `unadopt` was interrupted. It must be called again then."""
         return False
 
     # --- bytes
@@ -66,41 +66,41 @@ class Storage(abc.ABC):
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Device bytes that it takes to be resident."""
+        """Device bytes that the handle needs in order to be resident."""
 
     @property
     @abc.abstractmethod
     def resident_bytes(self) -> int:
-        """Device bytes that it holds now."""
+        """Device bytes that the handle holds now."""
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the resident bytes, those in chunks behind its ranges."""
+        """The part of `resident_bytes` that is in the chunks behind the ranges."""
         return 0
 
     @property
     def unadopted_bytes(self) -> int:
-        """Of the resident bytes, those in torch's own memory: they get a place in a range at the next offload."""
+        """The part of `resident_bytes` that is in torch's own memory. It gets a place in a range at the next offload."""
         return 0
 
     @property
     def unborn_bytes(self) -> int:
-        """Of `num_bytes`, those of optimizer state that steps have still to create, as of the last measurement."""
+        """The part of `num_bytes` for optimizer state that steps have still to create, as of the last measurement."""
         return 0
 
     @property
     def born_bytes(self) -> int:
-        """Of `unborn_bytes`, those that steps have created since, in torch's own memory."""
+        """The part of `unborn_bytes` that steps have created since that measurement, in torch's own memory."""
         return 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host copy, and of host memory reserved for state that is not born yet."""
+        """Bytes of the host copy, and of host memory reserved for state that is not created yet."""
         return 0
 
     @property
     def host_pageable_bytes(self) -> int:
-        """Of the host copy, bytes that the operating system did not let us pin."""
+        """Bytes of the host copy that the operating system did not allow to be pinned."""
         return 0
 
     @property
@@ -109,20 +109,20 @@ class Storage(abc.ABC):
         return ()
 
     def framework_memory(self) -> Iterator[tuple[str, int]]:
-        """The same, asked now."""
+        """Name and bytes of the same memory, asked of the framework now."""
         return iter(())
 
     def measure(self) -> None:
-        """Bring up to date what changes without us. Called at every phase transition that moved something: cheap."""
+        """Update the figures that change without placement. Cheap: it is called at every phase transition that moved something."""
 
     def measure_unadopted(self) -> None:
-        """Bring `unadopted_bytes` and `unborn_bytes` up to date. Enumerates the object's tensors."""
+        """Update `unadopted_bytes` and `unborn_bytes`. Looks at every tensor of the object."""
 
-    # --- tags: of engines that place their own memory
+    # --- tags, for engines that place their own memory
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The parts that can be on the device apart from one another."""
+        """The parts that can be loaded and offloaded independently."""
         return ()
 
     @property
@@ -132,11 +132,11 @@ class Storage(abc.ABC):
 
     @property
     def offloaded_tags(self) -> frozenset[str]:
-        """The tags that are not."""
+        """The tags that are not on the device now."""
         return frozenset()
 
     def bytes_by_tag(self) -> Mapping[str, int]:
-        """Device bytes of each tag; 0 while not known."""
+        """Device bytes of each tag; 0 while the figure is not known."""
         return {}
 
     @property
@@ -146,19 +146,19 @@ class Storage(abc.ABC):
 
     @property
     def stale(self) -> str | None:
-        """Why the weights mean nothing until they are published again; None while they are valid."""
+        """Why the weights are invalid until they are published again; None while they are valid."""
         return None
 
     # --- the host copy
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The address ranges in which its tensors lie."""
+        """The address ranges in which the object's tensors lie."""
         return ()
 
     @property
     def is_complete(self) -> bool:
-        """Whether no load waits for the decision of other ranks."""
+        """Whether every load is complete: none waits for the ranks of a group to finish it."""
         return True
 
     def has_place(self, tensor: torch.Tensor) -> bool:
@@ -166,18 +166,18 @@ class Storage(abc.ABC):
         return False
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor over the host copy; None where it has no place there. Meaningful while offloaded."""
+        """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""
         return None
 
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """`over_host` after `mirror`, in either state; None for what the host copy does not have now."""
+        """Like `over_host`, but after `mirror` and in either state; None for a tensor that the host copy does not have now."""
         return None
 
     def wait_for_readers(self) -> None:
-        """Wait until nobody reads the host copy in another thread (a checkpoint's writer)."""
+        """Wait until no other thread reads the host copy (the writer of a checkpoint does)."""
 
     def note_written(self) -> None:
-        """The host copy was written by right: what was known of its bytes is no longer known."""
+        """Forget the fingerprints of the host copy: a permitted write has changed it."""
 
     def take_in_restored(self) -> None:
         """Adopt new state that a checkpoint has put into the object."""
@@ -186,28 +186,28 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def is_consistent_in(self, state: State) -> bool:
-        """Whether nothing has to be made good before a handle in this state may rest: an interrupted move left nothing half done."""
+        """Whether a handle in this state needs no repair: no interrupted move has left anything half done."""
 
     @abc.abstractmethod
     def check(self, name: str, state: State) -> None:
-        """Compare what is declared with what is measured.
+        """Compare the declared state with what is measured.
 
         Raises:
-            IntegrityError: they disagree; the message has the numbers.
+            IntegrityError: the two disagree; the message has the numbers.
         """
 
     @property
     def leftovers(self) -> str | None:
-        """What is on the device now, in words, for a handle that belongs off it; None where that is nothing."""
+        """Words for what is on the device now, for a handle that should not be there; None where nothing is."""
         return None
 
     # --- the end
 
     def unadopt(self) -> None:
-        """Give every tensor ordinary memory again, on the device while resident, else on the host. Idempotent."""
+        """Give every tensor ordinary memory again: on the device while resident, else on the host. Idempotent."""
 
     def detach(self) -> None:
-        """The manager gives the object back as it is now."""
+        """Called when the manager gives the object back, which stays as it is now."""
 
 
 class NotBuilt(Storage):
@@ -221,7 +221,7 @@ class NotBuilt(Storage):
         return True
 
     def check(self, name: str, state: State) -> None:
-        """Nothing can disagree."""
+        """Do nothing: without an object nothing can disagree."""
 
 
 class ExternalStorage(Storage):
@@ -232,9 +232,9 @@ class ExternalStorage(Storage):
     """
 
     on_device = True
-    """The framework answers for that: the states of the handle mean what the user may do, not where bytes are."""
+    """Always true: the framework places the bytes. The handle's states say what the user may do, not where the bytes are."""
     num_bytes = 0
-    """Nothing has to be made free for it."""
+    """Always 0: placement does not have to free memory for the object."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -242,7 +242,7 @@ class ExternalStorage(Storage):
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes that the object's tensors had there when they were measured last."""
+        """Bytes of the object's tensors on the device, as of the last `measure`."""
         return self._resident_bytes
 
     @property
@@ -250,7 +250,7 @@ class ExternalStorage(Storage):
         return self._adapter.external
 
     def measure(self) -> None:
-        """Count what the object has on an accelerator now, each torch storage once."""
+        """Count the bytes that the object has on an accelerator now, each torch storage once."""
         storages = (owned.tensor.untyped_storage() for owned in self._adapter.owned())
         self._resident_bytes = sum({each._cdata: each.nbytes() for each in storages if each.device.type != "cpu"}.values())
 
@@ -258,14 +258,14 @@ class ExternalStorage(Storage):
         return True
 
     def check(self, name: str, state: State) -> None:
-        """The framework's own affair."""
+        """Do nothing: the framework answers for its own bytes."""
 
 
 def check_ranges(name: str, state: State, ranges: Sequence[Range], *, on_device: bool) -> None:
-    """Compare the memory behind ranges with what a state wants there: every chunk, or none.
+    """Compare the memory behind ranges with what the state needs: every chunk on the device, or none.
 
     Raises:
-        IntegrityError: a range has other chunks, a host copy that is too short, or storages that never moved in.
+            IntegrityError: a range has other chunks, a slab that is too short, or storages that never moved in.
     """
     for index, r in enumerate(ranges):
         sizes = tuple(r.chunks[position].nbytes for position in sorted(r.chunks))
@@ -275,6 +275,6 @@ def check_ranges(name: str, state: State, ranges: Sequence[Range], *, on_device:
                 f"{name!r} is {state}, so range {index} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
             )
         if r.slab.nbytes < r.nbytes:
-            raise IntegrityError(f"{name!r}: range {index} has {r.nbytes} bytes, its host slab only {r.slab.nbytes}")
+            raise IntegrityError(f"{name!r}: range {index} has {r.nbytes} bytes, but its host slab has only {r.slab.nbytes}")
         if r.claims is not None:
             raise IntegrityError(f"{name!r}: {len(r.claims)} storages were never moved into range {index}")

@@ -1,4 +1,4 @@
-"""The gradients of one object: which ranges hold nothing else, and how they are dropped."""
+"""The gradients of one object: which ranges hold nothing but gradients, and how gradients are dropped."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ def _parts(gradient: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Gradients:
-    """What the adapter says of gradients, looked up anew at each call: they come and go between phases."""
+    """The gradients that the adapter reports. Each call asks the adapter anew, because gradients come and go between phases."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """The tensors that hold their bytes, by identity."""
+        """The tensors that hold the gradients' bytes, by identity."""
         gradients = [owner.grad for owner in self._adapter.with_gradients() if owner.grad is not None]
         gradients += self._adapter.unreduced_gradients()
         return {id(part): part for gradient in gradients for _, part in _parts(gradient)}
 
     def besides(self, claims: Iterable[Claim]) -> list[Claim]:
-        """Those of loose claims that hold anything but gradients."""
+        """The claims, among these transient ones, that hold anything but gradients."""
         dead = self.tensors()
-        # Indices and values of a sparse gradient are other objects each time, and nothing else is in their storages.
+        # A sparse gradient's parts are new objects at each access, so they are known by their storages, which nothing else uses.
         owners = self._adapter.with_gradients()
         sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in _parts(owner.grad)]
         theirs = {part.untyped_storage()._cdata for part in sparse}
         return [c for c in claims if c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases)]
 
     def lasting(self) -> set[int]:
-        """The storages that the framework goes on using when the gradients are dropped."""
+        """The storages (`_cdata`) that the framework goes on using when the gradients are dropped."""
         return {buffer.untyped_storage()._cdata for buffer in self._adapter.gradient_buffers()}
 
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
-        """Ranges with nothing but gradients in them: what need not be saved when gradients are dropped."""
+        """The ranges, among these, that hold nothing but gradients. They need not be saved when gradients are dropped."""
         dead = {part.untyped_storage()._cdata for part in self.tensors().values() if part.layout is torch.strided} | self.lasting()
         dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.transient}
         return tuple(r for r in among if r.transient and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed))
 
     def drop(self, *, zero_buffers: bool) -> None:
-        """Set every gradient to None. Ranges that this leaves empty go at the next move.
+        """Set every gradient to None. Ranges that this empties are dropped at the next move.
 
         Args:
-            zero_buffers: also those that last; only while they are on the device.
+                zero_buffers: also zero the framework's gradient buffers, which it keeps. Only while they are on the device.
         """
         for owner in self._adapter.with_gradients():
             owner.grad = None
@@ -62,7 +62,7 @@ class Gradients:
             buffer.detach().zero_()
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
-        """Make the host copies of ranges that last zero, which is what they will be when they are loaded. Returns these."""
+        """Zero the host copies of the ranges that hold the framework's lasting buffers: they will load as zeros. Returns these ranges."""
         lasting = self.lasting()
         staying = [r for r in dropped if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)]
         for r in staying:

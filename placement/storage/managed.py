@@ -1,8 +1,8 @@
-"""The bytes of one registered object: where they are, and how they come and go as a whole.
+"""The storage of an object whose bytes placement moves: where they are, and the steps that load and offload them as a whole.
 
-A holding is the unit of a move. `on_device` is its one decision: storing it commits a move, and everything after that store
-is work that `make_consistent` can do again. So an interrupt leaves the holding with its bytes complete on one side, whichever side
-the decision names, and `make_consistent` brings the rest in line.
+One `ManagedStorage`, which callers name `holding`, is the unit of a move. `on_device` is its one decision: setting it commits a move,
+and `make_consistent` can repeat all work that follows. So after an interrupt the bytes are complete on the side that the decision
+names, and `make_consistent` brings everything else in line with it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from placement.tensors.owned import Adapter
 
 
 def _no_calls() -> None:
-    """There is nothing in the object that can be called."""
+    """Do nothing: the default for an object that cannot be called."""
 
 
 class ManagedStorage(Storage):
-    """The bytes of one object: its ranges (see `ObjectStorages`), the decision on which side they count, and the moves between both."""
+    """The bytes of one object: its ranges (see `ObjectStorages`), which side is authoritative, and the steps of a move."""
 
     on_device = False
-    """The decision: whether the device's bytes are the authoritative ones. Then every range is mapped."""
+    """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""
     lost: str | None = None
-    """Which values are lost, and since when; None while all are there. The storage then stays where it is until it leaves for good."""
+    """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
     is_leaving = False
-    """Whether leaving placement was begun: an interrupted `unadopt` must be called again before anything moves."""
+    """Whether an `unadopt` has begun. If it was interrupted, it must be called again before anything moves."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool) -> None:
         self.device = device
@@ -50,20 +50,20 @@ class ManagedStorage(Storage):
         self.readonly = readonly
         self.storages = ObjectStorages(device, adapter, name, self)
         self.refuse_calls: Callable[[], None] = _no_calls
-        """Called before the decision that the bytes are on the host: from then on nobody can call what needs them."""
+        """Called before `on_device` becomes False. From then on the object's calls, which need the bytes on the device, are refused."""
         self.allow_calls: Callable[[], None] = _no_calls
-        """Called when everything is in line with the decision that they are on the device."""
+        """Called when the object is on the device and everything is consistent with that."""
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()
-        """When the host copy became the authoritative one (Unix time); while on the device, the last time."""
+        """When the host copy last became the authoritative one (Unix time)."""
         self._dropped: tuple[Range, ...] | None = None
-        """Ranges of gradients that die with the decision of this offload; None: gradients move."""
+        """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
         self.is_consistent = True
-        """Whether everything is in line with the decision. False from before the first change of a move to the end of `make_consistent`."""
+        """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
         self._is_vacating = False
-        """Whether chunks may have been given up that no decision has taken from us yet."""
+        """Whether an offload that is not committed yet may have given up chunks."""
         self._is_copying = False
-        """Whether copies to the device may be under way that no decision has taken over yet."""
+        """Whether a load that is not committed yet may have copies under way."""
         self._may_have_stray_references = True
 
     @property
@@ -80,39 +80,39 @@ class ManagedStorage(Storage):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether values are to be read from the host copy: they are no longer on the device, or are about to leave it."""
+        """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
         return not self.on_device or self._is_vacating
 
     # --- measuring
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes that it takes to be resident, with what is to be born there."""
+        """Device bytes that the object needs in order to be resident, including state that steps have still to create."""
         return self.storages.device_bytes + self.unadopted_bytes + self.unborn_bytes
 
     @property
     def unborn_bytes(self) -> int:
-        """Of these, for state that steps have still to create, as of the last look."""
+        """The part of `num_bytes` for state that steps have still to create, as of the last `measure_unadopted`."""
         return self.storages.unborn_bytes
 
     @property
     def born_bytes(self) -> int:
-        """Of these, what they have created since, in torch's own memory: not among `resident_bytes` before the next look."""
+        """The part of `unborn_bytes` that steps have created since. It is not in `resident_bytes` before the next `measure_unadopted`."""
         return self.storages.born_bytes if self.on_device else 0
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes behind its ranges, and what it owns in torch's memory."""
+        """Bytes of the chunks behind the ranges, plus `unadopted_bytes`."""
         return self.storages.chunk_bytes + self.unadopted_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of chunks behind its ranges."""
+        """Bytes of the chunks behind the ranges."""
         return self.storages.chunk_bytes
 
     @property
     def unadopted_bytes(self) -> int:
-        """Of what it owns on the device, bytes in torch's own memory, as of the last look."""
+        """Bytes that the object owns on the device in torch's own memory, as of the last `measure_unadopted`."""
         return self.storages.unadopted_bytes if self.on_device else 0
 
     @property
@@ -131,7 +131,7 @@ class ManagedStorage(Storage):
         return self.adapter.kept_by_framework()
 
     def measure(self) -> None:
-        """See whether an optimizer's steps have created state. Looks at no tensor."""
+        """Update `born_bytes`: see whether an optimizer's steps have created state. Looks at no tensor."""
         if self.on_device:
             self.storages.measure_births()
 
@@ -157,11 +157,11 @@ class ManagedStorage(Storage):
     # --- adopting
 
     def adopt(self) -> None:
-        """Register: every storage gets its place, its bytes are in the slab, and poison is behind it.
+        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place.
 
         Raises:
-            RegistrationError: a storage belongs to another handle, or has an alias that nobody named; nothing changed.
-            DeviceMemoryError, HostMemoryError: no addresses, no host memory; nothing changed.
+            RegistrationError: a storage belongs to another handle, or a tensor that nobody named uses it; nothing changed.
+                DeviceMemoryError, HostMemoryError: no addresses or no host memory; nothing changed.
         """
         try:
             self.storages.adopt()
@@ -170,7 +170,7 @@ class ManagedStorage(Storage):
             raise
 
     def take_in_restored(self) -> None:
-        """Adopt new state that a checkpoint has put into the object. While offloaded its bytes go straight to the host copy."""
+        """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
         if self.on_device:
             self.storages.look()
             return
@@ -183,20 +183,20 @@ class ManagedStorage(Storage):
             self.storages.align_wrappers()
             self.storages.count_uses()
 
-    # --- moving: the steps of an `Exchange`, in their order
+    # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
-        """From here to the end of `make_consistent` nothing may be taken for granted.
+        """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
 
         Raises:
-            IntegrityError: values of it are lost, were written while offloaded, or were computed from poison; nothing has begun.
+            IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun.
         """
         if self.lost is not None:
             raise IntegrityError(self.lost)
         if self.on_device:
-            self.host_read_locks.wait()  # what leaves the device is written over the host copy
+            self.host_read_locks.wait()  # the offload will overwrite the host copy
         if not self.on_device and self.storages.dead():
-            # Before the dead are dropped, with the only good values in them.
+            # Before the dead ranges are dropped: they may hold the only good values of tensors that were replaced.
             self.storages.new_unless_changed()
         self.is_consistent = False
         self._is_copying = not self.on_device
@@ -207,44 +207,46 @@ class ManagedStorage(Storage):
         self.storages.drop(self.storages.dead(), chunk_pool)
 
     def take_in_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
+        """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
 
         Args:
-            drops: leave the gradients out; they die with the decision.
+            drops: leave the gradients out, because they are dropped when the offload is committed.
         """
         fresh, stays = self.storages.take_in_new(drops=drops)
-        # Counted while the link is busy; with none now, none has to be looked for when it is not.
+        # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.storages.state_dict_tensors) or bool(self.stray_references())
         return fresh, stays
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start the copies to the device for chunks (ascending) that were mapped just now. Returns the bytes to copy."""
+        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy."""
         copies = r.copies(indices)
         self.device.copy(copies, "to_device")
         return sum(copy.nbytes for copy in copies)
 
     def bring_share(self, r: Range, indices: Sequence[int]) -> int:
-        """The same where the ranks of the group will vote on this load: what other ranks have is left to them."""
+        """Like `bring`, for a load that the ranks of a group vote on: chunks that other ranks can bring may be left to them."""
         return self.bring(r, indices)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte of a load is on its way, so that it can be decided."""
+        """Whether every byte of a load is on its way, so that the load can be committed."""
         return True
 
     def complete_alone(self) -> None:
-        """Start what is missing of a load that is not complete, over the own link."""
+        """Start the missing copies of an incomplete load, over this process's own link."""
 
     def complete_together(self) -> None:
-        """Start what is missing of a load that is not complete; every rank of the group does this now."""
+        """Start the missing transfers of an incomplete load. Every rank of the group calls this now."""
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None
     ) -> MoveResult:
-        """Every byte is in the slabs: decide. Returns what was not as it should be.
+        """Commit an offload whose bytes are all in the slabs. Returns what was found wrong: stray references and relocated storages.
 
         Args:
-            dropped: ranges that were not saved, because every gradient becomes None with the decision; None: gradients moved.
+            fresh: ranges of the new storages.
+            prints: the new fingerprints of the slabs.
+            dropped: ranges that were not saved, because every gradient becomes None with the commit; None: gradients were saved.
         """
         before = self.ranges
         for r, now in prints:
@@ -264,15 +266,15 @@ class ManagedStorage(Storage):
         )
 
     def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:
-        """By name, the references to adopted storages that others hold now."""
+        """The number of stray references to each adopted storage, by the storage's name. Storages without any are left out."""
         return self.storages.stray_references(self.ranges if ranges is None else ranges)
 
     def lasting_stray_references(self) -> dict[str, int]:
-        """The same, but for those that go by themselves."""
+        """The stray references that remain after a short wait (see `stray_references.that_last`)."""
         return stray_references.that_last(self.stray_references)
 
     def commit_load(self) -> None:
-        """Every byte is on its way, and the current stream waits for it: decide."""
+        """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
             if r.prints is None or (r.is_shown and not self.readonly):
                 r.prints = self.storages.fingerprint(r, 0, len(r.chunk_sizes))
@@ -280,15 +282,15 @@ class ManagedStorage(Storage):
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Bring everything in line with the decision. Idempotent; the second half of every move and the whole of recovery.
+        """Bring everything in line with `on_device`. Idempotent. It is the second half of every move, and all of recovery.
 
-        What was given up and cannot be had back decides otherwise: then the rest goes to the host, too.
+        If an unfinished offload gave up chunks whose memory cannot be had back, the rest of the object is offloaded, too.
         """
         if self.is_consistent:
             return
         if self.on_device:
             for r in self.ranges:
-                if r.claims is not None:  # saved for an offload that did not come; what was set aside for it is kept for the next
+                if r.claims is not None:  # prepared for an offload that was not committed; the next one can use its slab
                     self.storages.set_aside(r)
             self.storages.drop([*(r for r in self.ranges if r.claims is not None), *self.storages.dead()], chunk_pool)
             chunk_pool.forget(chunk for r in self.ranges for chunk in r.chunks.values())
@@ -325,20 +327,20 @@ class ManagedStorage(Storage):
         self.is_consistent = True
 
     def vacate(self, r: Range, first: int, last: int, chunk_pool: ChunkPool) -> None:
-        """Take the memory from behind chunks `first` up to `last` (not included), whose bytes are on the host."""
+        """Take away the memory behind chunks `first` up to `last` (not included), whose bytes are on the host."""
         if (
             not self._is_vacating and self.storages.state_dict_tensors
-        ):  # another thread may be writing a checkpoint from them: never over poison
+        ):  # another thread may be writing a checkpoint from these tensors, which must never read poison
             self.device.wait(self.device.mark("to_host"))
             self.storages.state_dict_tensors.point_to_host(self.storages.by_address, except_for=self.storages.moving_in)
         self._is_vacating = True
-        r.give(range(first, last), chunk_pool)  # first, so that what is on record is mapped, whenever an interrupt comes
+        r.give(range(first, last), chunk_pool)  # before unmapping: at an interrupt every chunk in `r.chunks` is still mapped
         self.device.unmap(r.layout.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
 
     def _have_back(self, chunk_pool: ChunkPool) -> bool:
-        """An offload that was broken off: the chunks that it gave up come back and are filled from the slab, which has their bytes.
+        """Take back the chunks that a broken-off offload gave up, and fill them from the slab, which has their bytes.
 
-        Returns False where their memory is gone; then what is left was copied to the host, which has everything.
+        Returns False where their memory is gone. Then the remaining chunks were copied to the host, which has every byte.
         """
         self.device.sync()
         missing = [(r, index) for r in self.ranges for index in r.missing()]
@@ -354,7 +356,7 @@ class ManagedStorage(Storage):
                     self.device.unmap(r.layout.addresses, r.chunk_sizes[index], r.starts[index])
                     chunk_pool.give((chunk,))
                     raise
-                r.chunks[index] = chunk  # last: what is on record has its bytes
+                r.chunks[index] = chunk  # last: a chunk in `r.chunks` has its bytes
         except DeviceMemoryError:
             for r in self.ranges:
                 if not r.is_shared:
@@ -366,19 +368,22 @@ class ManagedStorage(Storage):
         return True
 
     def written(self) -> list[str]:
-        """Names of what was written in place while offloaded, gradients left out, as far as version counters tell. Asks every tensor."""
+        """Names of the storages that were written in place while offloaded, without gradients, as far as version counters tell.
+
+        Looks at every tensor.
+        """
         return [] if self.on_device else self.storages.written()
 
     def forget_writes(self) -> None:
-        """What `written` has found is reported."""
+        """Do not report again what `written` has found."""
         self.storages.forget_writes()
 
     def written_gradients(self) -> Found:
-        """What was written into gradients while offloaded; for `take_gradients`, once all holdings were asked."""
+        """Find gradients that were written while offloaded. Storages share poison: ask all of them before calling `take_gradients`."""
         return NOTHING if self.on_device else self.storages.written_gradients()
 
     def take_gradients(self, found: Found) -> None:
-        """Take over what was zeroed; what else was written is reported."""
+        """Zero the host copies of the gradients that were zeroed, and do not report the other writes again."""
         self.storages.take_gradients(found)
 
     # --- the host copy
@@ -396,47 +401,47 @@ class ManagedStorage(Storage):
                 r.prints = None
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same tensor over the host copy; None when its storage has no place there. Meaningful while offloaded."""
+        """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""
         return self.storages.state_dict_tensors.readable(tensor, self.storages.by_address)
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """`over_host` for somebody who may also write there; None also while the device has the values."""
+        """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
         host = self.over_host(tensor) if self.is_on_host else None
         if host is not None:
             self.storages.state_dict_tensors.note_shown(self.storages.by_address, [host])
         return host
 
     def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """`over_host` after `mirror`, in either state; None for what is not in the host copy now."""
+        """Like `over_host`, but after `mirror` and in either state; None for a tensor that the host copy does not have now."""
         place = self.storages.by_address.find(tensor)
         if place is None or (self.on_device and (place[0].transient or place[0].claims is not None)):
             return None
         return self.over_host(tensor)
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as a state dict may show it: readable now, and following the bytes from now on."""
+        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
         return self.storages.state_dict_tensors.hand_out(tensor, self.storages.by_address, from_host=self.is_on_host)
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`hand_out` for a tensor that may have come from there: then it follows already."""
+        """Like `hand_out`, but returns a tensor that was handed out before as it is."""
         return tensor if self.storages.state_dict_tensors.knows(tensor) else self.hand_out(tensor)
 
     def drifted(self) -> list[tuple[str, int]]:
-        """Name and bytes of what lies neither in a range nor where an owned tensor of this moment may lie, and of what was torn apart.
+        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
 
-        On the device new tensors may be born; of a module, what bears the name of one that has a place was put there instead of it (an
-        optimizer's state is replaced whenever it is loaded).
+        While the object is on the device, a new tensor is no drift. But a module's new tensor with the name of an adopted one is: it was
+        put in its place. An optimizer's is not, because loading a state dict replaces its state.
         """
         return self.storages.drifted(on_device=self.on_device)
 
     def unadopt(self) -> None:
-        """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges."""
+        """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
         if not self.ranges:
             return
         self.host_read_locks.wait()
         if self.on_device or self._is_copying:
             self.device.sync()
-        if not self.on_device and self.is_consistent:  # nothing of it may leave with poison for values
+        if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values
             self.storages.put_back(self.storages.new_storages())
         self.is_leaving = True
         unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)

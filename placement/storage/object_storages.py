@@ -1,6 +1,6 @@
-"""What one object has adopted: its ranges, the way of its storages into them, and what of it lies outside of them.
+"""The adopted storages of one object: its ranges, how storages get into and out of them, and the object's storages outside of them.
 
-It decides nothing: which side has the authoritative bytes is the business of its `ManagedStorage`.
+Nothing here decides which side has the authoritative bytes; `ManagedStorage` does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ObjectStorages:
     """The ranges of one object on one device.
 
     Args:
-        owner: whose ranges these are, in the table of the process; it holds this object.
-        intake: takes in what the object owns; None: into ranges of this process alone.
+            owner: the owner of these ranges in the process's table (`RANGES`). It holds this object.
+            scanner: finds new storages and gives them places; None: in ranges of this process alone.
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, scanner: StorageScanner | None = None) -> None:
@@ -48,20 +48,21 @@ class ObjectStorages:
         self.state_dict_tensors = StateDictTensors(device, name, adapter)
         self.gradients = Gradients(adapter)
         self.versions_offloaded: Versions | None = Versions({}, {})
-        """As of the offload; None where a state dict that was alive then shares the counters, and may be written by right."""
+        """The version counters as of the offload. None where tensors of a state dict were alive then: they share the counters, and their
+        holder may write."""
         self.moving_in: frozenset[int] = frozenset()
-        """Storages that this offload takes in: what a state dict shows of them follows by itself."""
+        """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
         self.relocated = RelocatedStorages(device)
         self.unadopted_bytes = 0
-        """Owned bytes that lie in torch's own memory, as of the last look (state born since the last offload, gradients)."""
+        """Owned bytes in torch's own memory (gradients, and state created since the last offload), as of the last look."""
         self.unborn_bytes = 0
-        """Device bytes that state will need which steps have still to create, as of the last look, as far as its size can be told."""
+        """Device bytes for state that steps have still to create, as of the last look, as far as their size can be told."""
         self.born_bytes = 0
-        """Of these, what is there by now, in torch's own memory, as last measured."""
+        """The part of `unborn_bytes` that steps have created since, in torch's own memory, as last measured."""
         self._num_entries = 0
-        """As of the last look."""
+        """The adapter's `num_entries` as of the last look."""
         self.kept_by_framework: tuple[tuple[str, int], ...] = ()
-        """Name and bytes of what a framework keeps on the device for the object, offloaded or not, as of the last look."""
+        """Name and bytes of device memory that a framework keeps for the object, offloaded or not, as of the last look."""
         self._device = device
         self._adapter = adapter
         self._owner = weakref.ref(owner)
@@ -80,17 +81,17 @@ class ObjectStorages:
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes that it takes to have memory behind every range."""
+        """Device bytes that it takes to put memory behind every range."""
         return sum([r.device_bytes for r in self.by_address.ranges])
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of chunks behind the ranges."""
+        """Bytes of the chunks that are behind the ranges now."""
         return sum([r.resident_bytes for r in self.by_address.ranges])
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the slabs, and what is set aside for state that is not born yet."""
+        """Host memory of the slabs, and host memory reserved for state that is not created yet."""
         return sum(r.slab.held_bytes for r in self.ranges) + (0 if (aside := self._scanner.reserved) is None else aside.nbytes)
 
     @property
@@ -98,34 +99,34 @@ class ObjectStorages:
         return sum(r.slab.pageable_bytes for r in self.ranges)
 
     def new_storages(self) -> NewStorages:
-        """What the object owns outside its places now."""
+        """The storages that the object owns now outside their places."""
         shares_addresses = self.state_dict_tensors.shares_addresses
         return self._scanner.new_storages(self.ranges, self.state_dict_tensors, shares_addresses=shares_addresses)
 
     def _movable_new(self) -> NewStorages:
-        """The same, in storages that can be moved: nothing else uses those of sparse gradients."""
+        """The new storages, after sparse gradients have got storages that nothing else uses, so that all can be moved."""
         born = self.new_storages()
         sparse = list(self._adapter.sparse())
         if not sparse:
             return born
-        del born  # it uses them, too
+        del born  # its tensors use the sparse gradients' storages, too
         for tensor in sparse:
             own_storages(tensor)
         return self.new_storages()
 
     def look(self) -> None:
-        """Measure what the object owns in torch's memory, and what of it is still to be born."""
+        """Measure what the object owns in torch's memory, what steps have still to create, and what the framework keeps."""
         self.unadopted_bytes = sum(claim.storage.nbytes() for claims in self.new_storages()[:2] for claim in claims)
         self.look_at_unborn()
         self.look_at_framework_memory()
 
     def look_at_unborn(self) -> None:
-        """What is there, in a range or in torch's memory, must not count a second time."""
+        """Measure `unborn_bytes` anew: state that exists now, wherever it lies, must not count a second time."""
         self._num_entries = self._adapter.num_entries()
         self.unborn_bytes, self.born_bytes = self._measure_unborn(), 0
 
     def measure_births(self) -> None:
-        """Whether state was born since the last look. Looks at no tensor."""
+        """Update `born_bytes` if the object's state has got new entries since the last look. Looks at no tensor."""
         if self.unborn_bytes and self._adapter.num_entries() != self._num_entries:
             self.born_bytes = max(0, self.unborn_bytes - self._measure_unborn())
 
@@ -137,21 +138,21 @@ class ObjectStorages:
         self.kept_by_framework = tuple(self._adapter.kept_by_framework())
 
     def fingerprint(self, r: Range, first: int, last: int) -> torch.Tensor:
-        """Of chunks `first` up to `last` (not included), where they lie on the device; int64, enqueued on the current stream."""
+        """Fingerprints of chunks `first` up to `last` (not included), computed from the device; int64, enqueued on the current stream."""
         sizes = r.used_sizes[first:last]
         if not sizes:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         return fingerprints(self._device.view(r.layout.addresses, r.starts[first], sum(sizes)), sizes)
 
-    # --- coming in
+    # --- adopting
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Set host memory and addresses aside for storages of these sizes that are not born yet."""
+        """Reserve host memory and addresses for storages of these sizes (bytes) that are not created yet."""
         self._scanner.reserve(sizes)
         self.look_at_unborn()
 
     def keep(self, ranges: tuple[Range, ...]) -> None:
-        """Store the ranges, and tell the process whose addresses they are."""
+        """Make these the object's ranges, and enter their addresses into the process's table."""
         owner = self._owner()
         assert owner is not None
         for r in ranges:
@@ -161,10 +162,10 @@ class ObjectStorages:
         self.ranges = ranges
 
     def adopt(self) -> None:
-        """Register: every storage gets its place, its bytes are in the slab, and poison is behind it.
+        """Adopt the object at registration: every storage gets its place, its bytes go into the slab, and poison lies behind the place.
 
         Raises:
-            Exception: what stopped it; the caller undoes what was done.
+            Exception: the adoption failed; the caller undoes the part that was done.
         """
         born = self._movable_new()
         self._scanner.places.note(born)
@@ -183,13 +184,16 @@ class ObjectStorages:
         self.note_versions()
         self.note_gradients()
         if was_on_device:
-            self._device.trim()  # the old memory would stay in torch's cache, invisible to other processes and to our own chunks
+            self._device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
 
     def _take_in(self, stay: list[Claim], transient: list[Claim]) -> tuple[Range, ...]:
         return tuple(r for r in (self._scanner.take_in(stay, False), self._scanner.take_in(transient, True)) if r is not None)
 
     def take_in_from_elsewhere(self) -> tuple[Range, ...]:
-        """Adopt what was added on another device while the object was offloaded (adapters created on the CPU); it comes along."""
+        """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU).
+
+        The coming load loads them, too. Returns their ranges.
+        """
         before, here = self.ranges, 0
         born = self.new_unless_changed()
         for transient, claims in enumerate((born.stay, born.transient)):
@@ -201,20 +205,20 @@ class ObjectStorages:
         if len(self.ranges) > len(before):
             self.align_wrappers()
             self.new_storages()
-            self._note_more_versions()  # the load may fail, and be tried again
+            self._note_more_versions()  # the load may fail and be tried again
         self.unadopted_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]
 
     def take_in_to_stay(self) -> Range | None:
-        """Save what was born and stays for good, all of it; it moves in when the caller has decided."""
+        """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
         return self._scanner.take_in(self.new_storages().stay, False)
 
     def take_in_new(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
-        """Reserve a place for what was born since the last offload and start saving it. Also: whether any of it stays for good.
+        """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
 
         Args:
-            drops: leave the gradients out; they die with the decision.
+            drops: leave the gradients out, because they are dropped when the offload is committed.
         """
         born = self._movable_new()
         self._scanner.places.note(born)
@@ -229,25 +233,25 @@ class ObjectStorages:
         return self._take_in(stay, transient), bool(stay)
 
     def bring_back(self) -> None:
-        """What this offload found away from its place is pointed there again."""
+        """Point the relocated storages that this offload found to their places again."""
         self.relocated.bring_back(self.ranges, self._scanner.places)
 
     def set_aside(self, r: Range) -> None:
-        """The slab of a range that nothing moved into is kept for what will."""
+        """Keep the slab of a range that nothing moved into for the next one."""
         self._scanner.reserved = r.slab
 
     def note_versions(self) -> None:
-        """What is written from now on, as seen from the last look, is written while offloaded."""
+        """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
         self.versions_offloaded = self._scanner.versions
 
     def _note_more_versions(self) -> None:
-        """The same of what the last look has found for the first time."""
+        """Add the counters of storages that the last look found for the first time. Counters noted earlier stay."""
         if (noted := self.versions_offloaded) is not None:
             now = self._scanner.versions
             self.versions_offloaded = Versions({**now.sums, **noted.sums}, {**now.counts, **noted.counts})
 
     def written(self) -> list[str]:
-        """Names of what was written in place since the offload, gradients left out, as far as version counters tell."""
+        """Names of the storages that were written in place since the offload, without gradients, as far as version counters tell."""
         self.new_storages()
         return self._written()
 
@@ -256,15 +260,15 @@ class ObjectStorages:
         return [] if noted is None else poisoned.written(noted, self._scanner.versions, self.ranges)
 
     def forget_writes(self) -> None:
-        """What the last look has found is reported: only what is written from now on counts."""
+        """Do not report again the writes that the last look has found."""
         if self.versions_offloaded is not None:
             self.note_versions()
 
     def new_unless_changed(self) -> NewStorages:
-        """What the offloaded object owns outside its places. Where it is not what it was, that is undone as far as it can be.
+        """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
 
         Raises:
-            IntegrityError: what was written or changed, and what to do. Each is raised once.
+            IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised once.
         """
         born = self.new_storages()
         if names := self._written():
@@ -274,15 +278,16 @@ class ObjectStorages:
         if not changes:
             return born
         message = changes.message(self.name)
-        del born, changes  # whoever keeps the error keeps no tensor
-        self.new_storages()  # what was put back lies in other storages now, which were never counted
+        del born, changes  # so that an error that somebody keeps does not keep tensors
+        self.new_storages()  # the tensors that were put back have other storages now, which were never counted
         self.forget_writes()
         raise IntegrityError(message)
 
     def put_back(self, born: NewStorages) -> Changes:
-        """Undo what was done to registered tensors of the offloaded object; says what it was.
+        """Undo changes to registered tensors of the offloaded object, and return them.
 
-        Gradients are put back with values only: alone they are of a backward, and what was there before may have been dropped on purpose.
+        Gradients are put back only together with replaced values. Gradients that changed alone come from a backward, and the earlier ones
+        may have been dropped on purpose.
         """
         if not born:
             return Changes()
@@ -301,15 +306,15 @@ class ObjectStorages:
         return changes
 
     def align_wrappers(self) -> None:
-        """A wrapper whose parts were rebound to another device says so itself."""
+        """Correct the device that each wrapper names, where its parts were rebound to another one."""
         for owned in self._adapter.owned():
             if owned.wrapper is not None and owned.wrapper.device != owned.tensor.device:
                 align(owned.wrapper)
 
-    # --- going
+    # --- dropping ranges
 
     def dead(self) -> list[Range]:
-        """Ranges without a storage of theirs, and without one that came from a state dict of ours and lies in the same place."""
+        """The ranges in which no adopted storage is alive and no owned tensor lies (one taken over from a state dict may)."""
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []
@@ -317,7 +322,7 @@ class ObjectStorages:
         return [r for r in dead if not r.has_any(used)]
 
     def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
-        """Take ranges out. They leave the list last, so that an interrupt loses none of them with memory behind it."""
+        """Drop ranges. They leave `ranges` last, so that an interrupt never loses a range with memory behind it."""
         if gone:
             self.state_dict_tensors.leave(RangesByAddress(tuple(gone)))
         for r in gone:
@@ -328,36 +333,36 @@ class ObjectStorages:
             self.ranges = tuple(r for r in self.ranges if r not in out)
 
     def vacate(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """Take all memory from behind a range. Its bytes are elsewhere, or nobody's."""
+        """Take away all memory behind a range. The caller has its bytes elsewhere, or nobody needs them."""
         if r.chunks:
             self._device.unmap(r.layout.addresses, r.nbytes)
             r.give([*r.chunks], chunk_pool)
 
-    # --- who else uses it
+    # --- references that others hold
 
     def count_uses(self) -> None:
-        """Take the base of the stray references, once, when nothing of ours holds the storages any more."""
+        """Count once the references that each storage has by right. Called when placement itself holds none of them."""
         if stray_references.uncounted(self.ranges):
-            self.new_storages()  # rebinding gave tensors another storage since the last look
-            self._note_more_versions()  # nothing of theirs has been written yet
+            self.new_storages()  # since the last look rebinding has given tensors another storage
+            self._note_more_versions()  # these storages have not been written yet
         stray_references.count(self.ranges)
 
     def stray_references(self, ranges: Iterable[Range]) -> dict[str, int]:
-        """By name, the references to storages adopted into these ranges that others hold now."""
+        """The number of stray references to each storage in these ranges, by the storage's name."""
         return stray_references.find(ranges, self.gradients.lasting())
 
     # --- gradients that are written while offloaded
 
     def note_gradients(self) -> None:
-        """The object is offloaded: what is written into its gradients from now on is found. Idempotent until `forget_gradients`."""
+        """Called when the object is offloaded: from now on writes into its gradients are found. Idempotent until `forget_gradients`."""
         self._gradient_writes.note(self.ranges)
 
     def forget_gradients(self) -> None:
-        """The object is on the device: its gradients may be written."""
+        """Called when the object is on the device: its gradients may be written again."""
         self._gradient_writes.forget()
 
     def written_gradients(self) -> Found:
-        """What was written since; several share their poison, so all holdings are asked before `take_gradients`."""
+        """The gradients that were written since. Ask every object before `take_gradients` on any: they may share their poison."""
         return self._gradient_writes.find(self.ranges)
 
     def take_gradients(self, found: Found) -> None:
@@ -368,7 +373,7 @@ class ObjectStorages:
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
         found += self._adapter.replaced()
         born = self.new_storages()
-        stay, transient = born.stay, born.transient  # what is relocated was found by its address
+        stay, transient = born.stay, born.transient  # relocated storages are in `found` already, by their addresses
         if on_device and self._adapter.kind == "optimizer":
             return found
         if on_device:

@@ -1,7 +1,8 @@
-"""Which tensor lies where and in what form, by the name under which its object owns it.
+"""Places: where each tensor of an object lies and in what form, by the name under which the object owns it.
 
-Several tensors may lie in one storage, each in a form of its own: FSDP2's flat view of a padded storage and the local tensor cut from
-it, parameters cut from one buffer, tied weights of other shapes. What was put in place of one of them is known by its name alone.
+Several tensors may lie in one storage, each in its own form: FSDP2's flat view of a padded storage and the local tensor cut from it,
+parameters cut from one buffer, tied weights of different shapes. A tensor that was put in place of one of them is known by its name
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
 class Place(NamedTuple):
-    """Where a tensor belongs."""
+    """The range, the adopted storage and the form that belong to one name."""
 
     range: Range
     entry: PlacedStorage
@@ -30,12 +31,12 @@ class Place(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Of the storage's first byte."""
+        """The address of the storage's first byte."""
         return self.range.layout.addresses.base + self.entry.offset
 
 
 class Relocated(NamedTuple):
-    """A storage that has a place and lies elsewhere, because its pointer was changed: `share_memory_()`, `resize_()`."""
+    """An adopted storage that is not at its place, because something changed its pointer: `share_memory_()`, `resize_()`."""
 
     range: Range
     entry: PlacedStorage
@@ -48,13 +49,13 @@ class Relocated(NamedTuple):
 
 
 class NewStorages(NamedTuple):
-    """What an object owns outside its places, one claim a storage, in the adapter's order."""
+    """The storages that an object owns outside their places, one claim a storage, in the adapter's order."""
 
     stay: list[Claim]
     transient: list[Claim]
     relocated: list[Relocated]
     in_place: Sequence[Owned] | None = None
-    """And what it has at its places; None where it was quickly seen that all is as it was."""
+    """The tensors that are at their places; None where a quick look has shown that nothing changed."""
     other_names: Mapping[str, str] = {}
     """See `Adapter.other_names`."""
 
@@ -63,24 +64,27 @@ class NewStorages(NamedTuple):
 
 
 class Places:
-    """The forms of one object's tensors, as of its last offload. Holds no tensor."""
+    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
 
     def __init__(self) -> None:
         self._forms: dict[str, tuple[int, Form]] = {}
-        """By name: the address of the storage, and the form."""
+        """The address of the storage, and the form, by the tensor's name."""
         self._outlines: dict[str, Outline] = {}
-        """Of wrappers, by the names of their parts."""
+        """The outlines of wrappers, by the names of their parts."""
         self._other_names: Mapping[str, str] = {}
 
     def note(self, born: NewStorages) -> None:
-        """What lies at its place now is all that belongs there. Of tens of thousands of tensors, so functions of C ask them."""
+        """Replace everything known by the tensors that are at their places now.
+
+        There may be tens of thousands, so functions implemented in C do the work.
+        """
         if born.in_place is None:
             return
         self._forms, self._outlines, self._other_names = {}, {}, born.other_names
         self._add(born.in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, born.in_place)))))
 
     def add(self, fresh: Range) -> None:
-        """What is about to move into a range belongs there."""
+        """Add the tensors that are about to move into a new range."""
         for claim, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
             self._add(claim.owned, [fresh.layout.addresses.base + offset] * len(claim.owned))
 
@@ -90,19 +94,19 @@ class Places:
         self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
         outlines: dict[int, Outline] = {}
         for owned in found:
-            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is none: what it has is found by its parts
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
                 if id(owned.wrapper) not in outlines:
                     outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
                 self._outlines[owned.name] = outlines[id(owned.wrapper)]
 
     def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
-        """By name, the places in these ranges."""
+        """The places in these ranges, by the tensor's name."""
         entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
         found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
         return {other: found[name] for other, name in self._others(found) if other not in found} | found
 
     def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Further names of tensors, of their parts and gradients, each with the name that is known."""
+        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
         others: dict[str, list[str]] = {}
         for other, first in self._other_names.items():
             others.setdefault(first, []).append(other)
@@ -111,7 +115,7 @@ class Places:
                 yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
 
     def outlines(self) -> dict[str, Outline]:
-        """Of wrappers, by the names of their parts."""
+        """The outlines of wrappers, by the names of their parts."""
         return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
 
 

@@ -1,8 +1,8 @@
-"""How a storage gets its place in a range, once, and how it leaves again.
+"""Give a storage its place in a range, once, and ordinary memory when it leaves.
 
-The unit is the storage: what points into it (views, tied weights, saved tensors of a live graph, references held in C++)
-follows. The device's `Adopter` chooses the way, storage by storage. A storage that is rebound (one born on the CPU, for an
-accelerator) cannot follow, and an unknown tensor would stay behind with the old bytes, so an unknown one is refused.
+The unit is the storage: everything that points into it (views, tied weights, saved tensors of a live graph, references held in C++)
+follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator)
+gives each known tensor a new storage. A tensor that nobody named would stay behind with the old bytes, so it is refused.
 
 Everything here runs outside inference mode, on one thread at a time.
 """
@@ -22,7 +22,7 @@ from placement.tensors.owned import Owned
 
 _ALIGNMENT = 512
 _SMALL_ALIGNMENT = 64
-"""Of storages below `_SMALL`; enough for every vector load, and thousands of scalars stay small."""
+"""The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
 _SMALL = 4096
 
 
@@ -34,11 +34,11 @@ class Claim:
     storage: torch.UntypedStorage
     aliases: tuple[torch.Tensor, ...]
     owned: tuple[Owned, ...] = ()
-    """Of the aliases, those that have a name."""
+    """Those of the aliases that have a name."""
 
     @property
     def bases(self) -> tuple[torch.Tensor, ...]:
-        """What these tensors are views of and nobody names: autograd keeps it as long as the view (the padded shard of FSDP2)."""
+        """Tensors of which the aliases are views and that nobody names. Autograd keeps them as long as the view (FSDP2's padded shard)."""
         named = {id(alias) for alias in self.aliases}
         bases = {id(base): base for alias in self.aliases if (base := alias._base) is not None and id(base) not in named}
         return tuple(bases.values())
@@ -49,13 +49,13 @@ class Claim:
 
 
 class RangeLayout:
-    """Places for storages in a range of their own, with poison behind them. Made by `prepare`; nothing has moved yet.
+    """Places for storages in a new range, with poison behind it. Made by `prepare`, which moves nothing yet.
 
     Attributes:
         addresses: the range.
-        offsets: of each claim's place, bytes from `addresses.base`.
-        nbytes: used length of the range.
-        ways: how each claim gets there.
+            offsets: the place of each claim, in bytes from `addresses.base`.
+            nbytes: used length of the range.
+            ways: the way in which each claim gets to its place.
     """
 
     def __init__(self, device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses]) -> None:
@@ -83,7 +83,7 @@ class RangeLayout:
         self._homes: dict[int, torch.UntypedStorage] = {}
 
     def is_in(self, index: int) -> bool:
-        """Whether claim `index` lies at its place, with all its tensors. True for an empty storage."""
+        """Whether claim `index` and all its tensors lie at its place. True for an empty storage."""
         nbytes, target = self._sizes[index], self.addresses.base + self.offsets[index]
         if nbytes == 0:
             return True
@@ -93,10 +93,10 @@ class RangeLayout:
         return storage.data_ptr() == target and storage.nbytes() == nbytes
 
     def move_in(self, index: int) -> None:
-        """Point claim `index` at its place and drop its old memory. The caller has saved its bytes: they are not carried over.
+        """Point claim `index` to its place and drop its old memory. Its bytes are not carried over: the caller has saved them.
 
-        Idempotent, and safe to repeat after an interrupt anywhere inside. A storage of the pool way may be empty in between,
-        so a reader must wait for the repetition.
+        Idempotent, and safe to repeat after an interrupt anywhere inside. After an interrupt a storage of the way "pool" may be empty until
+        the repetition, so nobody may read it before.
         """
         if self._sizes[index] == 0:
             return
@@ -108,14 +108,14 @@ class RangeLayout:
                 home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
                 claim.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
         elif not self.is_in(index):
-            # One new storage for all aliases, also when an interrupt and a repetition come between them.
+            # Kept in `_homes`, so that all aliases get the same new storage even if an interrupt and a repetition come between them.
             if index not in self._homes:
                 self._homes[index] = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
             _rebind((*claim.bases, *claim.aliases), self._homes[index])
         self._homes.pop(index, None)
 
     def forget_claims(self) -> None:
-        """Drop the references to storages and tensors, once all are in. Afterwards only the attributes can be used."""
+        """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
         self._claims = ()
         self._homes.clear()
 
@@ -124,12 +124,12 @@ def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Ad
     """Reserve a place for every storage, with poison behind it. No tensor is touched.
 
     Args:
-        reserve: gives addresses in place of `Device.reserve`: some that were set aside.
+        reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
 
     Raises:
-        RegistrationError: a storage that must be rebound has a user that no claim names, or a tensor that cannot be rebound; one
-            lies in a private memory pool; or torch's allocator is set up in a way that does not work with a range.
-        DeviceMemoryError: no addresses.
+        RegistrationError: a storage must be rebound, but a tensor that no claim names uses it, or one of its tensors cannot be rebound;
+            a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
+        DeviceMemoryError: no addresses are left.
     """
     return RangeLayout(device, claims, reserve or device.reserve)
 
@@ -149,17 +149,17 @@ def move_out(
 ) -> None:
     """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
 
-    On the range's own device every user of the storage follows. On another one `aliases` are rebound, and a tensor that is
-    not among them stays in the range.
+    If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are rebound, and a tensor that is not
+    among them stays in the range.
 
     Args:
         aliases: every tensor known to use the storage.
         fill: writes the bytes into a uint8 tensor of the storage's size on `target_device`.
-        homes: remembers, by address, what memory the aliases are given. With the same dictionary an interrupted call can be
-            repeated: the aliases that had not got it yet follow those that had.
+            homes: the new memory of each storage, by its old address. Given the same dictionary, an interrupted call can be repeated: the
+                aliases that it had not reached get the same memory as the others.
 
-    Raises:
-        torch.OutOfMemoryError: no memory on the target; everything is as before.
+        Raises:
+            torch.OutOfMemoryError: no memory on the target; nothing changed.
     """
     nbytes = storage.nbytes()
     if nbytes == 0:
@@ -182,17 +182,17 @@ def move_out(
 
 
 def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
-    """Give a storage the memory of another, whatever its size is now, for everybody who uses it. False where torch cannot."""
+    """Give a storage, for everybody who uses it, the memory of another one of any size. False where torch cannot."""
     if storage.device != home.device or not adoption.can_swap():
         return False
-    if storage.nbytes() != home.nbytes():  # torch exchanges memory of one size, or with an empty storage
+    if storage.nbytes() != home.nbytes():  # torch swaps only storages of one size, or with an empty one
         storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
     storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
     return True
 
 
 def _pack(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
-    """Offsets one after the other from `start`, and the end."""
+    """Aligned offsets for these sizes, one after the other from `start`, and the end of the last."""
     offsets = []
     for size in sizes:
         alignment = _SMALL_ALIGNMENT if size < _SMALL else _ALIGNMENT
@@ -217,16 +217,16 @@ def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None
 
 
 def _refuse_unknown(claim: Claim) -> None:
-    """Raise RegistrationError unless `claim.aliases` are plain tensors and the only users of the storage."""
+    """Raise RegistrationError unless `claim.aliases` can be rebound and are the only users of the storage."""
     named = {id(alias): alias for alias in claim.aliases}
     for alias in named.values():
         if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg() or alias.is_quantized:
             raise RegistrationError(
-                f"{claim.name!r}: a sparse or quantised tensor (layout {alias.layout}), or a lazily conjugated or negated view, cannot "
-                "change device; move the object to the device before it is registered"
+                f"{claim.name!r} cannot change device, because it is a sparse or quantised tensor (layout {alias.layout}), or a lazily "
+                "conjugated or negated view. Move the object to the device before you register it."
             )
         if alias.untyped_storage()._cdata != claim.storage._cdata:
-            raise RegistrationError(f"{claim.name!r}: a tensor of another storage is named as its alias")
+            raise RegistrationError(f"{claim.name!r}: a tensor that lies in another storage is named as its alias")
         if alias.is_inference():
             raise RegistrationError(f"{claim.name!r}: an inference tensor cannot change device; make it outside inference mode")
     # One reference from each tensor and one from the Python object of the storage.
@@ -234,7 +234,7 @@ def _refuse_unknown(claim: Claim) -> None:
     if surplus > 0:
         shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
         raise RegistrationError(
-            f"{claim.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). It lies on "
-            f"{claim.storage.device}, and what moves it to the device would leave them behind with the old values. Drop them (a state "
-            "dict, a detached copy, a live graph), or move the object to the device before it is registered."
+            f"{claim.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). Its memory is on "
+            f"{claim.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
+            "state dict, a detached copy, a live graph), or move the object to the device before you register it."
         )

@@ -1,4 +1,4 @@
-"""Where new storages of an object go: finding them, and giving each a place in a range with its bytes saved."""
+"""Find the new storages of an object, and give each a place in a range with its bytes saved."""
 
 from __future__ import annotations
 
@@ -31,25 +31,30 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
 _CDATA = operator.attrgetter("_cdata")
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
 _BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
-"""Tensors that lay in storages of other objects at the last look at theirs, which may have left placement since."""
+"""Tensors that lay in storages of another object when their own object was last looked at. They may have left placement since."""
 
 
 def alias_tables() -> list[dict[int, int]]:
-    """Of each registered object, how many of its tensors use each storage (`_cdata`), as of the last look at it. None is ever changed:
-    another look that finds others makes another table."""
+    """For each registered object: how many of its tensors use each storage (`_cdata`), as of the last look at the object.
+
+    No table is ever changed: a look that finds other numbers makes another table.
+    """
     return [scanner.aliases for scanner in _SCANNERS]
 
 
 def known_aliases(storages: Sequence[int]) -> list[int]:
-    """How many tensors of registered objects use each storage (`_cdata`), as of the last look at each: a main shard is the optimizer's."""
+    """How many tensors of all registered objects use each of these storages (`_cdata`), as of the last look at each object.
+
+    A storage may have tensors of several objects: an optimizer has a main shard in its module's buffer.
+    """
     total = [0] * len(storages)
-    for table in alias_tables():  # tens of thousands of storages at an offload: all of them by functions of C
+    for table in alias_tables():  # an offload asks for tens of thousands of storages, so functions implemented in C do the work
         total = list(map(operator.add, total, map(table.get, storages, itertools.repeat(0))))
     return total
 
 
 def borrowed() -> Iterator[torch.Tensor]:
-    """Tensors of all objects in storages of others: a shard of an optimizer's in the model's buffer."""
+    """The tensors of all objects that lie in storages of other objects, such as an optimizer's shard in the model's buffer."""
     return iter(_BORROWED)
 
 
@@ -59,24 +64,23 @@ def stepped() -> Iterator[torch.Tensor]:
 
 
 class Versions(NamedTuple):
-    """What the version counters of an object's tensors said at one look, by storage (`_cdata`). Gradients are not in it: see
-    `GradientWrites`."""
+    """The version counters of an object's tensors at one look, by storage (`_cdata`). Gradients are left out: see `GradientWrites`."""
 
     sums: Mapping[int, int]
-    """Of all its tensors together: views share a counter, and what was bound by `.data =` has one of its own."""
+    """The sum over all tensors in the storage. Views share a counter, but a tensor bound by `.data =` has its own."""
     counts: Mapping[int, int]
-    """How many tensors these were."""
+    """How many tensors the sum is over."""
 
     def written_since(self, before: Versions) -> set[int]:
-        """The storages that were written since another look. One that has got or lost a tensor since is not compared."""
-        if self.sums == before.sums:  # at once, however many there are
+        """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
+        if self.sums == before.sums:  # the common case, and fast for tens of thousands of storages
             return set()
         known, counts = before.sums, before.counts
         return {key for key, now in self.sums.items() if now > known.get(key, now) and self.counts[key] == counts[key]}
 
 
 class _Found:
-    """A storage, and who uses it."""
+    """A storage, and the tensors that use it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -84,7 +88,7 @@ class _Found:
         self.state_dict_tensors: list[torch.Tensor] = []
 
     def add(self, owned: Owned) -> None:
-        """One more tensor. One without elements names nothing, so the first comes after one with them."""
+        """Add a tensor. The first one names the storage, so a tensor without elements is not left in front of one that has some."""
         if self.owned and not self.owned[0].tensor.numel():
             self.owned.insert(0, owned)
         else:
@@ -97,10 +101,10 @@ class _Found:
 
 
 class StorageScanner:
-    """Takes in what one object comes to own: at registration, at its offloads, and when it is loaded.
+    """Finds and takes in the new storages of one object: at registration, at its offloads, and when it is loaded.
 
     Args:
-        owner: whose ranges these become, in the table of the process.
+            owner: the owner of the new ranges in the process's table (`RANGES`).
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
@@ -109,17 +113,17 @@ class StorageScanner:
         self._name = name
         self._owner = weakref.ref(owner)
         self.versions = Versions({}, {})
-        """Of what lies in a range, at the last look: a write in between raises it."""
+        """The counters of the adopted storages, as of the last look. A write raises them."""
         self.aliases: dict[int, int] = {}
-        """Tensors of the object by storage at the last look, storages of other objects included."""
+        """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
         self._alive: list[StorageWeakRef] = []
-        """Of the keys of `aliases`: while it is weakly held, no new storage gets the address of a dead one and its count."""
+        """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
-        """The last look, where it found everything in its place: the ranges, and of each tensor its storage, address and version."""
+        """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self.places = Places()
-        """What lay where, as of the last offload."""
+        """The place of each tensor, as of the last offload."""
         self.reserved: HostSlab | None = None
-        """Host memory set aside for what is not born yet."""
+        """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
         _SCANNERS.add(self)
 
@@ -128,7 +132,7 @@ class StorageScanner:
         return self._adapter.stepped()
 
     def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> NewStorages:
-        """What the object owns outside its places now.
+        """The storages that the object owns now outside their places.
 
         Args:
             shares_addresses: see `StateDictTensors`.
@@ -181,13 +185,13 @@ class StorageScanner:
         return NewStorages(stay, goes, relocated, in_place, self._adapter.other_names())
 
     def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
-        """Remember a look that found everything in its place, for the next one."""
+        """Remember the look for the next one, if it found every tensor at its place."""
         self._last = None
         if storages and (found := self._adapter.unchanged()) is not None:
             self._last = ranges, storages, found.addresses, found.versions
 
     def _is_as_before(self, ranges: tuple[Range, ...], shares_addresses: bool) -> bool:
-        """Whether the object owns what it owned at the last look, all in its place; brings the version counters up to date."""
+        """Whether the object owns the same tensors as at the last look, all at their places. Updates the version counters."""
         if self._last is None or self._last[0] is not ranges or (found := self._adapter.unchanged()) is None:
             return False
         _, storages, addresses, last_versions = self._last
@@ -206,12 +210,18 @@ class StorageScanner:
             for key, version in zip(storages, versions, strict=True):
                 sums[key] += version
         self.versions = self.versions._replace(sums=sums)
-        self._last = ranges, storages, addresses, versions  # last: what an interrupt leaves out is made up for by the next look
+        self._last = ranges, storages, addresses, versions  # last: after an interrupt before it the next look repeats the rest
         return True
 
     def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
-        """Whether another handle owns the storage: an optimizer leaves it there, a module must not claim it a second time, and a sparse
-        gradient gets one of its own before it is moved."""
+        """Whether another handle owns the storage and this object leaves it there.
+
+        An optimizer does. So does a sparse gradient, which gets a storage of its own before it is moved. A module must not claim the
+        storage a second time.
+
+        Raises:
+            RegistrationError: a module's tensor lies in a storage of another handle.
+        """
         owner = RANGES.owner_of(storage.data_ptr())
         if owner is None or owner is self._owner():
             return False
@@ -219,11 +229,11 @@ class StorageScanner:
             return True
         raise RegistrationError(
             f"{owned.name!r} of {self._name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "
-            "What shares storages is registered once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
+            "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
         )
 
     def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
-        """Reserve range and slab for new storages and save their bytes. They stay where they are until `move_in`."""
+        """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`."""
         if not claims:
             return None
         layout = range_layout.prepare(self._device, claims, self._addresses)
@@ -239,10 +249,10 @@ class StorageScanner:
         return fresh
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Set host memory and addresses aside for storages that are not born yet, so that their first offload cannot lack them.
+        """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
 
         Raises:
-            HostMemoryError, DeviceMemoryError: there is not enough.
+                HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
         """
         if sizes:
             nbytes = used_bytes(range_layout.expected_bytes(self._device, sizes))

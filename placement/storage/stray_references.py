@@ -1,4 +1,4 @@
-"""References to adopted storages that others hold: what they point to reads poison after the offload."""
+"""Stray references: references to adopted storages that others hold. After the offload they read poison."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from placement.storage.range import PlacedStorage, Range, storage_use_count
 from placement.storage.scanner import alias_tables, known_aliases
 
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
-"""How long stray references are waited for before somebody complains of them, where there is a process group."""
+"""The waits for stray references to go away before they are reported, in processes with a process group."""
 
 
 def uncounted(ranges: Iterable[Range]) -> list[PlacedStorage]:
-    """The storages of which it is not known yet how many references they have by right."""
+    """The storages whose rightful references are not counted yet."""
     return [entry for r in ranges if r.counted is None for entry in r.placed if entry.use_count == 0]
 
 
 def count(ranges: Iterable[Range]) -> None:
-    """Take the references of now, those of known tensors apart, as what a storage has by right. Once for each."""
+    """Count, once for each storage, its references of now without those of known tensors. So many it has by right."""
     entries = uncounted(ranges)
     for entry, known in zip(entries, known_aliases([entry.ref.cdata for entry in entries]), strict=True):
         entry.use_count = entry.uses() - known
@@ -31,13 +31,13 @@ def count(ranges: Iterable[Range]) -> None:
 
 
 def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
-    """By name, the references beyond those, where they have been counted.
+    """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
 
-    An offload asks for tens of thousands of storages at a time, so functions of C do the work, and little of it where all counts are
-    those of the last time.
+    An offload asks for tens of thousands of storages at a time, so functions implemented in C do the work. Little is left of it where all
+    counts are those of the last time.
 
     Args:
-        lasting: storages (`_cdata`) that a framework holds, as often as it likes.
+        lasting: storages (`_cdata`) that a framework may hold as often as it likes.
     """
     found: dict[str, int] = {}
     tables = alias_tables()
@@ -57,7 +57,10 @@ def find(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
 
 
 def that_last(look: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """What `look` finds, but for what goes by itself: a process group's thread lets go of what it sent a moment after its collective."""
+    """The stray references that `look` still finds after a short wait.
+
+    A process group's thread drops its references to what it sent a moment after the collective, so without one there is no wait.
+    """
     for seconds in _WAITS_SECONDS:
         if not (found := look()) or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return found

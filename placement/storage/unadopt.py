@@ -1,4 +1,4 @@
-"""Leaving placement for good: every tensor of an object gets ordinary storage again."""
+"""Leave placement for good: every tensor of an object gets ordinary storage again."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from placement.tensors.sparse import follow
 
 
 def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_device: bool) -> None:
-    """Give every tensor ordinary storage with its values, on the device or on the host. The ranges are empty then, and still there.
+    """Give every tensor ordinary storage with its values, on the device or on the host. The ranges are empty afterwards, but still exist.
 
-    Idempotent, so that what an interrupt stopped can be done again.
+    Idempotent, so that an interrupted call can be repeated.
 
     Raises:
-        torch.OutOfMemoryError: no memory for a storage; what left before it stays outside.
+        torch.OutOfMemoryError: no memory for a storage. Storages that left before it stay outside.
     """
     storages.state_dict_tensors.leave()
-    for r in storages.ranges:  # first: what a registration did not come to is rebound now, and lies in another storage then
+    for r in storages.ranges:  # first, because a registration that broke off may have tensors to rebind to other storages
         r.move_in()
     target = device.torch_device if on_device else torch.device("cpu")
     aliases: dict[int, list[torch.Tensor]] = {}

@@ -290,7 +290,7 @@ def test_a_backward_pass_outside_a_phase_is_found() -> None:
     world = World()
     world.model.zero_grad()
     _backward(world)
-    with pytest.raises(placement.IntegrityError, match="backward outside a phase"):
+    with pytest.raises(placement.IntegrityError, match="a backward ran outside a phase"):
         world.entered()
     world.model.zero_grad()
     world.entered()

@@ -1,1 +1,1 @@
-"""What happens to an object while its bytes are on the host: reads, writes, replaced tensors, gradients that were zeroed."""
+"""Uses of an object while its bytes are on the host: reads, writes, replaced tensors, gradients that were zeroed."""

@@ -1,9 +1,9 @@
-"""What happened to an offloaded object that makes it another than it was, and its undoing.
+"""Find changes to an offloaded object that would lose its registered values, and the words for the error that reports them.
 
-`half()`, `to()`, `resize_token_embeddings()` or `.data =` on an offloaded module read poison and put new tensors in place of
-the registered ones: then the host copy would belong to nobody and be dropped with the only good values in it. A backward outside
-a phase leaves gradients of the same kind. Poison spreads as NaN, so NaN in a tensor that was born in the meantime tells.
-`share_memory()` takes storages away from their places, with poison for values.
+`half()`, `to()`, `resize_token_embeddings()` or `.data =` on an offloaded module read poison and put new tensors in place of the
+registered ones. If they stayed, the host copy would belong to nobody and be dropped, with the only good values in it. A backward
+outside a phase leaves gradients that were computed from poison, too. Poison spreads as NaN, so a NaN in a tensor that is new since the
+offload gives it away. `share_memory()` takes storages away from their places, with poison for values.
 """
 
 from __future__ import annotations
@@ -28,47 +28,49 @@ _NUMBERS = sorted(
         for start in range(0, len(POISON_WORD), width)
     }
 )
-"""What poison reads as signed integers, and what they are in a wider or narrower type (which cuts them to -1)."""
+"""The signed integers that poison reads as, in every width, and as which they come out of a conversion (to a narrower type: -1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What of an offloaded object was not as it had been."""
+    """The changes that were found in one offloaded object."""
 
     replaced: Sequence[Claim] = ()
-    """Computed from poison, in place of what was registered."""
+    """Tensors that were computed from poison and put in place of registered ones."""
     added: Sequence[Claim] = ()
-    """Computed from poison, under names that nothing registered had."""
+    """Tensors that were computed from poison, under names that no registered tensor had."""
     gradients: Sequence[Claim] = ()
     moved: Sequence[Claim] = ()
-    """Taken away from their places."""
+    """Storages that were taken away from their places."""
     lost: str | None = None
-    """What could not be undone, and what to do."""
+    """Words for what could not be undone, and what to do; None where everything could."""
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.added or self.gradients or self.moved)
 
     def message(self, name: str) -> str:
-        """What happened to the object, and what to do."""
+        """The text of an error: what happened to the object, and what to do."""
         values = [*self.replaced, *self.added]
         told = []
         if self.moved:
             told.append(
                 f"{_names(self.moved)} of {name!r} were moved to other memory while it was offloaded (share_memory(), a "
-                "torch.multiprocessing queue, resize_()), and whoever received them got what lies there then (NaN). They have their "
-                "places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
+                "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN), which offloaded tensors read. They have "
+                "their places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
             )
         if values:
             left = f" {_names(self.added)} were added beside them and stay NaN until they are given values." if self.added else ""
             told.append(
-                f"{_names(values)} of {name!r} were replaced while it was offloaded, by tensors computed from what lies there then "
-                "(NaN): half(), to(), resize_token_embeddings(), .data =. The registered values were put back." + left + " Do it inside "
-                "a phase that has it on the device, or before it is registered."
+                f"{_names(values)} of {name!r} were replaced while it was offloaded, by tensors computed from poison (NaN), which "
+                "offloaded tensors read: half(), to(), resize_token_embeddings(), .data =. The registered values were put back."
+                + left
+                + " Do it inside a phase that has it on the device, or before you register it."
             )
         elif self.gradients:
             told.append(
-                f"{_names(self.gradients)} of {name!r} came to be while it was offloaded, from what lies there then (NaN): a backward "
-                "outside a phase. Drop the gradients with zero_grad(), and call backward() inside manager.phase('train')."
+                f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from poison (NaN), which offloaded tensors "
+                "read: a backward ran outside a phase. Drop the gradients with zero_grad(), and call backward() inside "
+                "manager.phase('train')."
             )
         if self.lost is not None:
             told.append(f"But {self.lost}.")
@@ -76,39 +78,49 @@ class Changes:
 
 
 def computed_from_poison(stay: Sequence[Claim], transient: Sequence[Claim], places: Mapping[str, Place]) -> Changes:
-    """Which of these tensors, born while their object was offloaded, were computed from poison."""
+    """Find out which of these tensors, all new since the offload, were computed from poison.
+
+    Args:
+        stay: claims of parameters, buffers and optimizer state.
+        transient: claims of gradients.
+        places: the places of the registered tensors, by name.
+    """
     placed = {id(claim): any(owned.name in places for owned in claim.owned) for claim in stay}
-    # Nobody puts NaN in place of a value on purpose; a tensor of a new name may be memory that is still to be filled.
+    # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
     values = [claim for claim in stay if _has_nan(claim, throughout=not placed[id(claim)])]
     gradients = [claim for claim in transient if _has_nan(claim, throughout=False)]
-    # Integers have no NaN. Weights of nothing but poison, or anything of poison that came with a NaN, was copied from what lies there.
+    # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
     values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
-    if values:  # padding is zero as it was: torch has made it anew, and nobody else
+    if values:  # a tensor with its registered values, such as padding of zeros, was replaced by the same call: put it back, too
         known = {id(claim) for claim in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
     return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
 
 
 def written(before: Versions, now: Versions, ranges: Sequence[Range]) -> list[str]:
-    """Names of what was written in place between two looks, as far as version counters tell: not through `.data`."""
+    """Names of the storages that were written in place between two looks, as far as version counters tell. They miss `.data` writes."""
     storages = now.written_since(before)
     return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in storages] if storages else []
 
 
 class WrittenWhileOffloaded(IntegrityError):
-    """A load has found at the version counters that values were written in place."""
+    """Raised by a load when version counters show that values were written in place while offloaded."""
 
 
 def refuse_written(name: str, names: Sequence[str]) -> None:
-    """Raise where values were written in place while offloaded. The host copy has the registered ones.
+    """Raise if storages were written in place while offloaded. The host copy still has the registered values.
+
+    Args:
+        name: the handle.
+        names: the storages that were written.
 
     Raises:
-        WrittenWhileOffloaded: what was written.
+        WrittenWhileOffloaded: `names` is not empty.
     """
     if names:
         raise WrittenWhileOffloaded(
-            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, where nothing can be written: what was written is "
-            "lost, every value is as it was. Look for updates outside a phase that has it on the device (EMA updates, initialisers)."
+            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, when only poison lies behind its tensors. The write "
+            "is lost, every value is as it was. Look for updates outside a phase that has it on the device (EMA updates, initialisers)."
         )
 
 
@@ -118,7 +130,7 @@ def _names(claims: Sequence[Claim]) -> str:
 
 
 def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
-    """Whether every tensor of it has the values of the host copy, so that it may as well lie there."""
+    """Whether every tensor of the claim has its registered values, so that it can be put back without losing anything."""
     for owned in claim.owned:
         if (place := places.get(owned.name)) is None:
             return False
@@ -132,9 +144,9 @@ def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
 
 
 def _is_poison(claim: Claim) -> bool:
-    """Whether a tensor of a type that cannot say NaN has the numbers of poison and no others.
+    """Whether a tensor of a type without NaN has the numbers of poison and no others.
 
-    In whatever order: it may be a part of what was copied, or transposed, and where in its word a copy began is not to be seen.
+    Their order does not matter: the tensor may be a part of what was copied, or transposed, or begin anywhere in the poison word.
     """
     tensor = claim.aliases[0].detach()
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
@@ -143,7 +155,7 @@ def _is_poison(claim: Claim) -> bool:
 
 
 def _has_only_poison(tensor: torch.Tensor) -> bool:
-    """Whether every element of a tensor, read as a signed integer, is one of poison's."""
+    """Whether every element of a tensor, read as a signed integer, is one of the numbers that poison reads as."""
     signed = _SIGNED[tensor.dtype.itemsize]
     numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(signed)
     found = torch.zeros_like(numbers, dtype=torch.bool)
@@ -154,9 +166,9 @@ def _has_only_poison(tensor: torch.Tensor) -> bool:
 
 
 def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
-    """Whether any element of a tensor is NaN, or all of them; False where its type has none.
+    """Whether any element of a tensor is NaN (`throughout`: whether all are). False for a type without NaN.
 
-    Of all of them, one in eight may be a number: so does float8 poison read, and what was computed from it. See `POISON_WORD`.
+    With `throughout`, one element in eight may be a number. float8 poison, and values computed from it, read so: see `POISON_WORD`.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return False

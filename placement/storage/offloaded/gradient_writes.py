@@ -1,13 +1,16 @@
-"""Gradients that were written in place while they were offloaded: zeroed, or lost.
+"""Gradients that were written in place while they were offloaded. Zeroing takes effect; any other write is lost.
 
-`zero_grad(set_to_none=False)` outside a phase writes its zeros into poison, and a load would revive the old gradients. The
-version counter of a gradient tells that somebody wrote, its bytes tell what: only a gradient that reads zero throughout was
-zeroed. Its host copy becomes zero, and the poison is whole again, so that whatever else was written there is still found. Any other
-write (clipping, unscaling) is lost, and reported. What makes zeros of NaN (`nan_to_num_`) cannot be told from zeroing.
+`zero_grad(set_to_none=False)` outside a phase writes its zeros into poison, and a load would bring the old gradients back. A gradient's
+version counter shows that somebody wrote, and its bytes show what. Only a gradient that reads zero throughout was zeroed: its host copy
+becomes zero. Then its poison is restored, so that other writes there are still found. Any other write (clipping, unscaling) is lost,
+and reported. A write that turns NaN into zeros (`nan_to_num_`) cannot be told from zeroing.
 
-Looked at one by one, because gradients share storages: FSDP2 cuts those of a part from one, with padding in between that nobody zeroes.
-These share a counter, so beside one that was zeroed nothing is known of the others but their poison.
-Without a counter (a foreach over DTensors) it stays a wrong write: all offloaded memory may share its poison, so bytes alone prove nothing.
+Gradients are looked at one by one, because several may share a storage: FSDP2 cuts the gradients of a part from one storage, with
+padding in between that nobody zeroes. These share a counter, too. So if one of them was zeroed, a changed counter proves nothing about
+the others.
+
+A write that raises no counter (a foreach over DTensors) is treated as a wrong write. All offloaded memory may share its poison, so
+zero bytes alone prove nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from placement.tensors.owned import Adapter, Owned
 
 
 class Place(NamedTuple):
-    """Where the bytes of one gradient are."""
+    """The range and the bytes of one gradient."""
 
     range: Range
     offset: int
@@ -32,37 +35,37 @@ class Place(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was written into the gradients of one object while they were offloaded."""
+    """The gradients of one object that were written while they were offloaded."""
 
     zeroed: list[Place]
     written: list[str]
-    """Names of those that were written otherwise."""
+    """Names of the gradients that were written otherwise than zeroed."""
 
 
 NOTHING = Found([], [])
 
 
 class GradientWrites:
-    """Watches the loose tensors of one holding."""
+    """Watches the transient tensors of one object."""
 
     def __init__(self, device: Device, adapter: Adapter) -> None:
         self._device = device
         self._adapter = adapter
         self._versions: dict[int, int] | None = None
-        """By tensor, as of the offload; None while on the device. Empty without gradients, so that a phase transition costs nothing
-        then."""
+        """The version counters as of the offload, by `id` of the tensor; None while on the device. Without gradients it is empty and costs
+        nothing."""
 
     def note(self, ranges: Sequence[Range]) -> None:
-        """The object is offloaded: remember what its loose tensors look like now, if it is not remembered yet."""
+        """Called when the object is offloaded: remember the version counters of its transient tensors, if none are remembered yet."""
         if self._versions is None:
             self._versions = {id(owned.tensor): owned.version for owned, _ in self._transient(ranges)}
 
     def forget(self) -> None:
-        """The object is on the device."""
+        """Called when the object is on the device: forget the version counters."""
         self._versions = None
 
     def find(self, ranges: Sequence[Range]) -> Found:
-        """What was written since. Changes nothing: several share their poison, so all are found first."""
+        """The gradients that were written since `note`. Changes nothing: objects may share poison, so all are asked before any `take`."""
         if not (noted := self._versions):
             return NOTHING
         changed = [(owned, place) for owned, place in self._transient(ranges) if owned.version != noted.get(id(owned.tensor))]
@@ -76,7 +79,7 @@ class GradientWrites:
         return Found([place for _, place in zeroed], written)
 
     def take(self, found: Found, ranges: Sequence[Range]) -> None:
-        """Make the host copies of what was zeroed zero and the poison whole; what was written otherwise is found no more."""
+        """Zero the host copies of the gradients that were zeroed, restore their poison, and do not report the other writes again."""
         for place in found.zeroed:
             place.range.prints = None
             place.range.slab.view(place.offset, place.nbytes).zero_()
@@ -88,7 +91,7 @@ class GradientWrites:
         return self._device.view(place.range.layout.addresses, place.offset, place.nbytes)
 
     def _transient(self, ranges: Sequence[Range]) -> Iterator[tuple[Owned, Place]]:
-        """The loose tensors that lie in a range, and where."""
+        """The transient tensors that lie in one of the ranges, and their places."""
         transient = {
             entry.ref.cdata: (r, entry) for r in ranges if r.transient and r.is_alive for entry in r.placed if not entry.ref.expired()
         }
@@ -99,6 +102,6 @@ class GradientWrites:
 
 
 def _place(tensor: torch.Tensor, r: Range, entry: PlacedStorage) -> Place:
-    """From a tensor's first element to its last."""
+    """The bytes from a tensor's first element to its last."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return Place(r, entry.offset + int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize)

@@ -1,9 +1,9 @@
-"""Reading the host copy where code names tensors that are offloaded: what a state dict is computed from.
+"""Compute a state dict from the host copy while the code that computes it uses the offloaded tensors.
 
-Hooks of state dicts, `get_extra_state` and overridden methods compute with the live tensors, behind which poison lies while they
-are offloaded. Inside `from_host_copies` every function of torch is given the host copy in their place. No tensor is touched for it:
-identity, addresses, versions, gradient accumulators and use counts are as before, other threads notice nothing, and an exception
-or an interrupt leaves nothing behind.
+Hooks of state dicts, `get_extra_state` and overridden methods compute with the live tensors, which read poison while they are
+offloaded. Inside `from_host_copies` every torch function gets the host copy instead of such a tensor. The tensors themselves are not
+touched: identity, addresses, versions, gradient accumulators and use counts stay the same, other threads notice nothing, and an
+exception or an interrupt leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from placement.storage.managed import ManagedStorage
 from placement.tensors.plain import is_plain_type, is_wrapper, parts_of, rewrapped
 
 _WHERE = frozenset({"device", "is_cpu", "is_cuda", "__cuda_array_interface__"})
-"""Properties that say where a tensor's bytes are. All others are those of the live tensor."""
+"""Properties that tell where a tensor's bytes are: answered by the host copy. The live tensor answers all others."""
 _OF_THE_OBJECT = frozenset(
     {"__set__", "__delete__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
-"""What changes the tensor object and no byte."""
+"""Functions that change the tensor object but no byte. They are given the live tensor."""
 
 
 class _HostReads(TorchFunctionMode):
-    """Gives functions of torch the host copy in place of tensors that are offloaded. Of this thread alone."""
+    """Gives torch functions the host copy in place of tensors that are offloaded, in the thread that entered it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class _HostReads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         live: dict[int, torch.Tensor] = {}
         found = func(*_on_host(args, live), **_on_host(kwargs or {}, live))
-        return live.get(id(found), found) if live else found  # an in-place function gives back what it was given
+        return live.get(id(found), found) if live else found  # an in-place function must return the tensor that it was given
 
 
 def is_reading() -> bool:
@@ -47,14 +47,14 @@ def is_reading() -> bool:
 
 @contextmanager
 def from_host_copies() -> Iterator[None]:
-    """Whatever this thread asks torch to do with an offloaded tensor is done with its host copy. What is written reaches that, too."""
+    """Let every torch function that this thread calls with an offloaded tensor use its host copy. Writes go into the host copy, too."""
     mode = _HostReads()
     try:
         with mode:
             yield
     finally:
         stack = _get_current_function_mode_stack()
-        if stack and stack[-1] is mode:  # an interrupt came while it was being entered
+        if stack and stack[-1] is mode:  # an interrupt came while the mode was being entered
             _pop_mode()
 
 
@@ -66,7 +66,7 @@ def _is_about_the_object(func: Callable[..., Any]) -> bool:
 
 
 def _on_host(value: Any, live: dict[int, torch.Tensor]) -> Any:
-    """The same arguments with the host copy in place of every offloaded tensor; which one it stands for is entered into `live`."""
+    """The same arguments with the host copy in place of every offloaded tensor. `live` gets the tensor that each host copy stands for."""
     if isinstance(value, torch.Tensor):
         found = _host_copy(value)
         if found is not value:
@@ -90,6 +90,6 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return host
-    carrier = host.as_subclass(type(tensor))  # with what its framework keeps in attributes
+    carrier = host.as_subclass(type(tensor))  # keeps the attributes that the tensor's framework has put on it
     vars(carrier).update(vars(tensor))
     return carrier

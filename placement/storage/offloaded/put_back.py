@@ -1,8 +1,8 @@
-"""Undoing what was put in place of registered tensors: each gets its own place and its own form again.
+"""Put registered tensors back that were replaced: each gets its own place and its own form again.
 
-A tensor is known by the name under which its object owns it, because nothing else of it may be left: `to()` on a DTensor exchanges what
-is inside, `half()` every dtype. Whoever shares its new storage without a name of his own (the base of a view, a tensor of a state dict)
-goes where the tensor of the same form goes.
+A tensor is known by the name under which its object owns it, because nothing else of it may be left: `to()` on a DTensor exchanges
+the tensor inside, `half()` every dtype. Some tensors share the new storage but have no name, such as the base of a view or a tensor of
+a state dict. They go where the named tensor of the same form goes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from placement.tensors.plain import Outline, parts_of, restore
 
 
 def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
-    """Give the tensors of these claims their places and forms again, where they are known. Idempotent.
+    """Give the tensors of these claims their places and forms again, where these are known. Idempotent.
 
-    Returns whether any was of another dtype or on another device in the meantime.
+    Returns whether any tensor had got another dtype or device.
 
     Args:
-        claims: each with at least one tensor whose place is known.
-        outlines: of wrappers, by the names of their parts.
+        claims: each has at least one tensor whose place is known.
+            outlines: the registered outlines of wrappers, by the names of their parts.
     """
     homes: dict[int, torch.UntypedStorage] = {}
     converted = False
@@ -34,7 +34,7 @@ def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place
             if (home := homes.get(id(place.entry))) is None:
                 home = homes[id(place.entry)] = _home(device, place)
             _point_to(tensor, home, form)
-    # Gradients first: a wrapper takes none of another dtype.
+    # Gradients first: a wrapper refuses a gradient of another dtype than its own.
     parts = sorted((owned for claim in claims for owned in claim.owned if owned.wrapper is not None), key=lambda owned: not owned.transient)
     for owned in parts:
         if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
@@ -43,7 +43,7 @@ def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place
 
 
 def bring_back(device: Device, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
-    """Point storages to their places again. What is there now counts; what they point to is let go. Idempotent."""
+    """Point relocated storages to their places again. The bytes at the place count; those of the other memory are dropped. Idempotent."""
     for each in relocated:
         claim = each.claim
         home = device.view(each.range.layout.addresses, each.entry.offset, each.entry.nbytes).untyped_storage()
@@ -59,7 +59,7 @@ def bring_back(device: Device, relocated: Sequence[Relocated], places: Mapping[s
 
 
 def renew_empty(owners: Iterable[torch.Tensor]) -> None:
-    """Gradients without an element on this rank are known by no place. Their dtype follows that of their owners again."""
+    """Give gradients without an element on this rank, which have no place, the dtype of their owners again."""
     for owner in owners:
         gradient = owner.grad
         if gradient is not None and gradient.dtype is not owner.dtype and not any(part.numel() for _, part in parts_of(gradient, "")):
@@ -68,7 +68,7 @@ def renew_empty(owners: Iterable[torch.Tensor]) -> None:
 
 
 def _home(device: Device, place: Place) -> torch.UntypedStorage:
-    """The storage at a place: the registered one while anybody uses it."""
+    """The storage at a place: the adopted one while anybody uses it, else a new one."""
     home = place.entry.storage()
     if home is None:
         home = device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
@@ -83,7 +83,7 @@ def _point_to(tensor: torch.Tensor, home: torch.UntypedStorage, form: Form) -> N
 
 
 def _targets(claim: Claim, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:
-    """Every tensor of a claim, with its place and the form that it gets."""
+    """Every tensor of a claim, with its place and the form that it will get."""
     named = [(owned.tensor, places[owned.name]) for owned in claim.owned if owned.name in places]
     targets = [(tensor, place, place.form) for tensor, place in named]
     done = {id(tensor) for tensor, _ in named}
@@ -100,7 +100,7 @@ def _targets(claim: Claim, places: Mapping[str, Place]) -> list[tuple[torch.Tens
 
 
 def _translated(tensor: torch.Tensor, dtype: torch.dtype, place: Place) -> Form:
-    """The form of a tensor that nobody has seen before, in the dtype of what lies at the place; without elements where it has no room."""
+    """The form that an unknown tensor gets at a place, in the dtype that belongs there. It gets no elements if the place is too small."""
     now, offset, size, stride = form_of(tensor)
     wanted = place.form[0] if now == dtype else now
     end = offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))

@@ -1,8 +1,9 @@
-"""Storages that an offload finds away from their places, because something changed their pointers while they were on the device.
+"""Relocated storages: an offload finds them away from their places, because something changed their pointers on the device.
 
-`share_memory_()` and a queue to another process copy a storage into shared memory and point it there: the newest values are in that
-memory, and the range has old ones. They go into the host copy, and the storage goes back to its place, so that nothing is lost and
-nothing stays on the device. One that was resized has no room at its place any more; it is new state, and gets a new place.
+`share_memory_()` and a queue to another process copy a storage into shared memory and point it there. Then the newest values are in
+that memory and the range has old ones. The offload saves the newest values into the host copy and points the storage to its place
+again, so that nothing is lost and nothing stays on the device. A storage that was resized does not fit its place any more: it is
+treated as a new storage and gets a new place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from placement.storage.scanner import byte_view
 
 
 class RelocatedStorages:
-    """Those of one object, from the look of one offload to its end."""
+    """The relocated storages of one object, during one offload."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -28,20 +29,20 @@ class RelocatedStorages:
         self._found = found
 
     def grown(self, *, transient: bool) -> list[Claim]:
-        """What was resized and has bytes: to be taken in like what is new."""
+        """Claims of the storages that were resized and are not empty. They are taken in like new storages."""
         return [each.claim for each in self._found if each.is_resized and each.transient is transient and each.claim.nbytes]
 
     @property
     def names(self) -> list[str]:
-        """What comes home."""
+        """Names of the storages that go back to their places."""
         return [each.claim.name for each in self._found if not each.is_resized]
 
     def save(self, *, readonly: bool) -> None:
-        """Write the bytes of what comes home into the host copy, where that may be written. All other copies are through."""
+        """Write the storages that go back to their places into the host copy, where it may be written. All other copies have completed."""
         for r, entry, claim, transient in self._found:
             if claim.nbytes != entry.nbytes or r.is_shared or (readonly and not transient):
                 continue
-            r.prints = None  # first: from here on the slab is neither the old content nor the new
+            r.prints = None  # first: from here on the slab has neither the old content nor the new
             if claim.storage.device == self._device.torch_device:
                 self._device.copy([Copy(claim.storage.data_ptr(), r.slab.address + entry.offset, entry.nbytes)], "to_host")
                 self._device.wait(self._device.mark("to_host"))
@@ -49,7 +50,7 @@ class RelocatedStorages:
                 r.slab.view(entry.offset, entry.nbytes).copy_(byte_view(claim.storage))
 
     def bring_back(self, ranges: Sequence[Range], places: Places) -> None:
-        """The object is offloaded: every storage goes to its place, or gives it up for its new one."""
+        """Called when the object is offloaded: point every storage to its place, or drop its place if it was resized."""
         found = [each for each in self._found if each.range in ranges]
         bring_back(self._device, [each for each in found if not each.is_resized], places.within(ranges) if found else {})
         for each in found:

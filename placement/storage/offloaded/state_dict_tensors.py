@@ -1,8 +1,8 @@
-"""Tensors of state dicts that we handed out: they follow the handle.
+"""Tensors of state dicts that placement handed out. They follow the handle.
 
-A state dict's tensors alias the live ones. Over a range they would read poison after the next offload, so the living ones are
-pointed to the host copy when the bytes go there, and back to the device when they return: whoever holds a state dict reads
-what the object holds, wherever it is. Of a wrapper (a DTensor) the parts follow, and the wrapper says where they are.
+A state dict's tensors alias the live ones, so after the next offload they would read poison. Instead, those that are still alive are
+pointed to the host copy when the bytes go there, and back to the device when the bytes return. So the holder of a state dict always
+reads the object's values. The parts of a wrapper (a DTensor) follow, and its device is corrected.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ from placement.tensors.sparse import is_sparse, made_of
 
 
 class StateDictTensors:
-    """The living tensors of the state dicts of one object."""
+    """The living tensors of all state dicts of one object."""
 
     def __init__(self, device: Device, name: str, adapter: Adapter) -> None:
         self._device = device
         self._name = name
         self._adapter = adapter
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Plain ones, by identity: those handed out as they are, and the parts of the wrappers."""
+        """Plain tensors, by identity: those that were handed out themselves, and the parts of wrappers."""
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
-        """The storage that shows a place, by address, while anybody holds it."""
+        """The storage over each address that was handed out, while anybody holds it."""
 
     def over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same type, shape and strides over other bytes.
+        """A tensor of the same type, shape and strides whose bytes are at another address.
 
         Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
 
         Args:
-            address: where the storage begins that `make` gives as a tensor; storages at one address are of one size.
+                address: the first address of the new storage. Storages at one address have one size.
+                make: makes a tensor over the new storage, if there is none yet.
         """
         with torch.no_grad():
             known = self._storages.get(address)
             storage = None if known is None or known.expired() else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-            if storage is None or storage.data_ptr() != address:  # who was given it may have moved it away (`share_memory_()`)
+            if storage is None or storage.data_ptr() != address:  # its holder may have moved it away (`share_memory_()`)
                 storage = make().untyped_storage()
                 self._storages[address] = StorageWeakRef(storage)
             empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
             return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def disown(self, live: Iterable[torch.Tensor]) -> None:
-        """Forget tensors that are the object's own now: `load_state_dict` of an optimizer takes over the tensors that it is given."""
+        """Forget tensors that the object owns now: an optimizer's `load_state_dict` takes over the tensors that it is given."""
         if self._tensors:
             own = {id(tensor) for tensor in live}
             self._tensors = {key: ref for key, ref in self._tensors.items() if ref() is not None and key not in own}
@@ -62,7 +63,7 @@ class StateDictTensors:
             self._wrappers = {id(w): ref for ref, w in kept if not any(id(part) in own for _, part in parts_of(w, ""))}
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of these, or a wrapper of them."""
+        """Whether a tensor, or a wrapper, was handed out here."""
         return any((ref := known.get(id(tensor))) is not None and ref() is tensor for known in (self._tensors, self._wrappers))
 
     def __bool__(self) -> bool:
@@ -86,28 +87,28 @@ class StateDictTensors:
     # --- where they point
 
     def hand_out(self, tensor: torch.Tensor, places: RangesByAddress, *, from_host: bool) -> torch.Tensor:
-        """A live tensor of the object as a state dict may show it; of a sparse one a copy with the values of now.
+        """The tensor that a state dict may show for a live tensor of the object. For a sparse one it is a copy of the present values.
 
         Args:
-            from_host: its values are in the host copy now, and no longer on the device.
+            from_host: whether the values are in the host copy now.
         """
         if isinstance(tensor, torch.nn.Parameter) and not from_host:
-            return tensor  # asked for with keep_vars: the live parameter itself
+            return tensor  # state_dict(keep_vars=True) asks for the live parameter itself
         if is_sparse(tensor):
             indices, values = (self._now(part, places, from_host) for part in (tensor._indices(), tensor._values()))
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
-            # Of classes that we do not know (FSDP1's ShardedTensor) nothing can lie in a range: they were gathered and cut for this.
+            # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was gathered and cut for this state dict.
             is_ours = is_plain_type(type(tensor)) and tensor.untyped_storage().nbytes() > 0
             return self._hand_out_plain(tensor, places, from_host) if is_ours else tensor
         with torch.no_grad():
-            # Not of tensor.detach(): wrappers have code of their own for that, and some (torchao's optimizer state) read values in it.
+            # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
             shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, places, from_host)).requires_grad_(False)
         self._wrappers = _add(self._wrappers, shown)
         return shown
 
     def _now(self, part: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
-        """A copy: of a part of a sparse tensor, which cannot be pointed elsewhere when the bytes go there."""
+        """A copy of a sparse tensor's part with its present values: a sparse tensor cannot be pointed elsewhere, so it cannot follow."""
         host = self.over_host(part, places) if from_host and part.numel() else None
         return (part if host is None else host).clone()
 
@@ -115,17 +116,17 @@ class StateDictTensors:
         host = self.readable(tensor, places) if from_host else None
         if host is not None:
             self.note_shown(places, [host])
-        elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor: it says the same as the others
+        elif from_host and tensor.numel() == 0:  # a rank without a part of a sharded tensor must name the same device as the others
             host = torch.empty_like(tensor, device="cpu", requires_grad=False)
         found = tensor.detach() if host is None else host
         self._tensors = _add(self._tensors, found)
         return found
 
     def readable(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
-        """A plain tensor of the offloaded object over the host copy, its storage moved away or not; None for what has no place there.
+        """A plain tensor of the offloaded object with its bytes in the host copy, even if it was relocated. None where it has no place.
 
         Raises:
-            IntegrityError: it was put in place of a registered tensor, with what lay there for values.
+            IntegrityError: the tensor was put in place of a registered one, with values computed from poison.
         """
         if (host := self.over_host(tensor, places)) is not None:
             return host
@@ -136,19 +137,20 @@ class StateDictTensors:
                 return self.over(tensor, slab.address + offset, functools.partial(slab.view, offset, nbytes))
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and self._is_live(storage):
             raise IntegrityError(
-                f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by what lies there then "
-                "(NaN): half(), to(), .data =. Its registered values are in the host copy and come back at the next phase that loads it."
+                f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by one computed from "
+                "poison (NaN), which offloaded tensors read: half(), to(), .data =. Its registered values are in the host copy and come "
+                "back at the next phase that loads it."
             )
         return None
 
     def _is_live(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the object owns a tensor in a storage now. What a hook has computed is nobody's."""
+        """Whether the object owns a tensor in this storage now. A tensor that a hook has just computed belongs to nobody."""
         return any(owned.tensor.untyped_storage()._cdata == storage._cdata for owned in self._adapter.owned())
 
     def over_host(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
-        """The same plain tensor over the host copy; None when its storage is not in a range.
+        """The same plain tensor with its bytes in the host copy; None where its storage is not in a range.
 
-        Its storage has the size of the original, so that saving it writes no more than that.
+        Its storage has the size of the original's, so that saving the tensor writes no more bytes.
         """
         place = places.find(tensor)
         if place is None:
@@ -157,7 +159,7 @@ class StateDictTensors:
         return self.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
 
     def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
-        """The same tensor over the range; None when its storage is not over the host copy of one."""
+        """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""
         place = places.find(tensor)
         if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
             return None
@@ -165,14 +167,18 @@ class StateDictTensors:
         return self.over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
     def note_shown(self, places: RangesByAddress, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """The host copies of these tensors (None: of all) can be written through from now on."""
+        """Note that holders of these tensors (None: of all) can write into the host copy from now on."""
         for tensor in self if tensors is None else tensors:
             place = places.find(tensor)
             if place is not None:
                 place[0].is_shown = True
 
     def point_to_host(self, places: RangesByAddress, except_for: Collection[int] = ()) -> None:
-        """Point every living tensor to the host copy, but for those of storages that follow by themselves. Idempotent."""
+        """Point every living tensor to the host copy, except tensors in storages that follow by themselves. Idempotent.
+
+        Args:
+            except_for: these storages (`_cdata`).
+        """
 
         def find(tensor: torch.Tensor) -> torch.Tensor | None:
             if tensor.numel() == 0 and not tensor.is_cpu:
@@ -192,10 +198,11 @@ class StateDictTensors:
         self._point_to(find)
 
     def leave(self, places: RangesByAddress | None = None) -> None:
-        """Give every living tensor memory of its own, with today's values: the ranges that they lie in are about to go.
+        """Give every living tensor memory of its own with its present values, because the ranges are about to go.
 
         Args:
-            places: only what lies in these, and then in host memory, because nothing else has the values; None: all, where they are.
+            places: do it only for tensors in these ranges, in host memory, because nothing else has their values. None: for all tensors,
+                each on its present device.
         """
         if places is None:
             self._point_to(lambda tensor: tensor.detach().clone())
@@ -203,7 +210,7 @@ class StateDictTensors:
             self._point_to(lambda tensor: None if places.find(tensor) is None else tensor.detach().to("cpu", copy=True))
 
     def _point_to(self, find: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Point every living tensor to what `find` gives for it; None leaves it where it is. Idempotent."""
+        """Point every living tensor to the tensor that `find` returns for it; None leaves it where it is. Idempotent."""
         with torch.no_grad():
             for tensor in self:
                 there = find(tensor)
@@ -217,7 +224,7 @@ class StateDictTensors:
 
 
 def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:
-    """Remember one more tensor, which must be nobody else's object. The dead are swept out now and then."""
+    """Remember a tensor, which must be an object that only state dicts hold. Dead entries are removed now and then."""
     living = _living(known) if len(known) % 256 == 255 else known
     living[id(tensor)] = weakref.ref(tensor)
     return living

@@ -1,1 +1,1 @@
-"""Objects that all ranks of a machine have alike: one host copy for all of them."""
+"""Replicated storages: objects of which all ranks of one machine have the same bytes share one host copy."""

@@ -1,4 +1,4 @@
-"""The ranks of one machine that share host copies, as one of them sees them."""
+"""The ranks of one machine that share host copies: the contract by which one rank deals with the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from placement.storage.replicated.range import Shares
 
 
 class Ranks(abc.ABC):
-    """What this rank has to do with the others while a handle that they share is registered and moved.
+    """The exchange with the other ranks while a handle that they share is registered and moved.
 
     Attributes:
-        shares: how bytes are divided.
+        shares: how bytes are divided among the ranks; it has this rank's number.
     """
 
     shares: Shares
@@ -24,44 +24,45 @@ class Ranks(abc.ABC):
     @property
     @abc.abstractmethod
     def change(self) -> int:
-        """The number of the present change, 1 or more: the same on all ranks, and another one for each change of each group."""
+        """The number of the present change of the group, 1 or more. All ranks have the same one; every change of every group another."""
 
     @abc.abstractmethod
     def confer(self, what: str, words: str) -> list[str]:
-        """Say something, and return what each rank has said to the same, by rank.
+        """Send words to all ranks under the topic `what`. Returns the words of each rank on this topic, by rank.
 
         Raises:
-            GroupError: a rank failed in the meantime, or did not come in time.
+                GroupError: a rank failed in the meantime, or did not answer in time.
             CoordinatorLost: the group cannot be reached.
         """
 
     @property
     @abc.abstractmethod
     def gone(self) -> str | None:
-        """Why there can be no collectives any more; None while there can."""
+        """Why no collective is possible any more; None while they are possible."""
 
     @abc.abstractmethod
     def gather(self, out: torch.Tensor, works: list[object]) -> None:
-        """All-gather in place: `out` has the parts of all ranks in order, this rank's filled in. On the current stream.
+        """All-gather in place, on the current stream.
 
         Args:
+            out: the parts of all ranks, in rank order. This rank's part is filled in.
             works: gets one entry once the collective has been issued, in a step that no interrupt can cut.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: the collective failed.
         """
 
     @abc.abstractmethod
     def finish(self, works: Sequence[object]) -> None:
-        """Wait for the last of these once more, which an interrupt may have cut short."""
+        """Wait once more for the last of these collectives, because an interrupt may have cut the first wait short."""
 
 
 class TorchRanks(Ranks):
-    """`gather` by a torch.distributed process group.
+    """Ranks that gather by a torch.distributed process group.
 
     Args:
-        process_group: of the same ranks, in the same order.
-        deadline_seconds: for one collective, where its backend keeps to that (gloo; NCCL has its watchdog).
+            process_group: a group of the same ranks, in the same order.
+            deadline_seconds: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead).
     """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup, shares: Shares, deadline_seconds: float) -> None:
@@ -82,7 +83,7 @@ class TorchRanks(Ranks):
         return None
 
     def gather(self, out: torch.Tensor, works: list[object]) -> None:
-        # Not torch.distributed.all_gather_into_tensor: it takes no deadline, and torch 2.13 has given it another name.
+        # Not torch.distributed.all_gather_into_tensor: it takes no deadline, and torch 2.13 has renamed it.
         part = out.numel() // self.shares.world_size
         own = out[self.shares.rank * part :][:part]
         works.extend(itertools.starmap(self._process_group._allgather_base, [(out, own, self._options)]))
@@ -90,5 +91,5 @@ class TorchRanks(Ranks):
 
     def finish(self, works: Sequence[object]) -> None:
         for work in works[-1:]:
-            if work is not None:  # on a stream that has to wait anyway, torch 2.13 gives none
-                work.wait()  # type: ignore[attr-defined]  # a Work, which not every build of torch has a name for
+            if work is not None:  # torch 2.13 returns None where the stream waits by itself
+                work.wait()  # type: ignore[attr-defined]  # its class, Work, has no name in some builds of torch

@@ -1,7 +1,7 @@
-"""Registering what every rank of one machine has alike: one host copy, to which each rank contributes its share.
+"""Register an object of which every rank of one machine has the same bytes. Each rank writes its share of the one host copy.
 
-Nothing of the object changes before every rank has proved that it has the same bytes at the same places, and has written its
-share. The proofs are fingerprints of the object's own storages, which each rank leaves in the shared memory.
+The object does not change before every rank has proved that it has the same bytes at the same places, and has written its share. The
+proofs are fingerprints of the object's own storages, which each rank leaves in the shared memory.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
 
 _PIECE_BYTES = 64 << 20
-"""Of a storage, per fingerprint: what computing one takes on the side is a few times as much."""
+"""Bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much."""
 
 
 def words_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
-    """One word of each rank, int64, at the beginning of what lies behind the copy."""
+    """One word of each rank: int64, shape (world_size,), in the shared memory right behind the host copy."""
     return slab.extra[: 8 * world_size].view(torch.int64)
 
 
 def _prints_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
-    """The fingerprints of each rank, a row for each, in what lies behind the words."""
+    """The fingerprints of each rank: int64, one row a rank, in the shared memory behind the words."""
     return slab.extra[8 * world_size :].view(torch.int64).view(world_size, -1)
 
 
 class SharedScanner(StorageScanner):
-    """As every scanner, but for what is there at registration: that is shared with the other ranks."""
+    """A scanner whose first range, with the storages that exist at registration, is shared by all ranks. Later ranges are its own."""
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, owner)
@@ -55,25 +55,25 @@ class SharedScanner(StorageScanner):
         if self._is_registered or transient:
             return super().take_in(claims, transient)
         if not claims:
-            raise RegistrationError(f"{self._name!r} has no tensors; there is nothing that ranks could share")
+            raise RegistrationError(f"{self._name!r} has no tensors, so there is nothing to share; register it without replicated=True")
         fresh = self._take_in_together(claims)
         self._is_registered = True
         return fresh
 
     def _take_in_together(self, claims: list[range_layout.Claim]) -> SharedRange:
-        """Every rank does this at the same time.
+        """Make the shared range and write this rank's share. Every rank calls this at the same time.
 
         Raises:
             RegistrationError: the ranks do not have the same tensors, or are on several machines.
-            HostMemoryError, DeviceMemoryError: no memory for the share, no addresses.
-            GroupError, CoordinatorLost: another rank could not, or cannot be reached.
+            HostMemoryError, DeviceMemoryError: no memory for this rank's share, or no addresses.
+            GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
         """
         device, ranks, shares = self._device, self._ranks, self._ranks.shares
         layout = range_layout.prepare(device, claims, self._addresses)
         nbytes = used_bytes(layout.nbytes)
         prints = _fingerprints(claims)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))
-        with ExitStack() as files:  # open until every rank has mapped it
+        with ExitStack() as files:  # the file stays open until every rank has mapped it
             file, words = -1, ""
             if shares.rank == 0:
                 file, words = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
@@ -101,7 +101,7 @@ class SharedScanner(StorageScanner):
             ) from error
 
     def _write(self, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout, slab: SharedSlab) -> None:
-        """Write this rank's share of the copy, and wait until it is there."""
+        """Write this rank's share of the host copy, and wait until it is there."""
         copies = []
         spans = own_spans(layout, self._device.chunk_bytes, self._ranks.shares)
         for claim, start, first, nbytes in _overlaps(claims, layout.offsets, spans):
@@ -119,7 +119,7 @@ class SharedScanner(StorageScanner):
             raise RegistrationError(
                 f"{self._name!r} cannot be replicated: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} "
                 f"has other tensors than the rest (names, shapes, dtypes, device, order). Build the same model on every "
-                "rank, and on the same kind of device, or register it without replicated=True."
+                "rank and on the same kind of device, or register it without replicated=True."
             )
 
     def _check_equal(self, table: torch.Tensor, names: Sequence[str]) -> None:
@@ -127,12 +127,12 @@ class SharedScanner(StorageScanner):
             others = _minority(table[:, column].tolist())
             raise RegistrationError(
                 f"{self._name!r} cannot be replicated: {names[column]!r} has other bytes on rank{'s' if len(others) > 1 else ''} "
-                f"{', '.join(map(str, others))} than on the rest. Load the same values on every rank before it is registered, or register "
+                f"{', '.join(map(str, others))} than on the rest. Load the same values on every rank before you register it, or register "
                 "it without replicated=True."
             )
 
     def _try_out(self) -> None:
-        """One collective: it makes the communicator now, whose memory a later load must not lack, and shows who is in it."""
+        """Run one collective. It creates the communicator now, so that no later load lacks memory for it, and shows the ranks' order."""
         shares = self._ranks.shares
         out = torch.zeros(shares.world_size, dtype=torch.uint8, device=self._device.torch_device)
         out[shares.rank] = shares.rank
@@ -144,11 +144,14 @@ class SharedScanner(StorageScanner):
                 "needs a backend for that device (nccl for CUDA, gloo for the CPU)."
             ) from error
         if (found := out.tolist()) != [*range(shares.world_size)]:
-            raise RegistrationError(f"{self._name!r} cannot be replicated: the process group has the ranks in another order: {found}")
+            raise RegistrationError(
+                f"{self._name!r} cannot be replicated: the process group has the ranks in another order than the manager's group: {found}. "
+                "Pass replicated=a process group whose ranks are in the same order."
+            )
 
 
 def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout) -> str:
-    """The same where the same tensors have the same places."""
+    """A digest that is the same on two ranks if they have the same tensors at the same places."""
     lines = [f"{device.chunk_bytes} {layout.nbytes}"]
     for claim, offset in zip(claims, layout.offsets, strict=True):
         first = claim.aliases[0]
@@ -158,8 +161,11 @@ def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_
 
 
 def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]:
-    """(name, 64 bits) of every piece of every storage, computed where it lies. On the host by threads, as hashes: ranks that have the
-    same layout have the same tensors there, so nobody compares one with a fingerprint of a device."""
+    """(name, 64 bits) of every piece of every storage, computed where the storage lies.
+
+    Storages on the host are hashed, by threads. A hash is never compared with a device's fingerprint, because ranks of the same layout have
+    the same tensors on the host.
+    """
     on_host = [claim for claim in claims if claim.storage.device.type == "cpu"]
     pieces = [(claim, start) for claim in on_host for start in range(0, claim.nbytes, _PIECE_BYTES)]
     with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:
@@ -188,7 +194,7 @@ def _hash(piece: tuple[range_layout.Claim, int]) -> int:
 def _overlaps(
     claims: Sequence[range_layout.Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[range_layout.Claim, int, int, int]]:
-    """(claim, offset in the range, offset in the storage, bytes) of what of the claims lies in these spans, which are in order."""
+    """(claim, offset in the range, offset in the storage, bytes) of each part of a claim that lies in one of these ordered spans."""
     starts = [start for start, _ in spans]
     for claim, offset in zip(claims, offsets, strict=True):
         for start, nbytes in spans[max(0, bisect.bisect_right(starts, offset) - 1) :]:
@@ -200,7 +206,7 @@ def _overlaps(
 
 
 def _minority(said: Sequence[object]) -> list[int]:
-    """The ranks that say something else than most do; where none are more, than rank 0 does."""
+    """The ranks that say something else than most do. If no answer is the most frequent, the earliest of the frequent ones counts."""
     common = max(Counter(said).values())
     usual = next(each for each in said if Counter(said)[each] == common)
     return [rank for rank, each in enumerate(said) if each != usual]

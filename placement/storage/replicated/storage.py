@@ -1,15 +1,16 @@
-"""The bytes of an object that every rank of one machine has alike: one host copy for all of them, loaded by all of them together.
+"""The storage of an object of which every rank of one machine has the same bytes. The ranks share one host copy and load it together.
 
-Each rank copies its parts over its own link, chunk by chunk, and the rest comes by all-gather, over NVLink where there is one.
-While a rank may still fail for lack of memory nobody may wait for it in a collective, so a load has two halves:
+Each rank copies its parts over its own link, chunk by chunk. The rest comes by all-gather, over NVLink where there is one. No rank may
+wait in a collective for another one that may still fail for lack of memory. So a load has two halves:
 
-* in the phase transition's move: map everything, enqueue the own parts, an event behind each chunk's. It is not decided yet; a vote that
-  fails takes the memory away again, and the host copy was authoritative all the time.
-* once the group has decided: all-gather chunk by chunk, each behind its event, and decide.
+* In the phase transition's move, each rank maps all chunks, and enqueues the copies of its own parts with an event behind each chunk's.
+  The load is not committed yet. If the vote fails, the memory is taken away again; the host copy was authoritative all the time.
+* Once the group has decided, the ranks all-gather chunk by chunk, each behind its event, and commit.
 
-A load that the group does not vote on (going back after a failure) and one that cannot count on the others copies everything
-over the own link. Every rank says in the shared memory which change it has prepared, before it votes; afterwards all of them
-see the same: all or none gather. A rank that has left, or whose collective failed, says so there for good.
+Some loads copy everything over the rank's own link: those that the group does not vote on (going back after a failure), and those that
+cannot count on the other ranks. Before it votes, every rank writes into the shared memory for which change it has prepared a load. After
+the vote all ranks read the same words, so all of them gather or none does. A rank that has left, or whose collective failed, writes that
+there for good.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from placement.tensors.owned import Adapter
 
 _logger = logging.getLogger("placement")
 _ALONE, _LEFT = -1, -2
-_REASONS = {_ALONE: "rank {} takes part no more, and has logged why", _LEFT: "rank {} has unregistered it"}
+_REASONS = {_ALONE: "rank {} takes part no longer, and has logged why", _LEFT: "rank {} has unregistered it"}
 
 
 class ReplicatedStorage(ManagedStorage):
-    """A readonly object of which every rank holds the same bytes.
+    """The storage of a readonly object of which every rank has the same bytes.
 
     Args:
-        ranks: they register it in the same change.
+        ranks: the ranks that share it. All of them register it in the same change of the group.
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, ranks: Ranks) -> None:
@@ -47,11 +48,11 @@ class ReplicatedStorage(ManagedStorage):
         self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks))
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
-        """Chunks whose own part is on its way, and when it has arrived."""
+        """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
         self._prepared = 0
-        """The change in which they were brought."""
+        """The number of the group's change for which this rank has last prepared a load."""
         self.alone: str | None = None
-        """Why every load brings everything over the own link from now on; None while the ranks load together."""
+        """Why this rank loads everything over its own link from now on; None while the ranks load together."""
 
     # --- loading
 
@@ -81,7 +82,7 @@ class ReplicatedStorage(ManagedStorage):
         self._complete(gathers=False)
 
     def complete_together(self) -> None:
-        """Get what the other ranks have brought: by all-gather when all of them wait for it as well, else from the shared copy.
+        """Get the parts of the other ranks: by all-gather if all ranks are waiting for it, else from the shared host copy.
 
         Raises:
             RuntimeError: the device failed. The host copy is complete.
@@ -94,7 +95,7 @@ class ReplicatedStorage(ManagedStorage):
             self._get_rest(gathers, works)
         except Exception:
             raise
-        except BaseException:  # an interrupt: the others are in their collectives, and wait for this rank's
+        except BaseException:  # an interrupt: the other ranks are in their collectives and wait for this one
             with suppress(Exception):
                 self._ranks.finish(works)
             self._get_rest(gathers, works)
@@ -103,7 +104,7 @@ class ReplicatedStorage(ManagedStorage):
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
         if self._waiting and not self.on_device and self.alone is None:
-            self._say(0)  # who has not looked yet does not wait for this rank
+            self._say(0)  # so that a rank that has not looked yet does not wait for this one
         super().make_consistent(chunk_pool)
         self._waiting.clear()
 
@@ -113,7 +114,7 @@ class ReplicatedStorage(ManagedStorage):
         super().unadopt()
 
     def _get_rest(self, gathers: bool, works: list[object]) -> None:
-        """Idempotent with the same `works`, which are the collectives that have been issued."""
+        """Get the other ranks' parts. Idempotent with the same `works`, the collectives that have been issued."""
         if not gathers and self.alone is None:
             self._say(0)
         if gathers and self._all_are_ready():
@@ -127,7 +128,7 @@ class ReplicatedStorage(ManagedStorage):
         self.device.order()
 
     def _gather(self, works: list[object]) -> None:
-        # In an order that is the same on every rank, whatever chunks a rank's chunk pool had for it.
+        # Sorted, so that every rank gathers in the same order, whatever chunks its chunk pool had.
         order = {r: position for position, r in enumerate(self.ranges)}
         waiting = sorted(self._waiting, key=lambda each: (order[each[0]], each[1]))
         for r, index, mark in waiting[len(works) :]:
@@ -148,7 +149,7 @@ class ReplicatedStorage(ManagedStorage):
         return self.alone is None
 
     def _all_are_ready(self) -> bool:
-        """Whether every rank is about to gather the same load, now that all of them have voted."""
+        """Whether every rank has prepared the same load and will gather it. Meaningful once all of them have voted."""
         said = self._words().tolist()
         for rank, word in enumerate(said):
             if word in _REASONS:
@@ -156,14 +157,14 @@ class ReplicatedStorage(ManagedStorage):
         return self.alone is None and set(said) == {self._prepared}
 
     def _give_up(self, reason: str) -> None:
-        """From now on every load is this rank's own business, and the others know."""
+        """Load alone from now on, and tell the other ranks."""
         if self.alone is None:
             self.alone = reason
             self._say(_ALONE)
             _logger.warning("%r is loaded by each rank alone from now on, at the speed of its own link: %s", self.name, reason)
 
     def _words(self) -> torch.Tensor:
-        """What each rank says: the change for which it has prepared a load, or why it takes part no more."""
+        """The word of each rank: the number of the change for which it has prepared a load, or why it takes part no longer."""
         r = self._shared()
         assert r is not None
         return words_of(r.shared_slab, self._ranks.shares.world_size)

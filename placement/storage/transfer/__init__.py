@@ -1,1 +1,1 @@
-"""Moving bytes between a device and the host: both directions at once, in chunks, verified."""
+"""Move bytes between a device and the host: both directions at once, in chunks, verified."""

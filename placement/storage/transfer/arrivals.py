@@ -1,4 +1,4 @@
-"""What comes to the device at one phase transition: which chunks wait for memory, in order, and the start of their copies."""
+"""The chunks that come to the device at one phase transition: they wait for memory, in order, and then their copies start."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.load import Load
 
 WINDOW = 2
-"""Chunks that a swap may create before the first one is given up. On an H200, with chunks of 128 MiB: 97 to 99 % of both directions."""
+"""The number of chunks that a swap may create before the first one is given up.
+
+On an H200, with chunks of 128 MiB, two use 97 to 99 % of both directions of the link.
+"""
 _FIRST = 1
-"""Chunks of the first burst of a load. Of one range, all chunks of a burst are mapped before the first is copied."""
+"""The number of chunks in the first burst of a load. In a burst, all chunks of one range are mapped before the first is copied."""
 _GROWTH = 16
-"""And how many times as many in each after it, up to all that wait. They are mapped under the copies of those before: on an H200 a chunk
-of 256 MiB takes 4.9 ms to copy, 0.09 ms to map."""
+"""Each later burst has this many times the chunks of the one before, up to all that wait. They are mapped while the earlier ones are
+copied: on an H200 a chunk of 256 MiB takes 4.9 ms to copy and 0.09 ms to map."""
 
 
 class Arrivals:
-    """Chunks of holdings on their way to the device.
+    """Chunks on their way to the device.
 
     Args:
-        chunk_pool: where their memory comes from.
-        load: see `Exchange`.
+        chunk_pool: gives their memory.
+        load: the strategy of their copies, see `Load`.
     """
 
     def __init__(self, device: Device, chunk_pool: ChunkPool, load: Load) -> None:
@@ -35,39 +38,42 @@ class Arrivals:
         self._load = load
         self._full: deque[tuple[ManagedStorage, Range, int]] = deque()
         self._tails: deque[tuple[ManagedStorage, Range, int]] = deque()
-        """Short chunks are no full chunk that was given up, so nothing may have to wait behind them."""
+        """Chunks shorter than a full one. A full chunk that was given up does not fit them, so they wait in a queue of their own."""
         self._burst = 0
-        """Chunks of the last burst."""
+        """The number of chunks in the last burst."""
         self.brought_bytes: Counter[ManagedStorage] = Counter()
-        """Copied, by holding."""
+        """Bytes that this process copies to the device, by storage."""
 
     def __bool__(self) -> bool:
         """Whether any chunk still waits for memory."""
         return bool(self._full or self._tails)
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
-        """Every chunk of these ranges will come, after what is expected already."""
+        """Add every chunk of these ranges to the end of the queues."""
         for r in ranges:
             for index, size in enumerate(r.chunk_sizes):
                 (self._full if size == self._device.chunk_bytes else self._tails).append((holding, r, index))
 
     def window(self, room_bytes: int) -> int:
-        """How many chunks find room beside everything that leaves."""
+        """How many of the first `WINDOW` waiting chunks fit into `room_bytes`, the room beside everything that leaves."""
         sizes = itertools.accumulate(r.chunk_sizes[index] for _, r, index in itertools.islice(self._full, WINDOW))
         return sum(nbytes <= room_bytes for nbytes in sizes)
 
     def bring_more(self) -> None:
-        """The next burst: memory from the pool or the driver, and the start of its copies. It may go over several ranges, however
-        small, because what gives the link work is the burst as a whole."""
+        """Bring the next burst: put memory from the pool or the driver behind its chunks, and start their copies.
+
+        A burst may cover several ranges, however small, because the burst as a whole keeps the link busy.
+        """
         self._burst = left = min(self._next_burst(), len(self._full or self._tails))
         while left:
             left -= self._bring(left, longest=left)[0]
 
     def fill(self, *, fresh: int, longest: int) -> None:
-        """Put memory behind what comes next and start its copies: from the pool, and up to `fresh` chunks from the driver.
+        """Put memory behind the next chunks and start their copies, until memory lacks.
 
         Args:
-            longest: chunks that are mapped together.
+            fresh: the number of chunks that the driver may be asked for. All others come from the pool.
+            longest: the most chunks to map together.
         """
         while self:
             served, created = self._bring(fresh, longest=longest)
@@ -76,7 +82,7 @@ class Arrivals:
             fresh -= created
 
     def _bring(self, fresh: int, *, longest: int) -> tuple[int, int]:
-        """Bring the next neighbours in one range. Returns how many chunks, and how many of them the driver gave; 0 where memory lacks."""
+        """Bring the next neighbouring chunks of one range. Returns their number (0: memory lacks), and how many of them the driver gave."""
         waiting = self._full or self._tails
         holding, r, first = waiting[0]
         run = itertools.takewhile(lambda each: each[1] is r, itertools.islice(waiting, longest))
@@ -95,6 +101,6 @@ class Arrivals:
         return served, created
 
     def _next_burst(self) -> int:
-        """How many chunks to bring together. The first few start the link; the longer it has work, the more may be mapped."""
+        """The number of chunks in the next burst. A short first one starts the link; the longer it has work, the more may be mapped."""
         gathered = self._load.burst(r for _, r, _ in self._full or self._tails)
         return gathered or self._burst * _GROWTH or _FIRST

@@ -1,4 +1,4 @@
-"""Chunks between two owners: what one handle gave up at a phase transition, the next may take."""
+"""The chunk pool: chunks that one handle has given up at a phase transition, for the next one to take."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from placement.devices.base import Chunk, Device
 
 
 class ChunkPool:
-    """The chunks of one phase transition.
+    """The chunk pool of one phase transition.
 
-    Nothing goes back to the driver before `release`, so that a phase transition that fails maps back what was given up and allocates
-    nothing. A chunk that an interrupt drops on the way is freed by its own death.
+    No chunk goes back to the driver before `release`, except to make room for chunks of other sizes. So a phase transition that fails can
+    map back the chunks that were given up, and allocates nothing. A chunk that an interrupt drops is freed when it is garbage-collected.
 
     Args:
-        room_bytes: device bytes that the driver may be asked for before anything goes back to it: what the budget leaves.
-        left_by: the pool of a transition that ended without a decision; its chunks are in this pool now.
+        room_bytes: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
+        left_by: the pool of a phase transition that was neither committed nor undone. This pool takes over its chunks.
     """
 
     def __init__(self, device: Device, room_bytes: int = 0, left_by: ChunkPool | None = None) -> None:
         self._device = device
         self._chunks: dict[int, OrderedDict[int, Chunk]] = {} if left_by is None else left_by._chunks
-        """By size, then by identity, oldest first: handles of hundreds of ranges leave as many tails."""
+        """The chunks by size, then by identity, oldest first. A handle of hundreds of ranges gives up as many tails."""
         self.room_bytes = room_bytes
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -37,12 +37,12 @@ class ChunkPool:
         return sum([chunk.nbytes for chunk in self])
 
     def give(self, chunks: Iterable[Chunk]) -> None:
-        """Add chunks that are behind no address any more; a chunk that is in the pool already is not added again."""
+        """Add chunks that are behind no address any more. A chunk that is in the pool already is not added again."""
         for chunk in chunks:
             self._chunks.setdefault(chunk.nbytes, OrderedDict()).setdefault(id(chunk), chunk)
 
     def count(self, sizes: Sequence[int], fresh: int) -> int:
-        """How many of these sizes, from the first on, the pool can serve with at most `fresh` chunks from the driver."""
+        """How many of these sizes, from the first on, can be served with at most `fresh` chunks from the driver."""
         held = {size: len(self._chunks.get(size, ())) for size in set(sizes)}
         for served, size in enumerate(sizes):
             if held[size]:
@@ -54,16 +54,16 @@ class ChunkPool:
         return len(sizes)
 
     def forget(self, chunks: Iterable[Chunk]) -> None:
-        """Drop chunks that turned out to be behind addresses still."""
+        """Remove chunks that are still behind addresses."""
         for chunk in chunks:
             if held := self._chunks.get(chunk.nbytes):
                 held.pop(id(chunk), None)
 
     def take(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
-        """Chunks of exactly these sizes: from the pool, the rest from the driver.
+        """Chunks of exactly these sizes, from the pool where it has them, else from the driver.
 
         Raises:
-            DeviceMemoryError: the driver has not enough; the pool is as before.
+            DeviceMemoryError: the driver has too little memory. The chunks that were taken are in the pool again.
         """
         taken: list[Chunk] = []
         try:
@@ -77,7 +77,7 @@ class ChunkPool:
     def _one(self, size: int) -> Chunk:
         if held := self._chunks.get(size):
             return held.popitem(last=False)[1]
-        # Chunks of other sizes may stand in the way. Whoever goes back after this gets memory of its own size in exchange for ours.
+        # Chunks of other sizes may hold the memory that is needed. A handle that goes back later can free ours for a chunk of its size.
         while self and self.room_bytes < size:
             self._make_way()
         try:
@@ -92,19 +92,19 @@ class ChunkPool:
         return chunk
 
     def release(self) -> None:
-        """Return everything to the driver: the phase transition is decided."""
+        """Return all chunks to the driver, because the phase transition is committed."""
         chunks = list(self)
         try:
             self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
             self.room_bytes += sum([chunk.nbytes for chunk in chunks])
             self._device.release(*chunks)
-        except BaseException:  # an interrupt: its traceback would keep them, and their memory, from who goes back
+        except BaseException:  # an interrupt: its traceback would keep the chunks, whose memory others may need to go back
             self._chunks = {}
             self._device.release(*chunks)
             raise
 
     def _make_way(self) -> None:
-        """Return one chunk of the size that there is most of: tails are single, and needed for going back."""
+        """Return one chunk of the most frequent size to the driver. Tails are single, and needed for going back."""
         held = max(self._chunks.values(), key=len)
         chunk = held.popitem(last=False)[1]
         self.room_bytes += chunk.nbytes

@@ -1,10 +1,10 @@
-"""Moving several holdings at once: both directions of the link busy, and what one gives up goes behind the next.
+"""Move several handles at once: both directions of the link are busy, and memory that one gives up goes behind the next.
 
-What leaves is copied chunk by chunk; as soon as a chunk has arrived on the host its memory is taken from behind the old
-addresses and, if somebody comes, put behind the new ones. So a swap needs the larger of both sides and `WINDOW` chunks more.
+A handle that leaves is copied to the host chunk by chunk. As soon as a chunk has arrived there, its memory is taken from behind the old
+addresses and, if another handle comes, put behind the new ones. So a swap needs the memory of the larger side, plus `WINDOW` chunks.
 
-The order of every step keeps each chunk's bytes complete somewhere: a chunk is vacated after its bytes are in the slab, a
-holding's decision falls after its last chunk, and `ManagedStorage.make_consistent` makes good whatever an error or interrupt leaves.
+The order of the steps keeps each chunk's bytes complete somewhere: a chunk is vacated after its bytes are in the slab, and a move is
+committed after its last chunk. `ManagedStorage.make_consistent` repairs the rest after an error or an interrupt.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Span, Verifier
 
 _BATCH = 2
-"""Copied chunks that are vacated together when nobody waits for them. Beside a busy link the driver takes 0.9 ms to put poison behind
-a chunk, on an idle one 0.03 (H200)."""
+"""The number of copied chunks that are vacated together when no chunk waits for their memory. While the link is busy the driver takes
+0.9 ms to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
 _LAST = 1
-"""So these are vacated once the link is idle: copying them takes longer than vacating what came before."""
+"""The number of last chunks of a range that are vacated separately, once the link is idle: copying them takes longer than vacating the
+chunks before them."""
 _CLEAN_BATCH = 64
-"""Chunks that are vacated together when nothing had to be copied."""
+"""The number of chunks that are vacated together when they need not be copied."""
 _LEAD = 2
-"""Chunks whose fingerprints are asked first, so that the link has work while the others are computed."""
+"""The number of chunks whose fingerprints are computed first, so that the link has work while the others are computed."""
 _SECOND = 16
-"""And the next ones, where nothing has to be copied: the device computes these while every tensor is looked at."""
+"""The least number of chunks in the second part, if none has to be copied: the device computes it while every tensor is looked at."""
 _GROWTH = 3
-"""And how many times as many each time after: vacating a chunk takes three times as long as its fingerprint, 0.16 ms for 256 MiB (H200)."""
+"""Each later part has this many times the chunks of the one before: vacating a chunk takes three times as long as its fingerprint, which
+takes 0.16 ms for 256 MiB (H200)."""
 
 
 def nothing() -> None:
-    """In place of what could be done in the meantime."""
+    """Do nothing: the default of `while_copying`."""
 
 
 @dataclass(slots=True)
@@ -53,10 +55,10 @@ class _Batch:
     first: int
     last: int
     mark: Mark | None
-    """When their bytes have arrived; None when nothing had to be copied."""
+    """Tells when their bytes have arrived on the host; None if nothing had to be copied."""
 
     def cut(self, spans: Mapping[Range, Span]) -> list[Span]:
-        """What of these spans is in the batch."""
+        """The parts of these spans that are in the batch."""
         r, first, last = spans.get(self.range, (self.range, 0, 0))
         first, last = max(first, self.first), min(last, self.last)
         return [(r, first, last)] if first < last else []
@@ -64,42 +66,42 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Leaving:
-    """One holding that goes to the host."""
+    """One storage that goes to the host."""
 
     holding: ManagedStorage
     fresh: tuple[Range, ...] = ()
     is_first: bool = False
-    """Whether state was taken in for good, whose old memory torch now caches."""
+    """Whether new storages that are not transient were taken in. Torch caches their old memory now."""
     batches: deque[_Batch] = field(default_factory=deque)
     prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     copied_bytes: int = 0
     skipped_bytes: int = 0
     rewritten_chunks: int = 0
     dropped: tuple[Range, ...] | None = None
-    """Ranges of gradients that are not saved; None: gradients move."""
+    """Gradient ranges that are dropped instead of saved; None: gradients are saved."""
     on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
-    """Fingerprints that the host copy has once the copies are through, as far as they have been asked."""
+    """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
     chosen: Mapping[Range, Span] = field(default_factory=dict)
-    """What the verifier asks about, by range."""
+    """The chunks that the verifier compares, by range."""
 
     def take_in_new(self) -> None:
-        """Start saving what was born since the last offload."""
+        """Start saving the new storages."""
         self.fresh, self.is_first = self.holding.take_in_new(drops=self.dropped is not None)
         self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
 
 class Exchange:
-    """One phase transition's moves.
+    """The moves of one phase transition.
 
     Args:
-        chunk_pool: where chunks go that nobody takes, and come from.
-        room_bytes: what may be taken from the driver before anything was given up.
-        early_release: give chunks that nobody is waiting for back to the driver while the rest is still being copied. Going back
-            after a failure may then have to ask the driver for memory.
-        dropping: holdings whose gradients die when they leave, instead of being saved.
-        verifier: what is asked about the bytes that arrive.
-        load: over which links the bytes of what comes are brought.
-        while_copying: called once the link has work, where anything leaves.
+        chunk_pool: gives chunks to the handles that come, and gets those that nobody takes.
+        verifier: compares the bytes that arrive with those that were sent.
+        room_bytes: device bytes that may be taken from the driver before any chunk was given up.
+        early_release: give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a
+            failure may then have to ask the driver for memory.
+        dropping: storages whose gradients are dropped when they leave, instead of saved.
+        load: the links over which the loaded bytes come.
+        while_copying: called once the link has work, if any storage leaves.
     """
 
     def __init__(
@@ -124,14 +126,14 @@ class Exchange:
         self._arrivals = Arrivals(device, chunk_pool, load)
 
     def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
-        """Offload the ones and load the others. Holdings that are there already are left alone.
+        """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone.
 
-        Returns when everything that leaves is complete on the host and its memory vacated. What comes may still be on the
-        link: the calling thread's current stream waits for it.
+        Returns when the offloaded bytes are complete on the host and their memory is vacated. The loaded ones may still be on the link; the
+        calling thread's current stream waits for them.
 
         Raises:
-            DeviceMemoryError, HostMemoryError: no memory. Every holding is settled, on one side or the other.
-            IntegrityError: what arrived is not what was sent; settled likewise.
+            DeviceMemoryError, HostMemoryError: no memory. Every storage is settled on one side or the other.
+            IntegrityError: the bytes that arrived are not those that were sent. Every storage is settled, as above.
         """
         began = time.monotonic()
         out = [holding for holding in leaving if holding.on_device]
@@ -140,8 +142,8 @@ class Exchange:
             moved = self._offload(out, into)
             moved |= self._load(into)
         except BaseException as error:
-            # Storages that give memory up come first, so that those that need it back find it. One that cannot be made consistent
-            # now is tried again at the next phase transition.
+            # Storages that give up memory come first, so that those that need it back find it. A storage that cannot be made consistent now
+            # is tried again at the next phase transition.
             for holding in sorted((*out, *into), key=lambda each: each.on_device):
                 try:
                     holding.make_consistent(self._chunk_pool)
@@ -151,7 +153,7 @@ class Exchange:
         seconds = time.monotonic() - began
         return {holding: replace(each, seconds=seconds) for holding, each in moved.items()}
 
-    # --- what leaves
+    # --- offloading
 
     def _offload(self, holdings: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         if holdings:
@@ -163,30 +165,31 @@ class Exchange:
         self._limit_room(holdings, coming)
         leaving = [_Leaving(holding, dropped=self._dropped(holding)) for holding in holdings]
         parts = self._start(leaving)
-        # Only now look at every tensor of every object, and only then vacate: what was loaded from a state dict may lie in the same memory.
+        # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors, which a
+        # state dict gave the object, and they must be taken in first.
         for each in leaving:
             each.take_in_new()
         for holding in coming:
             self._arrivals.expect(holding, holding.storages.take_in_from_elsewhere())
         for each, rest in zip(leaving, parts, strict=True):
-            for _ in rest:  # the device works at the next answer in the meantime
+            for _ in rest:  # while this vacates, the device computes the next fingerprints
                 self._vacate(each, waits=False)
         for each in leaving:
             self._vacate(each, waits=True)
         if leaving:
-            self._device.wait(self._device.mark("to_host"))  # new state has no chunks of its own to wait for
+            self._device.wait(self._device.mark("to_host"))  # the copies of new storages, which are in no batch
         for each in leaving:
             self._verifier.check_newborn(each.holding, each.fresh)
         return self._decide(leaving)
 
     def _start(self, leaving: Sequence[_Leaving]) -> list[Iterator[None]]:
-        """Give the link work. Returns what is still to be asked of each, which is nothing where something has to be copied."""
+        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied."""
         parts = [self._enqueue(each) for each in leaving]
         for part in parts:
             next(part, None)
         if leaving:
             self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
-        else:  # enough for the link to be busy while every tensor is looked at
+        else:  # two bursts keep the link busy while every tensor is looked at
             self._arrivals.bring_more()
             self._arrivals.bring_more()
         if any(each.copied_bytes for each in leaving):
@@ -197,7 +200,11 @@ class Exchange:
         return parts
 
     def _vacate(self, leaving: _Leaving, *, waits: bool) -> None:
-        """Take the memory from behind what is on the host by now, in order, and put it behind what comes."""
+        """Take away the memory behind chunks that are on the host by now, in order, and put it behind chunks that come.
+
+        Args:
+            waits: also wait for chunks that are still being copied.
+        """
         while leaving.batches and (waits or leaving.batches[0].mark is None):
             batch = leaving.batches.popleft()
             if batch.mark is not None:
@@ -212,13 +219,13 @@ class Exchange:
         return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
 
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
-        """However much is free, a swap takes the window beside the larger side and leaves the rest to others."""
+        """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
         if leaving and coming:
             gain = sum(each.storages.device_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
             self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[ManagedStorage, MoveResult]:
-        """Everything that leaves is complete on the host."""
+        """Commit the offloads. Every byte that leaves is complete on the host."""
         moved = {}
         for each in leaving:
             found = each.holding.commit_offload(each.fresh, each.prints, each.dropped)
@@ -226,22 +233,22 @@ class Exchange:
             moved[each.holding] = replace(
                 found, copied_bytes=each.copied_bytes, skipped_bytes=each.skipped_bytes, rewritten_chunks=each.rewritten_chunks
             )
-            each.fresh = ()  # its claims hold the storages
+            each.fresh = ()  # the ranges' claims hold the storages, which would count as references below
         for each in leaving:
             each.holding.storages.count_uses()
         if any(each.is_first for each in leaving):
-            self._device.trim()  # what torch freed would stay in its cache, invisible to other processes
+            self._device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 
     def _enqueue(self, leaving: _Leaving) -> Iterator[None]:
-        """Ask what changed, enqueue the copies of that, and cut it all into batches; one part at a time, the first of them short."""
+        """Find changed chunks, enqueue their copies, and cut all into batches. Yields after each part; the first is short."""
         holding = leaving.holding
         dropped = set(leaving.dropped or ())
         ranges = [r for r in holding.ranges if r not in dropped]
         leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
         for r in ranges:
             known = None if r.prints is None else r.prints.cpu()
-            # A readonly module's gradients may change.
+            # Not the transient ranges: a readonly module's gradients may change.
             is_kept = r.is_shared or (holding.readonly and known is not None and not r.transient)
             count = len(r.chunk_sizes)
             now = torch.empty(count, dtype=torch.int64, device="cpu")
@@ -258,9 +265,9 @@ class Exchange:
                     leaving.rewritten_chunks += sum(dirty)
                     dirty = [False] * len(answer)
                 elif any(dirty):
-                    r.prints = None  # from here on the slab is neither the old content nor the new
+                    r.prints = None  # from here on the slab has neither the old content nor the new
                 leaving.batches.extend(self._copy_out(r, first, dirty))
-                # After the copies, which would wait for it. Else the device computes the next answer while this one's chunks are vacated.
+                # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
                 asked = self._ask(holding, r, last, count if any(dirty) else last + max(_SECOND, _GROWTH * len(answer)))
                 copied = sum(size for size, is_dirty in zip(r.used_sizes[first:last], dirty, strict=True) if is_dirty)
                 leaving.copied_bytes += copied
@@ -271,7 +278,7 @@ class Exchange:
         return self._device.ask(holding.storages.fingerprint(r, first, last))
 
     def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
-        """Enqueue the copies of what is dirty. Batches are as long as whoever waits for them allows."""
+        """Enqueue the copies of the dirty chunks. Batches are short where coming chunks wait for their memory."""
         is_awaited = bool(self._arrivals)
         for is_dirty, run in itertools.groupby(range(first, first + len(dirty)), key=lambda index: dirty[index - first]):
             indices = list(run)
@@ -286,7 +293,7 @@ class Exchange:
                     self._device.copy(r.copies(wanted), "to_host")
                 yield _Batch(r, wanted[0], wanted[-1] + 1, self._device.mark("to_host") if is_dirty else None)
 
-    # --- what comes
+    # --- loading
 
     def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:

@@ -1,7 +1,7 @@
-"""Fingerprints: whether bytes changed, whoever wrote them.
+"""Fingerprints, which show whether bytes changed, whoever wrote them.
 
 `Tensor._version` can prove a tensor dirty, never clean: fused optimizers, collectives and writes through `.data` leave it alone.
-So the bytes themselves are asked. Each 8-byte word is mixed with its position and the results are summed, so that
+So the fingerprint is computed from the bytes themselves. Each 8-byte word is mixed with its position and the results are summed, so that
 sign flips, permutations and pairs of equal changes show; a changed piece keeps its fingerprint with a chance of about 2**-64.
 The mixing steps are those of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 """
@@ -61,8 +61,8 @@ def _kernel(device: torch.device) -> ModuleType | None:
     try:
         kernel = importlib.import_module("placement.storage.transfer.fingerprint_triton")
         _by_kernel(kernel, torch.zeros(1, dtype=torch.int64, device=device), [8])
-    except Exception as error:  # whatever a compiler's absence becomes; an offload must not fail for it
-        logger.warning("fingerprints take about three times as long: Triton's kernel does not run here: %s", error)
+    except Exception as error:  # a missing compiler shows as errors of many kinds, and none of them may fail an offload
+        logger.warning("Triton's kernel for fingerprints does not run here, so they take about three times as long: %s", error)
         return None
     return kernel
 
@@ -73,7 +73,7 @@ def _by_kernel(kernel: ModuleType, words: torch.Tensor, sizes: Sequence[int]) ->
 
 
 def _by_torch(words: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The definition, and the way without Triton: about three times the kernel's time, and temporaries of three pieces."""
+    """The definition of fingerprints, used where Triton does not run. It takes about three times as long, and temporaries of 3 pieces."""
     keys = torch.arange(1, max(sizes) // 8 + 1, dtype=torch.int64, device=words.device).mul_(_signed(_STEP))
     out = []
     for piece in words.split([size // 8 for size in sizes]):

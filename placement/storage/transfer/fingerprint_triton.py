@@ -1,6 +1,6 @@
-"""The fingerprints of `placement.storage.transfer.fingerprint` as one Triton kernel: one read of the memory, no temporaries.
+"""The fingerprints of `placement.storage.transfer.fingerprint` by one Triton kernel. It reads the memory once, without temporaries.
 
-Imported on first use on a CUDA device, and only there: Triton comes with torch's CUDA wheels.
+This module is imported on first use on a CUDA device, and only there: Triton comes with torch's CUDA wheels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
-_BLOCKS_A_PROGRAM = 16  # one atomic addition for each 128 KiB read
+_BLOCKS_A_PROGRAM = 16  # so that there is one atomic addition for each 128 KiB read
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,13 +43,18 @@ def _fingerprint(
 
 
 def fits(sizes: Sequence[int]) -> bool:
-    """Whether the kernel can take these pieces: all but the last of one size, a whole number of programs long."""
+    """Whether the kernel can take these pieces: a single one, or all of one size that is a whole number of programs, the last no longer."""
     whole = sizes[0] % (8 * _BLOCK * _BLOCKS_A_PROGRAM) == 0
     return (whole and all(size == sizes[0] for size in sizes[:-1]) and sizes[-1] <= sizes[0]) or len(sizes) == 1
 
 
 def fingerprints(words: torch.Tensor, sizes: Sequence[int], *, step: int, mix_1: int, mix_2: int) -> torch.Tensor:
-    """As `placement.storage.transfer.fingerprint.fingerprints`; `words` is int64, the mixing constants are its own (unsigned).
+    """Compute what `placement.storage.transfer.fingerprint.fingerprints` does.
+
+    Args:
+        words: the data as int64.
+        sizes: bytes of each piece; `fits` must be True of them.
+        step, mix_1, mix_2: the mixing constants; `mix_1` and `mix_2` are unsigned.
 
     Returns:
         int64 of shape `(len(sizes),)`. Enqueued on the current stream.

@@ -1,7 +1,7 @@
-"""Host copies that somebody reads in another thread, such as a checkpoint's writer.
+"""Locks on host copies that another thread reads, such as the writer of a checkpoint.
 
-What would overwrite or give up a host copy waits until it has been given back. A load only reads it, so that training can begin
-while a checkpoint is being written.
+An operation that would overwrite or give up a host copy waits until every lock on it has been given back. A load does not wait, because
+it only reads the host copy. So training can begin while a checkpoint is being written.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import threading
 
 
 class HostReadLocks:
-    """The loans of one object's host copy. Lent and waited for by the thread that moves the object, given back by any."""
+    """The read locks of one object's host copy. The thread that moves the object lends them and waits; any thread gives them back."""
 
     def __init__(self) -> None:
         self._open: tuple[HostReadLock, ...] = ()
 
     def lend(self) -> HostReadLock:
-        """The host copy will be read until the loan is given back."""
+        """Lock the host copy for reading until the returned lock is given back."""
         loan = HostReadLock()
         self._open = (*(each for each in self._open if not each.is_over), loan)
         return loan
 
     def wait(self) -> None:
-        """Return when nobody reads the host copy any more. Interruptible; what was lent stays lent then."""
+        """Wait until nobody reads the host copy any more. If interrupted, every lock stays as it is."""
         for loan in self._open:
             loan.wait()
         self._open = ()
 
 
 class HostReadLock:
-    """The right to read one host copy."""
+    """The right to read one host copy until `give_back`."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -39,7 +39,7 @@ class HostReadLock:
         return self._over.is_set()
 
     def give_back(self) -> None:
-        """Done reading. Idempotent, from any thread."""
+        """End the right to read. Idempotent; any thread may call it."""
         self._over.set()
 
     def wait(self) -> None:

@@ -1,8 +1,8 @@
-"""Over which links the bytes of a load come: this process's own, or those of all ranks that share a host copy.
+"""The links over which the bytes of a load come: this process's own, or those of all ranks that share a host copy.
 
-A phase transition chooses one strategy for all its loads. `ALONE` is for a process without a group and for whatever goes back
-after a failure. `TOGETHER` is for a transition on which the ranks of a group vote: each rank starts its share, and the rest is
-gathered once the vote has passed (see `ReplicatedStorage`). A storage that shares nothing loads alone either way.
+A phase transition chooses one strategy for all its loads. `ALONE` is for a process without a group and for handles that go back after
+a failure. `TOGETHER` is for a phase transition on which the ranks of a group vote: each rank starts its share, and the rest is
+gathered once the vote has passed (see `ReplicatedStorage`). A storage that is not shared loads alone under both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from placement.storage.managed import ManagedStorage
 
 _GATHERED = 2
-"""Chunks that are mapped together where ranks gather: see `LoadTogether.burst`."""
+"""The number of chunks that are mapped together where ranks gather: see `LoadTogether.burst`."""
 
 
 class Load(abc.ABC):
@@ -26,18 +26,18 @@ class Load(abc.ABC):
 
     @abc.abstractmethod
     def start(self, storage: ManagedStorage, r: Range, indices: Sequence[int]) -> int:
-        """Start the copies for chunks (ascending) that were mapped just now. Returns the bytes that this process copies."""
+        """Start the copies of these chunks (ascending), which were mapped just now. Returns the bytes that this process copies."""
 
     @abc.abstractmethod
     def finish(self, storage: ManagedStorage) -> None:
-        """Start what is missing of a load that is not complete.
+        """Start the missing transfers of an incomplete load.
 
         Raises:
             RuntimeError: the device failed. The host copy is complete.
         """
 
     def burst(self, ranges: Iterable[Range]) -> int | None:
-        """How many chunks of these ranges to map together; None: as many as the copies under way hide."""
+        """How many chunks of these ranges to map together. None: as many as can be mapped while the earlier copies run."""
         return None
 
 
@@ -52,7 +52,7 @@ class LoadAlone(Load):
 
 
 class LoadTogether(Load):
-    """Of what ranks share, each copies its part; the others' parts come from them."""
+    """Each rank copies its own part of a shared storage over its link; the other parts come from the other ranks."""
 
     def start(self, storage: ManagedStorage, r: Range, indices: Sequence[int]) -> int:
         return storage.bring_share(r, indices)
@@ -61,9 +61,11 @@ class LoadTogether(Load):
         storage.complete_together()
 
     def burst(self, ranges: Iterable[Range]) -> int | None:
-        """Where N ranks gather, each brings 1/N of a chunk, which covers hardly more than the mapping of that chunk: on a host of four
-        busy H200s 1.7 ms of copying, 1.3 ms of creating and mapping. There the link has work from the first chunk on only if no
-        burst is long: four ranks load 8.6 GB in 63 ms, and in 67 to 70 where half is mapped first.
+        """A small fixed number where ranks gather.
+
+        With N ranks, each copies 1/N of a chunk, which takes hardly longer than mapping that chunk: on a host of four busy H200s 1.7 ms of
+        copying, 1.3 ms of creating and mapping. So the link has work from the first chunk on only if no burst is long: four ranks load
+        8.6 GB in 63 ms, and in 67 to 70 ms where half of it is mapped first.
         """
         is_gathered = any(isinstance(r, SharedRange) and r.shares.world_size > 1 for r in ranges)
         return _GATHERED if is_gathered else None

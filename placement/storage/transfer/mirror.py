@@ -1,4 +1,4 @@
-"""Bringing the host copy up to date while the bytes stay on the device, for whoever reads it there (an asynchronous checkpoint)."""
+"""Bring the host copy up to date while the bytes stay on the device, for a reader of the host copy (an asynchronous checkpoint)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from placement.storage.range import Range
 
 
 def mirror(holding: ManagedStorage) -> None:
-    """Copy what changed on the device into the host copy, as an offload would; nothing moves and nothing is given up.
+    """Copy the chunks that changed on the device into the host copy, as an offload would. Nothing moves and no memory is given up.
 
-    It takes no memory, and what it copied the next offload need not copy again. Gradients are left out, and so is what was born since
-    the last offload: that has no place in the host copy yet.
+    It takes no memory, and the next offload need not copy the same chunks again. Gradients are left out. So are storages that are new since
+    the last offload, because they have no place in the host copy yet.
     """
     if not holding.on_device or holding.readonly:  # the host copy of a readonly object is always right
         return
@@ -26,7 +26,7 @@ def mirror(holding: ManagedStorage) -> None:
         now = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index in range(len(now)) if known is None or int(now[index]) != int(known[index])]
         if changed:
-            r.prints = None  # from here on the slab is neither the old content nor the new
+            r.prints = None  # from here on the slab has neither the old content nor the new
             holding.device.copy(r.copies(changed), "to_host")
         prints.append((r, now))
     holding.device.wait(holding.device.mark("to_host"))

@@ -1,4 +1,4 @@
-"""What a move did."""
+"""The result of one storage's move."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """What a move did, in bytes, and how long it took."""
+    """The bytes that a move copied and skipped, the time it took, and what it found wrong."""
 
     seconds: float = 0.0
     copied_bytes: int = 0
@@ -16,6 +16,6 @@ class MoveResult:
     """Chunks of a readonly object whose bytes changed on the device."""
     stray_references: int = 0
     stray_names: str = ""
-    """The tensors that somebody else holds, by name."""
+    """Names of the tensors to which there are stray references."""
     brought_back: str = ""
-    """The tensors that were found in other memory than theirs on the device, by name."""
+    """Names of the relocated tensors, which the offload has put back into their places."""

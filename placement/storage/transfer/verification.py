@@ -1,7 +1,7 @@
-"""Verifying a round trip: the host copy against the fingerprints that the device had of its bytes, and the device's against both.
+"""Verify a round trip. The host copy is compared with the fingerprints of the device's bytes, and later the device's bytes with both.
 
-It waits for every byte that it asks about, so a load returns only when its last byte has arrived, and the host's fingerprints
-are computed by the CPU. That finds a bad memory module or link; it is no mode for training at full speed.
+Verifying waits for every byte that it compares, so a load returns only when its last byte has arrived, and the CPU computes the host
+copy's fingerprints. This finds a bad memory module or link; it is no mode for training at full speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Span = tuple[Range, int, int]
 
 
 class Verifier:
-    """Compares what arrived with what was sent.
+    """Compares the bytes that arrived with those that were sent.
 
     Args:
         mode: "always": every chunk of every move. "sample": one chunk of each handle that moves, drawn anew each time. "off": none.
@@ -33,10 +33,10 @@ class Verifier:
 
     def __init__(self, mode: Verify) -> None:
         self._mode = mode
-        self._random = random.Random()  # noqa: S311 - its own: a training script seeds the global one
+        self._random = random.Random()  # noqa: S311 - not the global one, which a training script seeds
 
     def choose(self, ranges: Iterable[Range]) -> list[Span]:
-        """The chunks to ask about in one move."""
+        """The chunks of these ranges to compare in one move."""
         whole = [(r, 0, len(r.chunk_sizes)) for r in ranges] if self._mode != "off" else []
         if self._mode == "always" or not whole:
             return whole
@@ -44,7 +44,7 @@ class Verifier:
         return [(r, index, index + 1)]
 
     def note(self, holdings: Iterable[ManagedStorage]) -> None:
-        """Fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so that its stay is covered."""
+        """With "always", fingerprint every host copy that has no fingerprints yet (just adopted, or zeroed), so that changes are found."""
         if self._mode == "always":
             for holding in holdings:
                 for r in holding.ranges:
@@ -52,14 +52,14 @@ class Verifier:
                         r.prints = _of_host(r, 0, len(r.chunk_sizes))
 
     def check_host(self, holding: ManagedStorage, spans: Sequence[Span], wanted: Mapping[Range, torch.Tensor]) -> None:
-        """Before the memory of an offload's chunks is given up: the host has what the device has.
+        """Check that the host has the same bytes as the device, before the memory of an offload's chunks is given up.
 
         Args:
             spans: chunks that have arrived.
-            wanted: of each range, the fingerprints that its host copy must have.
+            wanted: the fingerprints that the host copy of each range must have.
 
         Raises:
-            IntegrityError: it has not; the device's bytes are the good ones.
+            IntegrityError: the bytes differ; those on the device are the good ones.
         """
         for r, first, last in spans:
             bad = _different(_of_host(r, first, last), wanted[r][first:last], first)
@@ -67,14 +67,14 @@ class Verifier:
                 _mend(holding, r, bad, wanted[r])
                 raise IntegrityError(
                     f"{holding.name!r}: {_chunks(r, bad)} differ between the device and the host copy after the offload. "
-                    "It stays on the device, complete; its next offload copies them again."
+                    "The handle stays on the device, complete; its next offload copies them again."
                 )
 
     def check_newborn(self, holding: ManagedStorage, fresh: Iterable[Range]) -> None:
-        """The same for storages on their way to their first place; they are compared byte by byte.
+        """Check the same, byte by byte, for new storages that have no place in a range yet.
 
         Raises:
-            IntegrityError: the host has other bytes; the storages stay where they are.
+            IntegrityError: the bytes differ; the storages stay where they are.
         """
         arrived = [(r, index) for r in fresh for index in range(len(r.claims or ()))] if self._mode != "off" else []
         if self._mode == "sample" and arrived:
@@ -85,15 +85,15 @@ class Verifier:
             if not byte_view(claim.storage).cpu().equal(r.slab.view(r.layout.offsets[index], claim.nbytes)):
                 raise IntegrityError(
                     f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
-                    "It stays on the device, complete."
+                    "The handle stays on the device, complete."
                 )
 
     def check_device(self, holding: ManagedStorage) -> None:
-        """Before a load is decided: the device has what the host copy had when it was written. Waits for the copies.
+        """Check before a load is committed that the device has the bytes that the host copy had when it was written. Waits for the copies.
 
         Raises:
-            IntegrityError: it has not. Where the host copy is what it was, the load can be tried again; where it is not, no good
-                copy exists any more, and the holding is `lost`.
+            IntegrityError: the bytes differ. If the host copy is as it was, the load can be tried again. If not, no good copy exists any
+                more, and the storage is `lost`.
         """
         for r, first, last in self.choose(holding.ranges):
             wanted = _of_host(r, first, last) if r.prints is None or r.is_shown else r.prints[first:last].cpu()
@@ -103,19 +103,19 @@ class Verifier:
             spoilt = [index for index in bad if int(_of_host(r, index, index + 1)[0]) != int(wanted[index - first])]
             if not spoilt:
                 raise IntegrityError(
-                    f"{holding.name!r}: {_chunks(r, bad)} did not arrive on the device as the host copy has them. "
-                    "The load was undone, the host copy is complete."
+                    f"{holding.name!r}: {_chunks(r, bad)} did not arrive on the device as they are in the host copy. "
+                    "The load was undone; the host copy is complete."
                 )
             since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
             holding.lost = (
                 f"{_chunks(r, spoilt)} changed in the host copy of {holding.name!r} after it was offloaded at {since}, and no other copy "
-                "of them exists. It stays off the device; unregister it, load a checkpoint into the object, and register it again."
+                "of them exists. The handle stays off the device: unregister it, load a checkpoint into the object, and register it again."
             )
             raise IntegrityError(holding.lost)
 
 
 def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.Tensor) -> None:
-    """Have chunks of the host copy written again: at once where no offload would (readonly), else by the next offload."""
+    """Have chunks of the host copy written again: now if the object is readonly and no offload would do it, else by the next offload."""
     found = [holding.storages.fingerprint(r, index, index + 1).cpu() for index in bad] if holding.readonly else []
     if found and not any(_different(each, wanted[index], index) for each, index in zip(found, bad, strict=True)):
         holding.device.copy(r.copies(bad), "to_host")
@@ -134,7 +134,7 @@ def _different(found: torch.Tensor, wanted: torch.Tensor, first: int) -> list[in
 
 
 def _chunks(r: Range, indices: Sequence[int]) -> str:
-    """Chunks and whose values lie in them, for a message."""
+    """Words for a message: the numbers of chunks, and the names of the storages in them."""
     spans = [(r.starts[index], r.starts[index] + r.used_sizes[index]) for index in indices]
     names = [p.name for p in r.placed if any(p.offset < end and p.offset + p.nbytes > start for start, end in spans)]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
