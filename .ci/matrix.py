@@ -146,13 +146,13 @@ def selection(configuration: dict[str, Any], torch: str, *, quick: bool) -> list
     return [*configuration["tests"], *(f"--deselect={test}" for test in left_out)]
 
 
-def run_tests(python: Path, folder: Path, arguments: list[str]) -> tuple[str, bool]:
+def run_tests(python: Path, folder: Path, arguments: list[str], seconds: float) -> tuple[str, bool]:
     """pytest's closing line, and whether a test failed; then its report is printed."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
     done = run(
         *(python, "-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"),
         *arguments,
-        seconds=3600,
+        seconds=seconds,
         cwd=folder,
         env={**environment, "MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"},
     )
@@ -173,7 +173,7 @@ def run_combination(python: str, torch: str, wheel: Path, folder: Path, options:
         python, torch = versions.stdout.split()[-2:]
         made = time.monotonic()
         arguments = [*selection(configuration, place.name.split("-")[1], quick=options.quick), *options.pytest]
-        result, failed = run_tests(own, folder, arguments)
+        result, failed = run_tests(own, folder, arguments, options.test_seconds)
         seconds = f"{made - begin:.0f} + {time.monotonic() - made:.0f}"
         return Row(python, torch, result, seconds, failed)
     except CannotBeHadError as reason:
@@ -194,18 +194,28 @@ def main() -> int:
     configuration = tomllib.loads((ROOT / ".ci" / "matrix.toml").read_text())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", default="*", help='which combinations, as "3.12-2.11", "*-2.11" or "this-2.11" (the Python that runs this)'
+        "--only",
+        default="*",
+        help='which combinations, as "3.12-2.11", "*-2.11" or "this-2.11" (the Python that runs this), separated by commas',
     )
     parser.add_argument("--quick", action="store_true", help="without the tests that take long")
     parser.add_argument("--keep", action="store_true", help="leave the environments in .venv/matrix, of up to five GB each")
     parser.add_argument("--install-seconds", type=float, default=900, help="how long one environment may take to install")
+    parser.add_argument("--test-seconds", type=float, default=3600, help="how long its tests may take")
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
-    wanted = options.only.replace("this", THIS)
+    wanted = options.only.replace("this", THIS).split(",")
     pythons = dict.fromkeys([*configuration["python"], THIS] if "this" in options.only else configuration["python"])
-    chosen = [(python, torch) for python in pythons for torch in configuration["torch"] if fnmatch.fnmatch(f"{python}-{torch}", wanted)]
+    chosen = [
+        (python, torch)
+        for python in pythons
+        for torch in configuration["torch"]
+        if any(fnmatch.fnmatch(f"{python}-{torch}", each) for each in wanted)
+    ]
     if not chosen:
-        parser.error(f"no combination is called {options.only!r}; .ci/matrix.toml has those of {pythons} and {configuration['torch']}")
+        parser.error(
+            f"no combination is called {options.only!r}; .ci/matrix.toml has those of {list(pythons)} and {configuration['torch']}"
+        )
     wheel, folder = distributions(PLACE / "distributions")
     rows = []
     for python, torch in chosen:

@@ -14,6 +14,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 import placement
 from placement.core.version import __version__
@@ -156,10 +157,21 @@ def test_the_matrix_names_tests_that_there_are() -> None:
         assert entry["because"]
 
 
+def test_the_workflow_runs_the_matrix() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    configuration = tomllib.loads((ROOT / ".ci" / "matrix.toml").read_text())
+    combinations = workflow["jobs"]["matrix"]["strategy"]["matrix"]
+    assert combinations == {"python": configuration["python"], "torch": configuration["torch"]}
+    assert [step["run"] for step in workflow["jobs"]["all"]["steps"] if "run" in step] == [".ci/run"]
+
+
 def test_what_the_project_says_of_its_pythons_is_what_the_matrix_runs() -> None:
     configuration = tomllib.loads((ROOT / ".ci" / "matrix.toml").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     prefix = "Programming Language :: Python :: "
     assert configuration["python"] == [each.removeprefix(prefix) for each in project["classifiers"] if each.startswith(prefix)]
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    assert [each for each in group if each.startswith("torch")] == [each for each in pins if each.startswith("torch")]
     assert project["requires-python"] == f">={configuration['python'][0]}"
     assert f"torch>={configuration['torch'][0]}" in project["dependencies"]
