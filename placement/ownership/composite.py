@@ -108,6 +108,9 @@ class CompositeAdapter(Adapter):
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
         return _distinct(tensor for adapter in self._adapters for tensor in adapter.gradient_buffers())
 
+    def stepped(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.stepped())
+
     def borrowed(self) -> Iterator[torch.Tensor]:
         return _distinct(tensor for adapter in self._adapters for tensor in adapter.borrowed())
 

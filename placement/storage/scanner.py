@@ -165,7 +165,9 @@ class StorageScanner:
                     elsewhere.setdefault(key, _Found(storage)).add(owned)
                 continue
             alive.append(StorageWeakRef(storage))
-            if storage.nbytes() and not self._belongs_elsewhere(owned, storage):
+            if storage.nbytes() and self._belongs_elsewhere(owned, storage):
+                _BORROWED.add(owned.tensor)
+            elif storage.nbytes():
                 found.setdefault(key, _Found(storage)).add(owned)
         hosts = []
         for tensor in self._adapter.borrowed():

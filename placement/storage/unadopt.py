@@ -29,11 +29,10 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     target = device.torch_device if on_device else torch.device("cpu")
     aliases: dict[int, list[torch.Tensor]] = {}
     everything = list(adapter.owned())
-    for owned in everything:
-        aliases.setdefault(owned.tensor.untyped_storage()._cdata, []).append(owned.tensor)
-    # On another device only the tensors that are named here follow: a shard of an optimizer in the module's buffer, and the parameters
-    # of an optimizer that outlives the module.
-    for tensor in (*borrowed(), *stepped()):
+    # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from, a
+    # shard of an optimizer in the module's buffer, and the parameters of an optimizer that outlives the module.
+    own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
+    for tensor in (*own, *borrowed(), *stepped()):
         known = aliases.setdefault(tensor.untyped_storage()._cdata, [])
         if all(each is not tensor for each in known):
             known.append(tensor)
