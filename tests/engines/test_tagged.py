@@ -334,7 +334,7 @@ def test_what_stays_behind_is_a_finding(shared: Path) -> None:
         engine.raising["drain"] = EngineError("not today")
     findings = manager.audit().findings
     assert [(f.handle, f.what, f.detail) for f in findings] == [
-        ("rollout", "leak", "its tags kv_cache, weights are on the device, where it belongs off it")
+        ("rollout", "leak", "its tags kv_cache, weights are on the device, although it should be off the device")
     ]
     assert manager.snapshot().unpaired_bytes == sum(engine.residency.bytes_by_tag().values())
     with manager.phase("train"):
@@ -456,7 +456,7 @@ def test_one_that_was_lost_is_restarted_and_registered_anew_as_the_error_says(sh
         engine.memory.take(tag)
     manager.register("rollout", engine, role="rollout")
     assert engine.memory.tags == set()
-    with pytest.raises(EngineError, match="mean nothing now"):
+    with pytest.raises(EngineError, match="are not valid now"):
         manager.phase("rollout").__enter__()
     with manager.phase("weight_sync") as step:
         for bucket in actor.weights():

@@ -138,7 +138,7 @@ def test_moved_on_the_device(worker: Worker, move: Callable[[nn.Module], None]) 
         with torch.no_grad():
             worker.net[0].weight.add_(1)
         wanted = copy.deepcopy(worker.net.state_dict())
-        with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' lay in other memory than theirs when it was offloaded"):
+        with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' were not in the handle's memory when it was offloaded"):
             worker.manager.leave()
         assert _addresses(worker) == addresses
         assert_nothing_resident(worker.manager)
@@ -155,7 +155,7 @@ def test_a_switch_that_finds_moved_storages_is_undone_once(worker: Worker) -> No
         worker.net.share_memory()
         with torch.no_grad():
             worker.net[0].weight.fill_(3)
-        with pytest.raises(IntegrityError, match="lay in other memory than theirs"):
+        with pytest.raises(IntegrityError, match="were not in the handle's memory"):
             phase.switch("values")
         assert bool((worker.net[0].weight == 3).all())
         phase.switch("values")
