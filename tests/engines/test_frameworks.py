@@ -51,7 +51,7 @@ def test_an_engine_around_megatrons_ddp(two_ranks: Ranks) -> None:
 
 def test_modules_of_which_a_framework_places_some_are_refused_together(two_ranks: Ranks) -> None:
     for message in two_ranks.run(worker.mixes_external_and_moved):
-        assert "'rollout': of its 2 modules a framework places 1 (FSDP2's CPUOffloadPolicy" in message
+        assert "'rollout': a framework moves 1 of its 2 modules itself (FSDP2's CPUOffloadPolicy" in message
         assert "external=True" in message
 
 

@@ -181,7 +181,7 @@ def test_optimizer_state_that_was_moved(worker: Worker) -> None:
     worker.manager.enter("train")
     share()
     worker.adam.state[worker.net[0].weight]["exp_avg"].fill_(7)
-    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' lay in other memory"):
+    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' were not in the handle's memory"):
         worker.manager.leave()
     with worker.manager.phase("train"):
         assert bool((worker.adam.state[worker.net[0].weight]["exp_avg"] == 7).all())
@@ -192,7 +192,7 @@ def test_optimizer_state_that_was_moved(worker: Worker) -> None:
 def test_a_readonly_model_keeps_its_registered_values(worker: Worker) -> None:
     worker.manager.enter("log_prob")
     worker.ref_net.share_memory()
-    with pytest.raises(IntegrityError, match=r"'ref' lay in other memory.*registered values, because it is readonly"):
+    with pytest.raises(IntegrityError, match=r"'ref' were not in the handle's memory.*registered values, because it is readonly"):
         worker.manager.leave()
     for _ in range(2):
         with worker.manager.phase("log_prob"):
@@ -210,7 +210,7 @@ def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
     worker.manager.enter("log_prob")
     worker.net.share_memory()
     assert_same(dict(taken), dict(wanted))
-    with pytest.raises(IntegrityError, match="lay in other memory"):
+    with pytest.raises(IntegrityError, match="were not in the handle's memory"):
         worker.manager.leave()
     assert_same(dict(taken), dict(wanted))
 
