@@ -23,7 +23,7 @@ def checked(name: str) -> str:
         TypeError: it is not a string.
     """
     if not isinstance(name, str):
-        raise TypeError(f"the name of a phase must be a string, not {name!r}")
+        raise TypeError(f"a phase has a string for a name, not {name!r}")
     return name
 
 

@@ -54,7 +54,7 @@ class Bucket(list[tuple[str, torch.Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._is_over:
-            raise PhaseError("this bucket of weights is no longer valid: use it, or copy its tensors, before asking for the next one")
+            raise PhaseError("this bucket of weights is over: use it, or copy its tensors, before asking for the next one")
         return super().__iter__()
 
     def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[list[tuple[str, torch.Tensor]]]]:
@@ -188,7 +188,7 @@ def _require_syncing(handle: Publisher, begun: int | None = None) -> None:
                 "'actor', and if only= is given, only those that it names"
             )
         raise PhaseError(
-            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights can be published only while SYNCING: {advice}"
+            f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"
         )
     if begun is not None and begun != _times_begun(handle):
         raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync, and values may have changed: call weights() again")

@@ -246,7 +246,7 @@ def test_bad_input(shared: Path) -> None:
         ({"rollout": {"lora"}}, "wants lora of 'rollout', which has no such part"),
         ({"actor": {"weights"}}, "wants weights of 'actor', which has no such part"),
         ({"ghost": {"weights"}}, "names 'ghost'"),
-        ({"rollout": set()}, "wants parts of 'rollout' and not the handle"),
+        ({"rollout": set()}, "wants parts of 'rollout', but not the handle"),
     ],
 )
 def test_plans_that_are_none(parts: Any, message: str, shared: Path) -> None:

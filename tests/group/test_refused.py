@@ -84,7 +84,7 @@ ENTRIES: dict[str, tuple[Refuse, str]] = {
     "interrupt": (interrupted, "KeyboardInterrupt: "),
     "driver": (memory_cannot_be_asked, "RuntimeError: the driver does not answer"),
     "entered twice": (entered_twice, "PhaseError: phase 'train' was entered before"),
-    "no name": (lambda rank: enter(rank, 3), "TypeError: the name of a phase must be a string, not 3"),
+    "no name": (lambda rank: enter(rank, 3), "TypeError: a phase has a string for a name, not 3"),
     "one string": (lambda rank: enter(rank, only="actor"), "TypeError: only= takes a list of names"),
     "unknown phase": (lambda rank: enter(rank, "no such phase"), "is about to enter no such phase"),
     "unknown handle": (lambda rank: enter(rank, only=["critic"]), "is about to enter train only=critic"),
@@ -157,7 +157,7 @@ def switch_of_what_was_never_entered(rank: Rank, step: Any) -> None:
 SWITCHES: dict[str, tuple[Callable[[Rank, Any], None], str]] = {
     "one open inside": (switch_with_one_open_inside, "PhaseError: cannot switch to 'eval': phase 'checkpoint' is open inside"),
     "not open": (switch_after_the_end, "PhaseError: cannot switch to 'eval': phase 'eval' is not open"),
-    "no name": (switch_to_a_number, "TypeError: the name of a phase must be a string, not 5"),
+    "no name": (switch_to_a_number, "TypeError: a phase has a string for a name, not 5"),
     "policy": (switch_where_idle_has_no_plan, "PolicyError: policy 'colocated' failed on phase 'idle'"),
     "never entered": (switch_of_what_was_never_entered, "PhaseError: cannot switch to 'eval': no phase was entered with enter()"),
 }

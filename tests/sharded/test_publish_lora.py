@@ -184,7 +184,7 @@ def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -
     model.base_model.set_adapter(["default", "other"])
     both = resident(merged_by_peft)
     check(both)
-    with manager.phase("weight_sync"), pytest.raises(ValueError, match=r"2 \(default, other\): set_adapter"):
+    with manager.phase("weight_sync"), pytest.raises(ValueError, match=r"2 are active \(default, other\): call set_adapter"):
         actor.weights(adapters="separate")
     with pytest.raises(ValueError, match="set_adapter"):
         actor.weights_info(adapters="separate")

@@ -180,7 +180,7 @@ def test_an_unknown_name_in_only(worker: Worker) -> None:
 @pytest.mark.parametrize("name", [3, None, ["train"]])
 def test_a_phase_name_of_another_type(worker: Worker, name: Any) -> None:
     for attempt in attempts(worker, name):
-        with pytest.raises(TypeError, match="must be a string"):
+        with pytest.raises(TypeError, match="string for a name"):
             attempt()
 
 
