@@ -35,7 +35,7 @@ class Bitsandbytes(Framework):
 
     @classmethod
     def optimizer_tables(cls, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The quantisation tables that an 8-bit optimizer shares among the state of its parameters."""
+        """The quantisation tables that an 8-bit optimizer shares among its parameters' state. A loaded state has tables of its own."""
         if _OPTIMIZER.is_of(optimizer):
             yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 

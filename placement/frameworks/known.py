@@ -112,7 +112,7 @@ def frameworks_of(root: torch.nn.Module) -> list[Framework]:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside all wrappers; a module that is not wrapped itself."""
+    """The module inside all wrappers around it, or the module itself if there are none."""
     wrappers = [wrapper for each in answering("wrappers") for wrapper in each.wrappers]
     while (inner := next((wrapper.inner for wrapper in wrappers if wrapper.cls.is_of(module)), None)) is not None:
         module = module._modules[inner]  # type: ignore[assignment]

@@ -41,7 +41,7 @@ class EngineMover:
         self._record = record
         self._target = target
         self._wanted: dict[str, frozenset[str]] = {}
-        """By name of an engine that is being loaded: the tags to load."""
+        """The tags to load for each engine that is being loaded, by its name."""
 
     def move(self, handle: Handle, trigger: Trigger) -> MoveResult:
         """Do the work of `load` or `offload`. Called by the handle's state machine."""

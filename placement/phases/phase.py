@@ -86,7 +86,8 @@ class Phase:
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin phase `name` in its place, in one phase transition.
 
-        Handles that both phases need stay on the device; the others are offloaded and loaded at the same time.
+        Handles that both phases need stay on the device; the others are offloaded and loaded at the same time. If this fails, the phase
+        stays open as it was.
 
         Args:
             name: one of `placement.PHASES`, or a key of `Settings.phases`.
@@ -96,7 +97,7 @@ class Phase:
             PhaseError: this phase is not open, or another phase is open inside it.
             PolicyError: the policy gave no valid plan for the new phase.
             DeviceMemoryError: the plan does not fit the budget.
-            Exception: another error stopped the phase transition. After any of these errors this phase is still open, as before.
+            Exception: another error stopped the phase transition.
         """
         with self._in_open(f"switch to {name!r}") as context:
             context._stack.switch(context, checked(name), names_of(only))

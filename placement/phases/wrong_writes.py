@@ -108,7 +108,7 @@ class WrongWrites:
             if name not in self._found:
                 self._note(name, f"in the memory pages of {_listed(tensors)} of {name!r}")
         if not self._found:
-            self._note(None, "something wrote into offloaded memory, and no handle has tensors there")
+            self._note(None, "something wrote into offloaded memory, and it cannot be told which handle's memory it is")
 
     def _at(self, place: WrittenPoison) -> Iterator[tuple[str, list[str]]]:
         """The handle to which the addresses belong, and its tensors in these pages."""

@@ -83,7 +83,7 @@ class _Reducer:
         self.part = weakref.ref(part)
         self._nbytes = int(part._get_ddp_logging_data()["total_parameter_size_bytes"])
         self._seen: list[weakref.ref[torch.Tensor]] = []
-        """The buckets found through gradients so far, in the order of the parameters. The reducer replaces them after its first step."""
+        """The buckets found through gradients so far, in the parameters' order. The reducer replaces them after its first iteration."""
 
     def buckets(self) -> list[torch.Tensor]:
         """The buckets that are known now: those that gradients are views of, and those found earlier that still exist."""

@@ -133,7 +133,7 @@ class FSDP1(Framework):
         return flat_weights(handle for _, handle in self._handles())
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        """This rank's shards of gradients that FSDP1 keeps apart during a backward pass, until the reduction adds to them."""
+        """This rank's shards of gradients that FSDP1 keeps apart in a backward pass without synchronisation (`no_sync()`)."""
         for _, handle in self._handles():
             if isinstance(saved := getattr(handle.flat_param, "_saved_grad_shard", None), torch.Tensor):
                 yield saved
