@@ -78,8 +78,8 @@ class Manager:
         budget_bytes: device bytes that all handles together may hold, as a number or as text ("12GiB"). None: what is free plus what
             the handles hold, less what other users of the device need.
         group: the ranks that change phase together (`placement.group.StoreGroup`). None: this process alone.
-        worker_role: the purpose of this process, for the policy: "trainer", "rollout" or "hybrid".
-        settings: further fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
+        worker_role: "trainer", "rollout" or "hybrid": what this process is for.
+        settings: further keywords of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
 
     Raises:
         ValueError: a keyword is unknown, or its value is invalid.
@@ -124,7 +124,7 @@ class Manager:
 
     @classmethod
     def from_settings(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keywords: Any) -> Manager:
-        """Make a manager from a `Settings`, a mapping, the path of a TOML file, or (None) the environment variables `PLACEMENT_*`.
+        """A manager from a `Settings`, a mapping, the path of a TOML file, or (None) the environment `PLACEMENT_*`.
 
         Args:
             keywords: arguments of `Manager`, which take precedence over the source. Pass a `Device` or a policy object here.

@@ -43,7 +43,7 @@ def find(root: Any) -> tuple[list[Any], list[Leaf]]:
             visit(inner, f"{path}{name}.")
         fields = getattr(obj, "__dict__", {})
         state = fields.get("state")
-        # A wrapper may show the state of the optimizer inside. It is counted for that optimizer, which a twin can be made of.
+        # A wrapper may hand through the state of what it wraps; then it is counted there, where a twin can be made of it.
         if isinstance(state, Mapping) and isinstance(fields.get("param_groups"), list) and id(state) not in states:
             states.add(id(state))
             leaves.append(Leaf(path, obj, wraps=len(leaves) > found_before))

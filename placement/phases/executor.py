@@ -221,7 +221,7 @@ class PlanExecutor:
             stale = handle.storage.stale
             if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
                 raise EngineError(
-                    f"the weights of {handle.name!r} are not valid now, so phase {name!r} cannot use it: {stale}. Publish first: "
+                    f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
                     f"inside manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
                 )
 

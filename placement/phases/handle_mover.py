@@ -201,10 +201,10 @@ class HandleMover:
             values = "their registered values, because it is readonly" if handle.readonly else "the values that they had there"
             self.transition.complaints.append(
                 IntegrityError(
-                    f"{moved.brought_back} of {handle.name!r} were not in the handle's memory when it was offloaded: something moved them "
-                    f"on the device (share_memory(), a torch.multiprocessing queue). They are back in their places, with {values}; a "
-                    "process that received the shared memory no longer sees changes. Share memory before registering, or send copies "
-                    "(clone())."
+                    f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
+                    "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They are back there, with "
+                    f"{values}; a process that received the shared memory no longer sees changes. Share memory before registering, or "
+                    "send copies (clone())."
                 )
             )
         if moved.stray_references and self._strict and self._last(handle):

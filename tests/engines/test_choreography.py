@@ -103,7 +103,7 @@ def test_an_eval_after_training_needs_no_sync_while_the_weights_are_kept(kind: A
 def test_a_rollout_with_discarded_weights_is_refused_until_a_sync_is_complete(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)
     job.register()
-    with pytest.raises(EngineError, match=r"'rollout' are not valid now.*discarded when they were offloaded"):
+    with pytest.raises(EngineError, match=r"'rollout' mean nothing now.*discarded when they were offloaded"):
         job.manager.phase("rollout").__enter__()
     assert job.server.memory.tags == set()
     with job.manager.phase("weight_sync"):

@@ -138,7 +138,7 @@ def test_moved_on_the_device(worker: Worker, move: Callable[[nn.Module], None]) 
         with torch.no_grad():
             worker.net[0].weight.add_(1)
         wanted = copy.deepcopy(worker.net.state_dict())
-        with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' were not in the handle's memory when it was offloaded"):
+        with pytest.raises(IntegrityError, match=r"0\.weight.* of 'actor' lay in other memory than theirs when it was offloaded"):
             worker.manager.leave()
         assert _addresses(worker) == addresses
         assert_nothing_resident(worker.manager)
@@ -155,7 +155,7 @@ def test_a_switch_that_finds_moved_storages_is_undone_once(worker: Worker) -> No
         worker.net.share_memory()
         with torch.no_grad():
             worker.net[0].weight.fill_(3)
-        with pytest.raises(IntegrityError, match="were not in the handle's memory"):
+        with pytest.raises(IntegrityError, match="lay in other memory than theirs"):
             phase.switch("values")
         assert bool((worker.net[0].weight == 3).all())
         phase.switch("values")
@@ -181,7 +181,7 @@ def test_optimizer_state_that_was_moved(worker: Worker) -> None:
     worker.manager.enter("train")
     share()
     worker.adam.state[worker.net[0].weight]["exp_avg"].fill_(7)
-    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' were not in the handle's memory"):
+    with pytest.raises(IntegrityError, match=r"state\.0\.exp_avg.* of 'actor\.optimizer' lay in other memory"):
         worker.manager.leave()
     with worker.manager.phase("train"):
         assert bool((worker.adam.state[worker.net[0].weight]["exp_avg"] == 7).all())
@@ -192,7 +192,7 @@ def test_optimizer_state_that_was_moved(worker: Worker) -> None:
 def test_a_readonly_model_keeps_its_registered_values(worker: Worker) -> None:
     worker.manager.enter("log_prob")
     worker.ref_net.share_memory()
-    with pytest.raises(IntegrityError, match=r"'ref' were not in the handle's memory.*registered values, because it is readonly"):
+    with pytest.raises(IntegrityError, match=r"'ref' lay in other memory.*registered values, because it is readonly"):
         worker.manager.leave()
     for _ in range(2):
         with worker.manager.phase("log_prob"):
@@ -210,7 +210,7 @@ def test_a_state_dict_taken_before_follows(worker: Worker) -> None:
     worker.manager.enter("log_prob")
     worker.net.share_memory()
     assert_same(dict(taken), dict(wanted))
-    with pytest.raises(IntegrityError, match="were not in the handle's memory"):
+    with pytest.raises(IntegrityError, match="lay in other memory"):
         worker.manager.leave()
     assert_same(dict(taken), dict(wanted))
 
