@@ -1,4 +1,4 @@
-"""The only orchestrator: registration, phases, and what can be asked of them."""
+"""`Manager`: registers handles, runs phases, and reports their state. It is the only orchestrator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[MetricsServer]) -> None:
-    """A manager that nobody holds any more leaves as `close` does: else its models would read poison for ever."""
+    """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
     stack.is_closing = True
@@ -56,13 +56,13 @@ def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
     while entered:
         phase = entered.pop()
         if stack.open_phases and stack.open_phases[-1] is phase._open:
-            # As by an exception: the other ranks of a group have not been asked, and this process may be about to end.
+            # Leave as after an exception: the other ranks of the group were not asked, and this process may be about to end.
             error = PhaseError(f"the manager was dropped while phase {phase.name!r} was open")
             phase.__exit__(PhaseError, error, None)
             for note in getattr(error, "__notes__", ()):
                 logger.error("%s: %s", error, note)
-        del phase  # one with another inside it closes when that does, as any phase that nobody holds
-    if not stack.open_phases:  # whoever still holds a phase leaves it without the manager
+        del phase  # a phase with another one open inside it is left when that one is, like any phase that was dropped
+    if not stack.open_phases:  # a phase that the user still holds can be left without the manager
         stack.close()
 
 
@@ -77,21 +77,25 @@ class ManagerKeywords(SettingsKeywords, total=False):
 
 
 class Manager:
-    """Decides, for one device of one process, what sits on it.
+    """Moves models, optimizers and rollout engines of one process on and off one device, phase by phase.
+
+    Each registered object is a handle. Opening a phase asks the policy for a plan, which says where every handle belongs, and moves the
+    handles there.
 
     Args:
-        device: "auto" (this process's accelerator), "cuda:0", or a `Device`.
-        policy: an entry point's name (group "placement.policies"), "package.module:Class", a class, or an instance; a string may have
-            options: "colocated(drop_gradients=True)".
-        budget_bytes: device bytes that the handles may hold together, also "12GiB"; None: what is free, see `Budget`.
-        group: ranks that change phase together (`placement.group.StoreGroup`); None: this process alone.
+        device: "auto" (this process's accelerator), a name such as "cuda:0", or a `Device`.
+        policy: the name of an entry point in the group "placement.policies", "package.module:Class", a class, or an instance. A string
+            may include options: "colocated(drop_gradients=True)".
+        budget_bytes: device bytes that all handles together may hold, as a number or as text ("12GiB"). None: what is free plus what
+            the handles hold, less what other users of the device need.
+        group: the ranks that change phase together (`placement.group.StoreGroup`). None: this process alone.
         worker_role: "trainer", "rollout" or "hybrid": what this process is for.
         settings: the other fields of `Settings` (leases, phases, strict, verify, headroom, pinned_limit_bytes, annotate, discovery, ...).
 
     Raises:
-        ValueError: a keyword is unknown or does not fit.
-        PolicyError: the policy cannot be resolved.
-        PlacementError: there is no such device.
+        ValueError: a keyword is unknown, or its value is invalid.
+        PolicyError: the policy was not found or could not be made.
+        PlacementError: the device does not exist.
     """
 
     def __init__(
@@ -124,9 +128,9 @@ class Manager:
         self._entered: list[PhaseContext] = []
         self._snapshots = audit.Snapshots(self._stack, self.policy.name, self.settings.worker_role, self.device, self.journal)
         self._servers: WeakIdSet[MetricsServer] = WeakIdSet()
-        """Its thread keeps a server alive until it is closed."""
-        # Not __del__: a collection unmaps the device's memory before it calls that. This one keeps the stack alive until it
-        # has run.
+        """The servers that `serve` started. A server's own thread keeps it alive until it is closed."""
+        # A finalizer instead of __del__, because a garbage collection may unmap the device's memory before it calls __del__. The
+        # finalizer keeps the stack, and so the memory, alive until it has run.
         weakref.finalize(self, _end, self._stack, self._entered, self._servers).atexit = False
 
     @classmethod
@@ -136,7 +140,7 @@ class Manager:
         """A manager from a `Settings`, a mapping, the path of a TOML file, or (None) the environment `PLACEMENT_*`.
 
         Args:
-            keywords: win over the source; a `Device` or a policy object goes here.
+            keywords: arguments of `Manager`, which take precedence over the source. Pass a `Device` or a policy object here.
         """
         given = Settings.from_any(source).model_dump(exclude_unset=True)
         given.update(keywords)
@@ -146,7 +150,7 @@ class Manager:
 
     @property
     def handles(self) -> Mapping[str, Handle]:
-        """Every handle by name, in registration order."""
+        """All registered handles by name, in registration order. Read-only, and not updated later."""
         handles = self._stack.registry.handles
         return MappingProxyType({name: handle for name, handle in handles.copy().items() if not handle.is_gone})
 
@@ -161,25 +165,29 @@ class Manager:
         external: bool = False,
         replicated: bool | ProcessGroup = False,
     ) -> Handle:
-        """Register a module, an optimizer, an engine or a `Lazy`; last, after wrapping, loading and resizing, before capturing graphs.
+        """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
 
-        The object gets its place: its storages are adopted into addresses that stay, its host copy is reserved, and it goes
-        where the present phase (outside every phase: `idle`) wants it.
+        Call it after wrapping, loading and resizing the object, and before capturing CUDA graphs of it. Its tensors get device
+        addresses that do not change any more, its host copy is reserved, and it moves where the open phase (outside every phase:
+        `idle`) wants it.
 
         Args:
-            name: `[A-Za-z0-9_.:-]{1,64}`.
-            role: what it is for; an optimizer has its owner's.
-            owner: for an optimizer whose parameters do not tell: the module handle that it steps.
-            readonly: never copied back; a write is an `IntegrityError`.
-            external: the framework places the bytes: tracked and guarded, never moved.
-            replicated: of a readonly module that every rank of the group has alike, all of them on one machine: one host copy for
-                all, of which each rank loads 1/N over its own link and gathers the rest. Every rank registers it at the same place
-                of its program. True: gathered by torch.distributed's default process group; or a process group of the same ranks.
+            name: the handle's name: 1 to 64 letters, digits and `_.:-`.
+            target: the object to register. Keep a reference to a module or an optimizer: if it is garbage-collected, its handle goes, too.
+            role: the purpose of the object, for the policy: actor, ref, critic, reward, teacher or rollout. An optimizer has its
+                owner's role.
+            owner: the module handle whose parameters an optimizer steps; needed only where placement cannot tell from the parameters.
+            readonly: the values never change. They are never copied back to the host; a change is reported as an `IntegrityError`.
+            external: the object's framework moves its bytes. placement tracks and guards it, and never moves it.
+            replicated: for a readonly module that is the same on every rank of the group, with all ranks on one machine. The ranks
+                share one host copy; each of N ranks loads 1/N over its own link and gathers the rest from the others. All ranks must
+                register it at the same place of their program. True: gather over torch.distributed's default process group. A process
+                group of the same ranks: gather over that one.
 
         Raises:
-            RegistrationError: why it cannot be registered and what to do; the object is as before. Of a replicated one on every
-                rank, and before a byte of it has moved when the ranks' values differ.
-            HostMemoryError, DeviceMemoryError: no memory for it; the object is as before.
+            RegistrationError: the object cannot be registered; the message says why and what to do. The object is unchanged. For a
+                replicated object every rank raises it; if the ranks' values differ, before any byte has moved.
+            HostMemoryError, DeviceMemoryError: there is not enough memory for it. The object is unchanged.
         """
         registry = self._stack.registry
         with self._trying_to_register(replicated), self._stack.lock.transition():
@@ -196,11 +204,18 @@ class Manager:
             return handle
 
     def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
-        """A change of the group where the ranks share the handle, also when it is refused before it begins."""
+        """Tell the group if registering a replicated handle fails here, even if it is refused before any work begins."""
         return nullcontext() if replicated is False else self._stack.lock.attempt(self._replication.together, begins=True, own=True)
 
     def unregister(self, handle: Handle | str) -> None:
-        """Forget a handle. The same tensor objects get ordinary storage: on the device while resident, else on the host."""
+        """Stop managing a handle. Its tensor objects stay, in ordinary memory: on the device if the handle is there, else on the host.
+
+        Args:
+            handle: the handle or its name.
+
+        Raises:
+            PhaseError: no handle has this name, or a registered optimizer steps it: unregister the optimizer first.
+        """
         with self._stack.lock.transition():
             found = self._stack.known(handle if isinstance(handle, str) else handle.name)
             dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
@@ -209,13 +224,13 @@ class Manager:
             self._stack.forget(found)
 
     def close(self) -> None:
-        """Unregister everything, optimizers first, give the device back and end what `serve` began; log what was done. Idempotent.
+        """Unregister all handles, optimizers first, release the device's memory and stop the servers. Logs a summary. Idempotent.
 
         Raises:
-            PhaseError: a phase is open.
+            PhaseError: a phase is open; leave it first.
         """
         if self._stack.lock.is_closed:
-            _close_all(self._servers)  # in case an interrupt kept an earlier call from it
+            _close_all(self._servers)  # an interrupt may have stopped an earlier call before it got here
             return
         last = self.snapshot()
         self._stack.close()
@@ -226,38 +241,53 @@ class Manager:
 
     @property
     def phase_name(self) -> str:
-        """The innermost open phase; "idle" outside every phase."""
+        """The name of the innermost open phase; "idle" outside every phase."""
         return self._stack.phase_name
 
     def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
-        """A phase for a `with` statement: every handle goes where the policy wants it, and back at the end.
+        """A phase for a `with` statement: `with manager.phase("train") as phase:`.
+
+        Entering moves every handle where the policy wants it in this phase. Leaving moves every handle where the enclosing phase
+        wants it (outside every phase: `idle`). If you call `__enter__` yourself, keep the returned object until you call `__exit__`:
+        a phase whose object is garbage-collected is left.
 
         Args:
-            name: one of `placement.PHASES`, or of `Settings.phases`.
-            only: the handles meant or their names, and the optimizers they own. All others stay as in the enclosing phase; where that
-                leaves no room, what neither phase needs on the device leaves it, cheapest first.
-
-        Whoever calls `__enter__` by hand holds what this returns until `__exit__`: a phase that nobody holds is left.
+            name: one of `placement.PHASES`, or a key of `Settings.phases`.
+            only: handles or their names. The phase concerns these handles and the optimizers that step them; all other handles stay
+                as in the enclosing phase. If that does not fit the budget, handles that neither phase needs are offloaded, cheapest
+                first.
 
         Raises (on entering):
-            PhaseError: another thread or task holds a phase, or a graph is being captured.
-            PolicyError: no plan; DeviceMemoryError: it does not fit; nothing has moved then.
-            Exception: what stopped the moves; what was on the device before is there again.
+            PhaseError: another thread or asyncio task has a phase open, or a CUDA graph is being captured.
+            PolicyError: the policy gave no valid plan. Nothing has moved.
+            DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
+            Exception: the error that stopped the moves. The handles that were on the device before are there again.
         """
         return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """Open a phase that no thread owns; `leave` closes it, from any thread."""
+        """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave` closes it, from any thread.
+
+        Arguments and errors are those of `phase`.
+        """
         phase = PhaseContext(self._stack, name, only, None)
         phase.__enter__()
         self._entered.append(phase)
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """`Phase.switch` for the phase of the last `enter`."""
+        """End the phase that `enter` opened last, and begin `name` in its place, in one phase transition. See `Phase.switch`."""
         self._last_entered(f"switch to {name!r}").switch(name, only=only)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Close the phase of the last `enter`; with an `error`, as a `with` statement that it passes through."""
+        """Close the phase that `enter` opened last.
+
+        Args:
+            error: the exception that ended the phase, if any. The phase is then left as a `with` statement leaves it on an exception:
+                failures of leaving become notes on this exception, instead of being raised.
+
+        Raises:
+            PhaseError: no phase was opened with `enter`.
+        """
         phase = self._last_entered("leave")
         try:
             phase.__exit__(None if error is None else type(error), error, None)
@@ -272,20 +302,19 @@ class Manager:
         return self._entered[-1]
 
     def rejoin(self, group: Group) -> None:
-        """Go on with a group that was made anew on all ranks, with a new generation, in place of the old one.
+        """Replace the group of ranks by a new one, after a rank was restarted or after `CoordinatorLost`.
 
-        That is what helps after a rank was restarted, and after `CoordinatorLost`: who did not hear a decision has kept what it had
-        prepared, and takes part in nothing more. What was kept is brought in line first: every handle goes where it belongs outside
-        every phase. The others of the old group do not hear of it: every rank that lives calls this, one that was restarted makes a
-        manager.
+        Every surviving rank calls this with a new group of a new generation; a restarted rank makes a new manager instead. The old
+        group is not told. A rank that did not hear a decision has stayed as it was, and takes no further part in the old group. Here
+        it first moves every handle where it belongs outside every phase, and then uses the new group.
 
-        A replicated handle stays as it is. Where all ranks that share it live, they load it together, as before; where one was
-        restarted, each loads it over its own link, until it is unregistered and registered anew on all ranks.
+        Replicated handles stay registered. If all ranks that share one are still alive, they go on loading it together. If one of them
+        was restarted, each rank loads the whole over its own link, until all ranks unregister it and register it again.
 
         Raises:
-            PhaseError: a phase is open; leave it first. With a decision that is not known, that loses nothing.
-            ValueError: `group` is no group, it is in doubt, or this manager was made without one.
-            Exception: a handle could not be brought in line; the old group stays.
+            PhaseError: a phase is open; leave it first. Nothing is lost by leaving, even if a decision is unknown.
+            ValueError: `group` is not a group, a decision of it is unknown, or this manager was made without a group.
+            Exception: a handle could not be moved where it belongs. The old group stays in use.
         """
         with self._stack.lock.transition():
             self._stack.rejoin(group)
@@ -294,13 +323,18 @@ class Manager:
     # --- asking
 
     def snapshot(self) -> Snapshot:
-        """Everything at this moment, immutable and JSON-able. Takes no lock, so that a scrape never waits for a move."""
+        """The state of the manager and all handles at this moment: phases, bytes, counters. Immutable, and can be written as JSON.
+
+        Takes no lock, so that a scrape of the metrics never waits for a move.
+        """
         return self._snapshots.take()
 
     def audit(self) -> Audit:
-        """Compare declared and measured for every handle, by looking at every tensor. Reports, changes nothing.
+        """Compare the declared state of every handle with its tensors and with the device. Changes nothing.
 
-        What was written into offloaded memory is found again at each audit, until the next phase transition raises it.
+        Looks at every tensor, so it is not for every step. The result's `ok` tells whether everything agrees; `findings` lists what
+        does not (drift, leaks, stray references, writes into offloaded memory), and `report` is a table for people. A write into
+        offloaded memory is reported by every audit until the next phase transition raises it.
         """
         with self._stack.lock.transition():
             plan, writes = self._stack.base_plan(), self._stack.executor.writes
@@ -308,10 +342,10 @@ class Manager:
             return audit.audit(self.handles, plan, self.device, writes.findings)
 
     def check_integrity(self) -> None:
-        """Raise if anything disagrees.
+        """Raise if the bytes that the handles declare differ from those that the device holds.
 
         Raises:
-            IntegrityError: with the numbers that disagree.
+            IntegrityError: they differ; the message has both numbers.
         """
         with self._stack.lock.transition():
             audit.check_integrity(self.handles, self.device)
@@ -324,19 +358,20 @@ class Manager:
         discovery: str | os.PathLike[str] | None = None,
         identity: Identity | None = None,
     ) -> MetricsServer:
-        """Serve /metrics, /healthz, /state, /trace and the status page; `server.url`, `server.target`, `server.close()`.
+        """Serve Prometheus metrics (/metrics), /healthz, /state, /trace and a status page over HTTP, from a thread of its own.
 
-        Until the server or the manager is closed; it does not keep a manager alive that nobody else holds.
+        The returned server has `url`, `target`, `port` and `close()`. It runs until it or the manager is closed. It does not keep the
+        manager alive.
 
         Args:
-            port: 0 takes a free one.
-            address: loopback unless told otherwise: whoever reaches it reads what this worker does.
-            discovery: a folder for Prometheus' file discovery, where this worker writes a file of its own until it ends; None:
-                `Settings.discovery`.
-            identity: who the worker is in its run; None: as torchrun or Slurm say.
+            port: the TCP port; 0 takes a free one.
+            address: the address to listen on. The default is loopback, because everybody who can connect can read what this worker does.
+            discovery: a folder for Prometheus' file-based service discovery. The worker keeps a file of its own there until the server
+                closes. None: `Settings.discovery`.
+            identity: the worker's identity in its run (rank, node, ...). None: taken from the environment that torchrun or Slurm sets.
 
         Raises:
-            PlacementError: the address and port cannot be bound, the folder cannot be written, or the manager is closed.
+            PlacementError: the address or port cannot be bound, the folder cannot be written, or the manager is closed.
         """
         from placement.observe.discovery import Identity
         from placement.observe.nvml import OtherProcesses
@@ -347,7 +382,7 @@ class Manager:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
         if self._snapshots.others is None:
             self._snapshots.others = OtherProcesses(self.device.uuid)
-        snapshots, stack = self._snapshots, self._stack  # not the manager, which the server would keep alive
+        snapshots, stack = self._snapshots, self._stack  # not the manager: the server would keep it alive
         server = MetricsServer(snapshots.take, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)
         try:

@@ -1,4 +1,4 @@
-"""For tests, ours and yours: a device without hardware, faults on demand, and the assertion that everything was offloaded."""
+"""Tools for tests: a simulated device, faults that are injected on demand, and the assertion that everything was offloaded."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Faults", "InjectedFault", "SimulatedDevice", "assert_nothing_residen
 
 
 _ALLOW_FOREIGN = (
-    "What frameworks keep cannot be moved. Buckets of DistributedDataParallel can, if it is made with gradient_as_bucket_view=True, once a "
-    "backward pass has shown them. Where it is meant to stay, allow it: allow_foreign=True"
+    "placement cannot move memory that a framework keeps. Buckets of DistributedDataParallel it can move if the model is wrapped with "
+    "gradient_as_bucket_view=True, after the first backward pass. If the memory may stay, pass allow_foreign=True"
 )
 
 
 class InjectedFault(RuntimeError):
-    """A copy or a wait that `Faults` failed, as a driver would."""
+    """Raised by `Faults` in place of a driver's error when a copy or a wait is to fail."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -47,15 +47,18 @@ class _Fault(NamedTuple):
 
 
 class Faults(Device):
-    """A device that does what another one does, and fails where it is told to. A failed call never reaches the other device.
+    """A device that passes every call on to another device, except for the calls that it was told to fail.
 
         device = Faults(SimulatedDevice(capacity_bytes=1 << 30))
-        device.fail("create", at=3)
+        device.fail("create", at=3)   # the third chunk that is created from now on
+        manager = placement.Manager(device=device)
+
+    A failed call does not reach the other device.
 
     Attributes:
-        device: the other one. Its attributes can be read from here too.
-        calls: calls so far by operation, failed ones included: how far a sweep has to go.
-        fired: how many calls were failed.
+        device: the other device. Its attributes can also be read from the `Faults` object.
+        calls: the number of calls so far by operation, including failed ones. A sweep over all calls goes from 1 to this number.
+        fired: the number of calls that were failed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -65,22 +68,25 @@ class Faults(Device):
         self._faults: list[_Fault] = []
 
     def fail(self, operation: str, *, at: int = 1, forever: bool = False) -> None:
-        """Fail the `at`-th call of an operation from now on (1 is the next), once, or from there on for ever.
+        """Let a later call of an operation fail. Several faults may be set at the same time.
 
-        `host` fails with `HostMemoryError`, `reserve`, `create` and `map` with `DeviceMemoryError`, `copy` and `sync` with
-        `InjectedFault`. Waiting for a mark counts as a `sync`. Several faults may be set at once.
+        Args:
+            operation: `host` (reserve host memory) raises `HostMemoryError`; `reserve` (addresses), `create` (a chunk) and `map` (chunks
+                behind addresses) raise `DeviceMemoryError`; `copy` and `sync` raise `InjectedFault`. Waiting for a mark counts as `sync`.
+            at: which call fails, counted from now on; 1 is the next.
+            forever: let all calls after it fail, too.
 
         Raises:
-            ValueError: no such operation, or `at` is below 1.
+            ValueError: the operation is unknown, or `at` is below 1.
         """
         if operation not in _ERRORS:
             raise ValueError(f"unknown operation {operation!r}: one of {', '.join(_ERRORS)}")
         if at < 1:
-            raise ValueError(f"at is {at}; the next call is 1")
+            raise ValueError(f"at={at}, but it must be at least 1, which is the next call")
         self._faults.append(_Fault(operation, self.calls[operation] + at, forever))
 
     def clear(self) -> None:
-        """Fail nothing any more. The counts stay."""
+        """Remove all faults, so that no further call fails. `calls` and `fired` stay as they are."""
         self._faults.clear()
 
     def _count(self, operation: str) -> None:
@@ -92,7 +98,7 @@ class Faults(Device):
                 raise _ERRORS[operation](f"injected fault: {operation}, call {call}")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "device":  # not set yet: a copy or an unpickled object asks before there is one
+        if name == "device":  # not set yet: copying and unpickling ask for attributes before __init__, and would recurse
             raise AttributeError(name)
         return getattr(self.device, name)
 
@@ -194,19 +200,22 @@ class Faults(Device):
 
 
 def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (), allow_foreign: bool = False) -> None:
-    """Assert that what should be off the device is off it: measured, not declared.
+    """Assert that offloaded handles hold no device memory. The memory is measured; the handles' own statements are not trusted.
 
-    Outside every phase each handle must be CPU_OFFLOADED; inside one, those that are not may be on the device. An offloaded
-    handle holds no byte, no framework keeps any for it there (`Handle.foreign_bytes`), no chunk of the device is without a handle that
-    holds it, and `audit()` finds nothing. External handles do not count.
+    All of this must hold, for all handles but external ones:
+
+    - Outside every phase, each handle is CPU_OFFLOADED. (Inside a phase, handles may be in any state.)
+    - A handle that is CPU_OFFLOADED holds no byte on the device, and no framework keeps device memory for it (`Handle.foreign_bytes`).
+    - The device has no chunks of memory beyond those that the handles hold.
+    - `manager.audit()` finds nothing.
 
     Args:
         except_for: names of handles that the policy keeps on the device when idle.
-        allow_foreign: frameworks may keep what they do for offloaded handles: the buckets of `DistributedDataParallel` as it is by
-            default, as large as its gradients.
+        allow_foreign: frameworks may keep device memory for offloaded handles. `DistributedDataParallel` does by default: its buckets
+            are as large as the gradients.
 
     Raises:
-        AssertionError: naming the handles and the bytes.
+        AssertionError: something is still on the device; the message names the handles and the bytes.
     """
     in_phase = bool(manager.snapshot().phases)
     handles = {name: handle for name, handle in manager.handles.items() if not handle.external}
@@ -224,7 +233,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
             problems.append(f"{name} is {handle.state} outside every phase and holds {handle.resident_bytes:,} bytes")
     declared = sum(handle.resident_bytes for handle in handles.values())
     measured = manager.device.memory().chunk_bytes
-    if measured > declared:  # what lies in torch's own memory (gradients) is declared, and no chunk
+    if measured > declared:  # less is normal: tensors in torch's own memory (gradients) are declared, but are not chunks
         holders = ", ".join(f"{name} {handle.resident_bytes:,}" for name, handle in handles.items())
         problems.append(f"the device's chunks take {measured:,} bytes, the handles hold {declared:,} ({holders})")
     audit = manager.audit()

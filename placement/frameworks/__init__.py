@@ -1,1 +1,1 @@
-"""One file a training framework: what it does to a module or an optimizer, what may move, and how its weights are published."""
+"""Training frameworks, one file each: the tensors behind its wrappers, what may move, and how its weights are published."""

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: modules whose weights its hooks move at every forward pass cannot be moved by anybody else."""
+"""Hugging Face accelerate. Its hooks may move weights at every forward pass; placement refuses to move such modules, too."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from placement.frameworks.base import Framework
 
 
 class Accelerate(Framework):
-    """Its hooks on modules, and the device maps that transformers hands to it."""
+    """accelerate's hooks on modules, and the device maps that transformers passes to it."""
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
         if (hook := part.__dict__.get("_hf_hook")) is not None and _moves_weights(hook):
             found = f"a module that accelerate moves at every forward ({type(hook).__name__})"
-            return found, "remove_hook_from_submodules(model), or load without device_map"
+            return found, "call remove_hook_from_submodules(model), or load without device_map"
         device_map = part.__dict__.get("hf_device_map")
         if isinstance(device_map, dict) and len({str(device) for device in device_map.values()}) > 1:
-            return f"a device map over {len(device_map)} places", "load without device_map"
+            return f"a device map with {len(device_map)} entries on several devices", "load without device_map"
         return None
 
 
 def _moves_weights(hook: Any) -> bool:
-    """Whether a hook of accelerate may move weights at a forward. Where a device map has one place it only moves inputs there."""
+    """Whether a hook of accelerate may move weights at a forward pass. With a device map of one device it moves only the inputs."""
     if is_a(hook, "accelerate.hooks", "SequentialHook"):
         return any(_moves_weights(each) for each in hook.hooks)
     return not is_a(hook, "accelerate.hooks", "AlignDevicesHook") or bool(hook.offload)

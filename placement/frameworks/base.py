@@ -1,14 +1,14 @@
-# ruff: noqa: ARG003 (a default answer does not look at what it is asked about)
-"""The contract of a training framework: everything that placement knows of one framework is said by one class.
+# ruff: noqa: ARG003 (default answers ignore their arguments)
+"""The contract of a training framework. One class contains everything that placement knows about one framework.
 
-A new framework is a subclass of `Framework` in a file of its own. It is known once it stands in the list of `placement.frameworks.known`,
-in an entry point of the group `placement.frameworks`, or once `known.add` was called with it.
+To support a new framework, write a subclass of `Framework` in a file of its own. placement finds it in the list of
+`placement.frameworks.known`, in an entry point of the group `placement.frameworks`, or after `known.add(cls)`.
 
-Once a module's storages have their place, a wrapper must not notice anything: addresses, tensor objects and aliases stay. So a
-framework is asked for little: which tensors no walk of the module finds, and what has to be undone before a move. Class attributes
-and class methods say what the framework's classes mean wherever they occur; an instance stands for one module tree.
+placement moves the memory behind a module's tensors; tensor objects, addresses and aliases stay, so that wrappers notice nothing.
+Therefore a framework class answers few questions: which tensors a walk of the module does not find, and what must be undone before a
+move. Class attributes and class methods describe the framework's classes, wherever they occur. An instance describes one module tree.
 
-Classes are named, never imported: `Named` finds a class only once its package was imported by somebody else.
+Name the framework's classes with `Named`, and do not import them: `Named` finds a class only if its package is imported already.
 """
 
 from __future__ import annotations
@@ -27,102 +27,107 @@ if TYPE_CHECKING:
 
 
 class Named(NamedTuple):
-    """A class of a framework, by where it can be had once the framework is imported."""
+    """The module and the name of a framework's class, to find it without importing it."""
 
     module: str
     name: str
 
     def is_of(self, obj: object) -> bool:
-        """Whether an object is an instance of it; False while the framework is not imported."""
+        """Whether an object is an instance of the class. False while the framework is not imported."""
         return is_a(obj, self.module, self.name)
 
 
 class Wrapper(NamedTuple):
-    """A module class that adds nothing but a level of names around another module."""
+    """A module class that only wraps another module, and so adds a level to its parameters' names."""
 
     cls: Named
     inner: str
-    """The name of the submodule that it wraps."""
+    """The attribute name of the wrapped submodule."""
 
 
 class Advised(NamedTuple):
-    """A class, and what is to be said of its instances."""
+    """A class, and a text about its instances: a reason or advice, see the attribute that lists it."""
 
     cls: Named
     advice: str
 
 
 class OwnState(abc.ABC):
-    """The state of an optimizer that its framework hides from `optimizer.state`, taken out for a checkpoint and put back."""
+    """Access to the state of an optimizer that does not keep all of it in `optimizer.state`, for moves and for checkpoints."""
 
     @abc.abstractmethod
     def tensors(self, path: str) -> Iterator[Owned]:
-        """The tensors that the optimizer holds beside its `state`, under names that begin with `path`."""
+        """The tensors that the optimizer holds outside its `state`, under names that begin with `path`."""
 
     @abc.abstractmethod
     def exported(self) -> Mapping[Any, Mapping[str, Any]]:
-        """The state by parameter, in an order that is the same on every rank; values alias what the optimizer holds."""
+        """The state by parameter, in the same order on every rank. Its tensors are the optimizer's own, not copies."""
 
     @abc.abstractmethod
     def settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a parameter group that belong into a checkpoint."""
+        """The entries of a parameter group to save in a checkpoint."""
 
     @abc.abstractmethod
     def problems(self, given: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
-        """Parameters whose given state does not fit, and why."""
+        """Each parameter whose given state does not fit, with the reason."""
 
     @abc.abstractmethod
     def restore(self, given: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Put state back as `exported` gave it, and the settings of each group."""
+        """Load state in the form of `exported`, and the settings of each parameter group."""
 
 
 class Framework:
-    """One framework. An instance is its hand in one module tree; it holds the module weakly, or holds nothing.
+    """One framework. An instance describes the framework's part in one module tree, which it refers to only weakly.
 
-    Every method looks anew: a wrapper may change its tensors between two calls. Once the module is gone it answers with nothing.
+    Every method must look at the module again, because a wrapper may change its tensors between two calls. After the module was
+    garbage-collected, every method gives an empty answer.
     """
 
-    # --- what its classes mean, wherever they occur
+    # --- about the framework's classes, wherever they occur
 
     wrappers: ClassVar[Sequence[Wrapper]] = ()
-    """Modules that published names leave out."""
+    """Wrapper modules. Their level is left out of published names."""
     refused_modules: ClassVar[Sequence[Advised]] = ()
-    """Modules that cannot be registered, and what to do instead."""
+    """Modules that cannot be registered, with advice what to do instead."""
     external_optimizers: ClassVar[Sequence[Advised]] = ()
-    """Optimizers whose state the framework places, and the reason to give: they are tracked and never moved."""
+    """Optimizers whose state the framework itself moves, with the reason to show. They are tracked and never moved."""
     with_own_export: ClassVar[Sequence[Named]] = ()
-    """Modules that shard in a way that torch cannot gather: only the framework's own export publishes them."""
+    """Modules that are sharded in a way that torch cannot gather. Only the framework's own export can publish them."""
     carriers: ClassVar[Sequence[Named]] = ()
-    """Tensor classes whose bytes lie in the tensor's own storage, as a plain tensor's do."""
+    """Tensor subclasses that keep their bytes in the tensor's own storage, like a plain tensor."""
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
-        """Why a module of a tree cannot be moved: what was found, and what to do. None where it can."""
+        """The reason why a module of a tree cannot be moved, as two texts: what was found, and what to do. None if it can be moved."""
         return None
 
     @classmethod
     def refuse_optimizer(cls, optimizer: Any) -> tuple[str, str] | None:
-        """Why an optimizer's state cannot be moved: what to add to its class name, and what to do. None where it can."""
+        """The reason why an optimizer's state cannot be moved, as two texts: the end of a phrase that begins with its class name, and
+        what to do. None if it can be moved."""
         return None
 
     @classmethod
     def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
-        """Why the framework places the state of whatever optimizer steps these parameters; None where it does not."""
+        """The reason why the framework itself moves the state of any optimizer of these parameters; None if it does not."""
         return None
 
     @classmethod
     def holds_optimizers(cls, obj: object) -> bool:
-        """Whether an object is a wrapper for optimizers although it may hold none (a rank with nothing to step)."""
+        """Whether an object is a wrapper for optimizers, even if it holds none now (on a rank with nothing to step)."""
         return False
 
     @classmethod
     def own_state(cls, optimizer: object) -> OwnState | None:
-        """The state that an optimizer hides; None where all of it is in `optimizer.state`. What it holds is not looked into."""
+        """Access to the hidden state of an optimizer; None if all of it is in `optimizer.state`.
+
+        placement does not look for further optimizers inside an optimizer that has an answer here.
+        """
         return None
 
     @classmethod
     def stepped_for(cls, objects: Sequence[object]) -> Mapping[int, torch.Tensor]:
-        """By the identity of a tensor that an optimizer steps in a parameter's place (a shard, a master copy), the model's parameter.
+        """The model's parameter for each main parameter (a shard or copy that an optimizer steps instead), by identity of the latter.
 
         Args:
             objects: the registered optimizer and every object found in it.
@@ -131,121 +136,122 @@ class Framework:
 
     @classmethod
     def flattened_parameters(cls, objects: Sequence[object]) -> Sequence[torch.Tensor]:
-        """The model's parameters where these optimizers step flat copies of them; nothing where they do not."""
+        """The model's parameters, if these optimizers step flattened copies of them; else empty."""
         return ()
 
     @classmethod
     def further_parameters(cls, objects: Sequence[object]) -> Iterator[torch.Tensor]:
-        """The model's parameters that these optimizers are for although other ranks step them."""
+        """The model's parameters that belong to these optimizers but are stepped on other ranks."""
         return iter(())
 
     @classmethod
     def optimizer_tables(cls, optimizer: object) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of what an optimizer gives to the state of every parameter and keeps outside `optimizer.state`."""
+        """Name and tensor of tables that an optimizer shares among the state of its parameters and keeps outside `optimizer.state`."""
         return iter(())
 
     @classmethod
     def optimizer_scalars(cls, objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of what these optimizers keep on the device for good (a few bytes: loss scales, overflow flags)."""
+        """Name and tensor of small values that these optimizers always keep on the device (loss scales, overflow flags)."""
         return iter(())
 
     @classmethod
     def optimizer_away(cls, optimizer: object) -> str | None:
-        """Why an optimizer cannot step now and what to do: the framework has offloaded its state by its own means. None while it can."""
+        """The reason why an optimizer cannot step now, because the framework itself offloaded its state, and what to do. None if it can."""
         return None
 
     @classmethod
     def reading_methods(cls, obj: object) -> Sequence[str]:
-        """Names of methods of a module or optimizer that read or write its tensors past every hook of torch."""
+        """Names of methods of a module or optimizer that read or write its tensors without calling any hook of torch."""
         return ()
 
-    # --- its hand in one module tree
+    # --- about one module tree
 
     @classmethod
     def find(cls, root: torch.nn.Module) -> Framework | None:
-        """This framework's view of a module tree; None where it has no part in it.
+        """An instance for a module tree; None if the framework has no part in it.
 
-        Found by what the parts are (instances of its classes, which are not imported for it), never by how a name is spelt.
+        Recognise the framework by instances of its classes (without importing them), never by the spelling of names.
         """
         return None
 
     def refusal(self, compute_device: torch.device) -> str | None:
-        """Why the module cannot be moved as the framework has it, and what to do; None where it can."""
+        """The reason why the module cannot be moved as the framework configured it, and what to do; None if it can."""
         return None
 
     @property
     def external(self) -> str | None:
-        """Why the framework itself places the bytes; None when it leaves them to us."""
+        """The reason why the framework itself moves the module's bytes, so that placement must not; None if it does not."""
         return None
 
     @property
     def external_state(self) -> str | None:
-        """Why the state of optimizers that step the module lies where the framework wants, too; None where it does not."""
+        """The reason why the framework also moves the state of optimizers that step the module; None if it does not."""
         return None
 
     def ready(self) -> None:
-        """Before tensors are enumerated for a move off the device: what was gathered for computing is given up again (reshard).
+        """Free what was gathered for computing (reshard), so that the module can be offloaded.
 
-        Called with the device synchronised, outside inference mode, without gradients. Idempotent. It calls no collective.
+        Called before tensors are listed for an offload, with the device synchronised, outside inference mode and under `no_grad`. Must
+        be idempotent, and must not call a collective.
         """
 
     def own_tensors(self) -> Mapping[int, torch.Tensor]:
-        """By the identity of a tensor that the module shows only for now (an unsharded parameter), the one that it has for life."""
+        """The module's permanent tensor for each tensor that it shows only for now (an unsharded parameter), by identity of the latter."""
         return {}
 
     def tensors(self) -> Iterator[Owned]:
-        """Tensors of the module that a walk of its parameters, buffers and attributes does not find."""
+        """Own tensors of the module that a walk of its parameters, buffers and attributes does not find."""
         return iter(())
 
     def replaced(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of what the framework computes with although the module has other tensors in their place by now.
+        """Name and bytes of tensors that the framework still computes with although the module has other tensors in their place.
 
-        Somebody replaced them without telling the framework. `ready()` heals what can be healed.
+        This happens if a parameter is replaced without telling the framework. `ready()` repairs this where possible.
         """
         return iter(())
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        """Those of `tensors()` that are gradients in no `.grad` of a parameter, because no reduction has brought them there yet."""
+        """The tensors among `tensors()` that are gradients not reduced yet, and so not in the `.grad` of a parameter."""
         return iter(())
 
     def drop_unreduced(self) -> None:
-        """Forget these gradients."""
+        """Drop the gradients of `unreduced_gradients()`."""
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        """Tensors for the module's life with nothing but gradients in them (loose in `tensors()`): dropped, they become zero and stay."""
+        """Permanent tensors that contain only gradients (transient in `tensors()`). To drop the gradients, they are set to zero."""
         return iter(())
 
     @property
     def gathers(self) -> str | None:
-        """Why the module's own `state_dict()` gathers values on the device, so that no host copy can stand in; None where it does not."""
+        """The reason why the module's `state_dict()` gathers values on the device, so that it cannot read the host copy; None if not."""
         return None
 
     def caches(self) -> Iterator[torch.Tensor]:
-        """Tensors that the framework rebuilds when it needs them (workspaces): found in a walk, they are not the module's to move."""
+        """Tensors that the framework rebuilds when it needs them (workspaces). A walk that finds them must not move them."""
         return iter(())
 
     def before_step(self) -> None:
-        """An optimizer is about to step the module's parameters: all gradients are there, and may be gone at the next phase transition."""
+        """Called before an optimizer steps the module's parameters. All gradients exist then; at the next phase transition they may not."""
 
     def away(self) -> str | None:
-        """Why the module cannot be called now and what to do: the framework has offloaded it by its own means. None while it can."""
+        """The reason why the module cannot be called now, because the framework itself offloaded it, and what to do. None if it can."""
         return None
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of device memory that the framework keeps for the module and that nobody can move (a reducer's buckets)."""
+        """Name and bytes of device memory that the framework keeps for the module and that cannot be moved (a reducer's buckets)."""
         return iter(())
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
-        """By the identity of a module and the name there, weights that the module does not show; None for a parameter that is no weight."""
+        """Weights that a module does not show as parameters, by identity of the module and name there. None: a parameter is no weight."""
         return {}
 
     def follow_parameters(self) -> None:
-        """The module's tensors were given back their places and forms: what the framework keeps of them elsewhere follows."""
+        """Called after the module's tensors got back their addresses, dtypes and shapes. Update the framework's own references to them."""
 
     @property
     def lost_by_conversion(self) -> str | None:
-        """What nobody can bring back once parameters have been of another dtype or on another device, and what to do."""
+        """A text on what is lost for good once parameters were converted to another dtype or device, and what to do; None if nothing."""
         return None
 
     def drop_caches(self) -> None:
-        """Drop what the framework rebuilds when it needs it (workspaces); called once the module is on the host."""
+        """Drop tensors that the framework rebuilds when it needs them (workspaces). Called after the module was offloaded."""

@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes quantised: payload in the parameter, statistics in objects beside it; and its 8-bit optimizers."""
+"""bitsandbytes: quantised weights, whose statistics are in objects beside the parameter, and 8-bit optimizers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")
 
 
 class Bitsandbytes(Framework):
-    """`Params4bit` and `Int8Params` of one module tree.
+    """The parameters of classes `Params4bit` and `Int8Params` in one module tree.
 
     Two small tensors of a doubly quantised weight stay on the device: `offset`, and the code of its statistics, which bitsandbytes
-    shares among all weights of the process. Its `state_dict()` computes with both (`item()`, `clone()`), in every state of ours.
+    shares among all weights of the process. The reason: bitsandbytes' `state_dict()` computes with both (`item()`, `clone()`), and must
+    work while the module is offloaded.
     """
 
     carriers = (Named(_WEIGHTS, "Params4bit"), Named(_WEIGHTS, "Int8Params"))
@@ -30,11 +31,11 @@ class Bitsandbytes(Framework):
         if not _OPTIMIZER.is_of(optimizer) or not getattr(optimizer, "is_paged", False):
             return None
         found = " with is_paged, whose state lies in managed memory that the driver pages between host and device,"
-        return found, "use the optimizer that is not paged: placement offloads it"
+        return found, "use the variant that is not paged: placement offloads it"
 
     @classmethod
     def optimizer_tables(cls, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tables that an 8-bit optimizer gives to the state of every parameter; a loaded state brings others."""
+        """The quantisation tables that an 8-bit optimizer shares among its parameters' state. A loaded state has tables of its own."""
         if _OPTIMIZER.is_of(optimizer):
             yield from ((f"name2qmap.{name}", table) for name, table in optimizer.name2qmap.items())
 
@@ -50,12 +51,12 @@ class Bitsandbytes(Framework):
             if not _is_quantized(weight):
                 return (
                     f"{path!r} is a weight for bitsandbytes that is not quantised yet; its first move to a device quantises it. "
-                    "What to do: model.to(device) before registering"
+                    "What to do: call model.to(device) before registering"
                 )
             if weight.device != compute_device:
                 return (
-                    f"{path!r} was quantised by bitsandbytes and is on {weight.device}, where its format may be another one. "
-                    f"What to do: model.to({str(compute_device)!r}) before registering"
+                    f"{path!r} was quantised by bitsandbytes and is on {weight.device}, where its format may differ. "
+                    f"What to do: call model.to({str(compute_device)!r}) before registering"
                 )
         return None
 
@@ -69,7 +70,7 @@ class Bitsandbytes(Framework):
                 beside = {"CB": getattr(weight, "CB", None), "SCB": getattr(weight, "SCB", None)}
             yield from _present(path, beside)
         for path, module in _modules(self._root()):
-            # Of 8-bit layers: at their first forward the statistics go from the weight into this object.
+            # The first forward pass of an 8-bit layer moves the statistics from the weight into this object.
             if is_a(state := vars(module).get("state"), "bitsandbytes.autograd._functions", "MatmulLtState"):
                 yield from _present(f"{path}state", vars(state))
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engines and ZeRO optimizers: DeepSpeed itself moves their bytes, we track and guard them."""
+"""DeepSpeed's engines and ZeRO optimizers. DeepSpeed itself moves their bytes; placement tracks and guards them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from placement.tensors.owned import Owned
 from placement.tensors.plain import nested_tensors, reference
 
 _GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
-"""Where its optimizers keep the model's own parameters; those that they step are flat copies."""
+"""Attributes of DeepSpeed's optimizers with the model's own parameters. The optimizers step flattened copies of these."""
 _FLAT = ("bit16_groups_flat", "fp16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat", "averaged_gradients")
 
 
 _ZERO = Named("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")
-"""An optimizer of DeepSpeed's own, which flattens what it steps (ZeRO 1 to 3, bf16, fp16)."""
+"""The base class of DeepSpeed's own optimizers, which flatten the parameters that they step (ZeRO 1 to 3, bf16, fp16)."""
 
 
 class PartitionedWeight(Weight):
-    """A weight under ZeRO 3, of which each rank has a part; DeepSpeed gathers it, and takes it apart again."""
+    """A weight under ZeRO 3. Each rank has a part; DeepSpeed gathers it for `whole`, and frees the gathered value afterwards."""
 
     def __init__(self, parameter: Any) -> None:
         super().__init__(parameter.ds_shape, parameter.dtype)
@@ -42,7 +42,7 @@ class PartitionedWeight(Weight):
 
 
 class DeepSpeed(Framework):
-    """An engine whose optimizer is DeepSpeed's own. One without (ZeRO stage 0 in float32) is a plain module."""
+    """An engine whose optimizer is DeepSpeed's own. An engine without one (ZeRO stage 0 in float32) is treated as a plain module."""
 
     wrappers = (Wrapper(Named("deepspeed.runtime.engine", "DeepSpeedEngine"), "module"),)
     external_optimizers = (
@@ -95,7 +95,7 @@ class DeepSpeed(Framework):
         return found
 
     def tensors(self) -> Iterator[Owned]:
-        """The flat buffers behind the parameters, and under ZeRO 3 the parts that this rank holds; the same storages show several times."""
+        """The flat buffers behind the parameters, and under ZeRO 3 this rank's parts of parameters. Several may share one storage."""
         engine = self._engine()
         if engine is None:
             return
@@ -108,7 +108,7 @@ class DeepSpeed(Framework):
 
 
 def _offloaded(optimizer: object) -> frozenset[str]:
-    """What DeepSpeed has offloaded of an optimizer and its model ("lp_params", "hp_params", "optim_states", ...)."""
+    """The kinds of state that DeepSpeed has offloaded for an optimizer and its model ("lp_params", "hp_params", "optim_states", ...)."""
     if not _ZERO.is_of(optimizer):
         return frozenset()
     return frozenset(str(getattr(each, "value", each)) for each in getattr(optimizer, "offloaded_states", ()))

@@ -1,4 +1,4 @@
-"""The frameworks that are known: those that ship with placement, those of entry points, and those that a program has added."""
+"""The list of known frameworks: those of placement itself, those of entry points, and those that a program has added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from placement.frameworks.veomni import VeOmni
 from placement.tensors import plain
 
 GROUP = "placement.frameworks"
-"""Entry points: each names a subclass of `Framework`."""
+"""The group of entry points. Each names a subclass of `Framework`."""
 
 _SHIPPED: tuple[type[Framework], ...] = (
     FSDP2,
@@ -49,7 +49,7 @@ def add(framework: type[Framework]) -> None:
     """Make a framework known to this process, for objects that are registered from now on.
 
     Raises:
-        TypeError: it is no subclass of `Framework`.
+        TypeError: `framework` is not a subclass of `Framework`.
     """
     given: object = framework
     if not isinstance(given, type) or not issubclass(given, Framework):
@@ -60,7 +60,7 @@ def add(framework: type[Framework]) -> None:
 
 
 def remove(framework: type[Framework]) -> None:
-    """Undo `add`. Objects that are registered already keep what they have."""
+    """Undo `add`. Nothing changes for objects that are registered already."""
     _added.remove(framework)
     _forget()
 
@@ -73,10 +73,10 @@ def _forget() -> None:
 
 @functools.cache
 def frameworks() -> tuple[type[Framework], ...]:
-    """All of them; the first that answers a question is believed.
+    """All known frameworks. If several answer a question that takes one answer, the first is used.
 
     Raises:
-        RegistrationError: an entry point cannot be imported, or names no framework.
+        RegistrationError: an entry point cannot be imported, or does not name a subclass of `Framework`.
     """
     found = [*_SHIPPED, *_added]
     for point in entry_points(group=GROUP):
@@ -93,9 +93,10 @@ def frameworks() -> tuple[type[Framework], ...]:
 
 @functools.cache
 def answering(question: str) -> tuple[type[Framework], ...]:
-    """The frameworks that answer a question (a class attribute or class method of `Framework`) in a way of their own.
+    """The frameworks that override a question (the name of a class attribute or class method of `Framework`).
 
-    Most questions are asked for every object at every phase transition, and most frameworks have nothing to say.
+    The others are not asked, which saves time: most questions are asked for every object at every phase transition, and most
+    frameworks answer few of them.
     """
 
     def answer(framework: type[Framework]) -> Any:
@@ -106,12 +107,12 @@ def answering(question: str) -> tuple[type[Framework], ...]:
 
 
 def frameworks_of(root: torch.nn.Module) -> list[Framework]:
-    """The frameworks that had a hand in a module tree."""
+    """An instance for each framework that has a part in a module tree."""
     return [found for found in (cls.find(root) for cls in answering("find")) if found is not None]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What a module is without the wrappers around it."""
+    """The module inside all wrappers around it, or the module itself if there are none."""
     wrappers = [wrapper for each in answering("wrappers") for wrapper in each.wrappers]
     while (inner := next((wrapper.inner for wrapper in wrappers if wrapper.cls.is_of(module)), None)) is not None:
         module = module._modules[inner]  # type: ignore[assignment]
@@ -119,7 +120,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def has_own_export(part: torch.nn.Module) -> bool:
-    """Whether only its framework's own export publishes what a module shards."""
+    """Whether a module's weights can be published only with its framework's own export."""
     return any(named.is_of(part) for each in answering("with_own_export") for named in each.with_own_export)
 
 

@@ -1,4 +1,4 @@
-"""torchao: its CPU-offloaded optimizer. Its quantised weights need nothing here: they are wrappers that list what they wrap."""
+"""torchao: its CPU-offloaded optimizer. Its quantised weights need no code here, because they are wrappers that list their tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OFFLOADED = Named("torchao.optim.cpu_offload", "CPUOffloadOptimizer")
 
 
 class TorchAO(Framework):
-    """`CPUOffloadOptimizer` steps copies on the CPU."""
+    """torchao's `CPUOffloadOptimizer`, which steps copies of the parameters on the CPU."""
 
     external_optimizers = (Advised(_OFFLOADED, "torchao's CPUOffloadOptimizer keeps its state on the CPU"),)
 

@@ -1,4 +1,4 @@
-"""TransformerEngine: workspaces that its modules keep between two forwards (weights in fp8), and its dummy gradients."""
+"""TransformerEngine: caches that its modules keep between forward passes (workspaces with weights in fp8, dummy gradients)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULE = "transformer_engine.pytorch.module.base"
 
 
 class TransformerEngine(Framework):
-    """What modules of TransformerEngine in a tree keep and make anew when it is not there."""
+    """The caches of TransformerEngine's modules in one module tree. The modules make them again if they are dropped."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)

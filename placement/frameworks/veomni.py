@@ -1,7 +1,7 @@
-"""VeOmni's expert parallelism: each rank has some of the experts, and the parameter says nothing of the others.
+"""VeOmni's expert parallelism: each rank has some of the experts, and a parameter's own shape and placements do not show the others.
 
-A parameter was cut along its mesh of experts before `fully_shard` cut the rest, and only VeOmni's notes (`_fqn2spec_info`) tell. Nothing
-of it matters to a move; published, a weight has every rank's experts.
+VeOmni splits a parameter along a mesh of experts before `fully_shard` shards it further, and records that only in its notes
+(`_fqn2spec_info`). This does not matter to moves. A published weight contains the experts of every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from placement.frameworks.weights import Reader, Weight, weight_of
 
 
 class ExpertWeight(Weight):
-    """A weight that is cut along a further mesh, evenly."""
+    """A weight that is split evenly along a further mesh, that of the experts."""
 
     def __init__(self, part: Weight, mesh: Any, placement: Any) -> None:
         shape = list(part.shape)
@@ -46,7 +46,7 @@ class ExpertWeight(Weight):
 
 
 class VeOmni(Framework):
-    """Every model of a module tree that VeOmni cut by experts."""
+    """All models of a module tree that VeOmni split by experts."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
@@ -72,7 +72,7 @@ class VeOmni(Framework):
 
 
 def _notes(model: torch.nn.Module) -> dict[str, Any]:
-    """What VeOmni noted for a model, by the name of a parameter."""
+    """VeOmni's notes on a model's parameters, by the parameter's name."""
     notes = vars(model).get("_fqn2spec_info")
     if not isinstance(notes, dict):
         return {}

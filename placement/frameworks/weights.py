@@ -1,4 +1,4 @@
-"""One weight as it is published: whole and in torch's own memory, wherever its parts are now."""
+"""Published weights: read the full value of a weight into torch's own memory, wherever its parts are now."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from placement.tensors.plain import PLAIN_TYPES
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads tensors where their values are now."""
+    """Reads the values of tensors from where they are now: from the device, or from the host copy."""
 
     device: torch.device
-    """Where weights are published."""
+    """The device on which weights are published."""
     over_host: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-    """Gives a tensor over the host copy, where that is the authoritative one; None: values are where the tensors are."""
+    """Returns a tensor over the host copy in place of a tensor, if the valid values are there. None: read the tensors themselves."""
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Copy a plain tensor's value into `target`, cast to its type."""
         shown = None if self.over_host is None else self.over_host(source)
-        # What lies in no range (empty, or on the CPU by right) is readable where it is.
+        # A tensor outside every range (empty, or staying on the CPU) can be read itself.
         return target.copy_(source) if shown is None else upload(target, shown)
 
     def read(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -37,10 +37,10 @@ class Reader:
 
 
 class Weight(abc.ABC):
-    """How one weight becomes whole. It reads nothing before `whole`, and keeps what it reads from for no longer than itself.
+    """One weight, whose full value `whole` returns. Nothing is read or gathered before `whole` is called.
 
     Attributes:
-        shape, dtype: of the whole weight.
+        shape, dtype: those of the full weight.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -49,29 +49,29 @@ class Weight(abc.ABC):
 
     @property
     def is_collective(self) -> bool:
-        """Whether `whole` takes every rank that has a part of it."""
+        """Whether `whole` must be called on every rank that has a part of the weight."""
         return False
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be published, the same on every rank, and what to do; None where it can."""
+        """The reason why the weight cannot be published, the same on every rank, and what to do; None if it can."""
         return None
 
     @abc.abstractmethod
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in memory of its own on the reader's device. Called without gradients, outside inference mode."""
+        """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
 
     def write(self, value: torch.Tensor) -> None:
-        """Take over a whole value, or this rank's part of it. Calls no collective. Called as `whole`, with the weight on the device.
+        """Write a full value into the weight; on each rank its own part. Calls no collective. The weight must be on the device.
 
         Raises:
-            ValueError: nothing can be written into such a weight; says why.
+            ValueError: such a weight cannot be written; the message says why.
         """
         raise ValueError("is made of several weights")
 
 
 class LocalWeight(Weight):
-    """A weight that this rank has whole: a plain tensor, or a wrapper of some (quantised)."""
+    """A weight that this rank has in full: a plain tensor, or a wrapper around several (quantised)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
@@ -95,12 +95,12 @@ class LocalWeight(Weight):
             raise ValueError(problem)
         if type(self._tensor) not in PLAIN_TYPES and type(value) is not type(self._tensor):
             here, comes = type(self._tensor).__qualname__, type(value).__qualname__
-            raise ValueError(f"is a {here} here and comes as a {comes}: publish it from a module that is quantised alike")
+            raise ValueError(f"is a {here} here, but a {comes} was published: publish from a module that is quantised in the same way")
         self._tensor.copy_(value)
 
 
 class ShardedWeight(Weight):
-    """A DTensor: each rank has its part, and torch knows which."""
+    """A weight that is a DTensor: each rank has a part, and torch gathers them."""
 
     def __init__(self, tensor: Any) -> None:
         super().__init__(tensor.shape, tensor.dtype)
@@ -113,11 +113,11 @@ class ShardedWeight(Weight):
     @property
     def problem(self) -> str | None:
         if hasattr(self._tensor._local_tensor, "__create_chunk_list__"):
-            return "is sharded in its framework's own way, which torch cannot gather: publish it with the framework's export"
+            return "is sharded in its framework's own way, which torch cannot gather: publish it with the framework's own export"
         return None
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
-        # The wrapper itself is never copied or moved: its local part is read, and a wrapper of ours put around what was read.
+        # The DTensor itself is not copied or moved. Its local part is read, and the result is wrapped in a new DTensor.
         sharded = self._tensor
         is_sum = any(placement.is_partial() for placement in sharded.placements)
         local = read_parts(reader, sharded._local_tensor, sharded.dtype if is_sum else dtype)
@@ -131,15 +131,15 @@ class ShardedWeight(Weight):
     def write(self, value: torch.Tensor) -> None:
         sharded = self._tensor
         if self.problem is not None or any(placement.is_partial() for placement in sharded.placements):
-            raise ValueError(self.problem or "is a sum over ranks, of which no rank knows its part")
+            raise ValueError(self.problem or "is a sum over ranks, so that no rank knows which part to write")
         distribute: Any = vars(sys.modules["torch.distributed.tensor"])["distribute_tensor"]
-        # Each rank cuts its part out of the whole value, which all of them have.
+        # Every rank has the full value, and takes its part out of it.
         part = distribute(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
         sharded._local_tensor.copy_(part._local_tensor)
 
 
 def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor's value in torch's own memory; of a wrapper (quantised) the same wrapper around what was read, in its own type."""
+    """A tensor's value in torch's own memory. For a wrapper (quantised): the same wrapper around the values read, not cast to `dtype`."""
     if type(tensor) in PLAIN_TYPES:
         return reader.read(tensor, dtype)
     wrapper: Any = tensor
@@ -151,6 +151,6 @@ def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def weight_of(tensor: torch.Tensor) -> Weight:
-    """How a parameter or buffer becomes whole."""
+    """The `Weight` for a parameter or buffer."""
     sharded = loaded_class("torch.distributed.tensor", "DTensor")
     return ShardedWeight(tensor) if sharded is not None and isinstance(tensor, sharded) else LocalWeight(tensor)

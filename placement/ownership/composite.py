@@ -1,4 +1,4 @@
-"""Several modules as one object: what an engine is made of."""
+"""Several modules registered as one object, such as the models of an engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class CompositeAdapter(Adapter):
-    """Asks the adapter of every module, and answers for all of them. A subclass says which modules there are now.
+    """An adapter that asks the adapter of every module, and combines the answers. A subclass says which modules there are.
 
-    Every method of `Adapter` is answered here: a default of the base class would hide what a module's framework says.
+    It overrides every method of `Adapter`, because a default of the base class would hide the answer of a module's framework.
 
     Args:
-        name: How errors name the registration.
+        name: The handle's name, for errors.
         adapt: makes the adapter of one module.
-        modules: the modules of the moment.
+        modules: the modules that the object has now.
 
     Raises:
-        RegistrationError: a module is not supported, or frameworks place some of the modules and not the others.
+        RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
     """
 
     def __init__(self, name: str, adapt: Callable[[torch.nn.Module], ModuleAdapter], modules: Sequence[torch.nn.Module]) -> None:
@@ -38,11 +38,11 @@ class CompositeAdapter(Adapter):
         self._require_one_place()
 
     def current_modules(self) -> Sequence[torch.nn.Module] | None:
-        """The modules that the object has now; None where they are the ones of before."""
+        """The modules that the object has now; None if they have not changed."""
         return None
 
     def _refresh(self) -> None:
-        """Make adapters for modules that were added, and forget those that the object has no more."""
+        """Make adapters for modules that were added, and forget those of modules that the object no longer has."""
         modules = self.current_modules()
         if modules is None or self._is_of(modules):
             return
@@ -52,8 +52,8 @@ class CompositeAdapter(Adapter):
         self._require_one_place()
         if self._adapters and (self.external is None) is not (was_external is None):
             raise RegistrationError(
-                f"{self._name!r} has other modules than when it was registered: {self.external or was_external}, which holds for only "
-                "one of both. What to do: unregister it, and register it anew"
+                f"{self._name!r} has other modules than when it was registered, and only the old or only the new ones are external "
+                f"({self.external or was_external}). What to do: unregister it, and register it again"
             )
 
     def _is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
@@ -64,21 +64,21 @@ class CompositeAdapter(Adapter):
         reasons = [adapter.external for adapter in self._adapters]
         if any(reasons) and not all(reasons):
             raise RegistrationError(
-                f"{self._name!r}: of its {len(reasons)} modules a framework places {sum(map(bool, reasons))} "
-                f"({next(filter(None, reasons))}), and the others are moved. What to do: an engine for each of both, or external=True to "
-                "have all of them tracked and never moved"
+                f"{self._name!r}: a framework moves {sum(map(bool, reasons))} of its {len(reasons)} modules itself "
+                f"({next(filter(None, reasons))}), but not the others. What to do: register these two kinds as separate engines, or with "
+                "external=True, so that all of them are tracked and never moved"
             )
 
-    # --- what every module is asked
+    # --- questions to every module
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
         return tuple(self._adapters)
 
     def owned(self) -> Iterator[Owned]:
-        """Of the modules that the object has now: it may have made itself another model since.
+        """The tensors of the modules that the object has now. The object may have replaced modules since it was registered.
 
         Raises:
-            RegistrationError: one of them cannot be moved.
+            RegistrationError: a module cannot be moved.
         """
         self._refresh()
         found = [owned for adapter in self._adapters for owned in adapter.owned()]
@@ -132,7 +132,7 @@ class CompositeAdapter(Adapter):
 
     @property
     def external_state(self) -> str | None:
-        """Of any of the modules: whoever needs to know of each asks `module_adapters`."""
+        """The reason for the first module that has one. To ask each module, use `module_adapters`."""
         return _first(adapter.external_state for adapter in self._adapters)
 
     @property
@@ -163,7 +163,7 @@ class CompositeAdapter(Adapter):
     def num_entries(self) -> int:
         return sum(adapter.num_entries() for adapter in self._adapters)
 
-    # --- what every module is told
+    # --- calls passed on to every module
 
     def ready(self) -> None:
         for adapter in self._adapters:

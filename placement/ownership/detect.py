@@ -1,6 +1,6 @@
-"""Objects that cannot be registered, and optimizers whose state a framework places: the frameworks' answers as errors and reasons.
+"""Refuse objects that cannot be registered, and detect optimizers whose state a framework moves. The frameworks say which these are.
 
-Frameworks are recognised by the classes that an object is made of, which are looked up where they are loaded: none is imported here.
+Frameworks are recognised by their classes, which are looked up only if they are imported already. None is imported here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _refusal(name: str, where: str, found: str, supported: str, advice: str) -> 
 
 
 def refuse_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse a module that a framework shards, wraps or moves, in a way that placement cannot follow.
+    """Refuse a module that a framework shards, wraps or moves in a way that placement does not support.
 
     Raises:
-        RegistrationError: what was found and where, what is supported now, what to do.
+        RegistrationError: the module is refused; the message says what was found and where, what is supported, and what to do.
     """
     refused = [advised for each in answering("refused_modules") for advised in each.refused_modules]
     asked = answering("refuse_part")
@@ -46,10 +46,10 @@ def refuse_module(name: str, module: torch.nn.Module) -> None:
 
 
 def captured_collectives() -> str | None:
-    """Why CUDA graphs with collectives in them may hang after a handle has moved, and what to do; None where they cannot.
+    """A warning that CUDA graphs with collectives may hang after a handle has moved, and what to do; None if they cannot.
 
-    NCCL registers the buffers of a captured collective by the physical memory behind them, unless it is told not to. What a graph has
-    captured cannot be seen from here: it is said wherever NCCL is in use.
+    NCCL registers the buffers of a captured collective by the physical memory behind them, unless NCCL_GRAPH_REGISTER is 0. placement
+    cannot see what a graph has captured, so it warns whenever NCCL is in use.
     """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
@@ -63,10 +63,10 @@ def captured_collectives() -> str | None:
 
 
 def refuse_optimizer(name: str, objects: Sequence[object]) -> None:
-    """Refuse an optimizer when it, or one that it wraps, keeps state where no adapter finds it, or where nobody may touch it.
+    """Refuse an optimizer if it, or one inside it, keeps state where placement cannot find it or must not move it.
 
     Raises:
-        RegistrationError: what was found, what is supported now, what to do.
+        RegistrationError: the optimizer is refused; the message says what was found, what is supported, and what to do.
     """
     for obj in objects:
         for each in answering("refuse_optimizer"):
@@ -77,7 +77,7 @@ def refuse_optimizer(name: str, objects: Sequence[object]) -> None:
 
 
 def external_optimizer(objects: Sequence[object], parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
-    """Why a framework itself places an optimizer's state; None when it does not."""
+    """The reason why a framework itself moves an optimizer's state; None if it does not."""
     known = [advised for each in answering("external_optimizers") for advised in each.external_optimizers]
     for obj in objects:
         if (reason := next((advised.advice for advised in known if advised.cls.is_of(obj)), None)) is not None:

@@ -20,14 +20,14 @@ class Leaf:
     """An optimizer with a state of its own."""
 
     path: str
-    """How it is reached from the registered object: "" or "chained_optimizers.1."."""
+    """The path from the registered object to the optimizer: "" or "chained_optimizers.1."."""
     optimizer: Any
     wraps: bool
-    """It holds further optimizers, so that one step of it steps them too."""
+    """Whether it holds further optimizers, so that its step steps them, too."""
 
 
 def find(root: Any) -> tuple[list[Any], list[Leaf]]:
-    """Every object on the way and every optimizer with a state of its own, inner ones before what wraps them."""
+    """Find the optimizers in an object. Returns all objects on the way, and each optimizer with a state of its own, inner ones first."""
     objects: list[Any] = []
     leaves: list[Leaf] = []
     _visit(root, "", objects, leaves, set(), set())
@@ -52,13 +52,13 @@ def _visit(obj: Any, path: str, objects: list[Any], leaves: list[Leaf], visited:
 
 
 def _wrapped(obj: Any) -> Iterator[tuple[str, Any]]:
-    if own_state(obj) is not None:  # what it holds is its own affair, and new after every load
+    if own_state(obj) is not None:  # its framework class knows its state; the inner optimizers are replaced at every load
         return
     fields = dict(getattr(obj, "__dict__", {}))
     for name in WRAPPING:
-        # Some wrappers offer what they wrap as a property.
+        # Some wrappers offer the optimizer inside as a property.
         if name not in fields and isinstance(getattr(type(obj), name, None), property):
-            with contextlib.suppress(Exception):  # Megatron's is for chains of one, and asserts that it is asked of no other
+            with contextlib.suppress(Exception):  # Megatron's property asserts that its chain has exactly one optimizer
                 fields[name] = getattr(obj, name)
     for name, value in fields.items():
         if name in WRAPPING:
@@ -76,7 +76,7 @@ def _objects_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
-    """What the optimizers step, each once, in the order of the optimizers and their groups."""
+    """The distinct parameters that the optimizers step, in the order of the optimizers and their groups."""
     distinct: dict[int, torch.Tensor] = {}
     for leaf in leaves:
         for group in leaf.optimizer.param_groups:
@@ -86,7 +86,7 @@ def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:
 
 
 def state_of(leaf: Leaf) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Tensor]]:
-    """Name, key within the parameter's state, parameter group and tensor; by parameter, then what is not kept by parameter."""
+    """The state's tensors: name, key within the parameter's state, parameter group, tensor. Those without a parameter come last."""
     state: Mapping[Any, Any] = leaf.optimizer.state
     if not state:
         return
@@ -110,7 +110,7 @@ def state_of(leaf: Leaf) -> Iterator[tuple[str, str, Mapping[str, Any], torch.Te
 
 
 def wrapper_of(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that wraps a part; None where it is the part itself."""
+    """The tensor that wraps `part`; None if `tensor` is the part itself."""
     return None if part is tensor else tensor
 
 
@@ -119,20 +119,20 @@ def _label(owner: Any) -> str:
 
 
 def is_born(optimizer: Any) -> bool:
-    """Whether an optimizer has state."""
+    """Whether an optimizer has state for any parameter."""
     return any(map(has_state, optimizer.state.values()))
 
 
 def is_all_born(optimizer: Any, given: Container[int]) -> bool:
-    """Whether an optimizer has state of every parameter that may get a gradient.
+    """Whether an optimizer has state for every parameter that may get a gradient.
 
     Args:
-        given: identities of parameters that get one without autograd (main parameters).
+        given: identities of parameters that get a gradient without autograd (main parameters).
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return all(has_state(optimizer.state.get(each, {})) for each in parameters if each.requires_grad or id(each) in given)
 
 
 def has_state(entry: Any) -> bool:
-    """Whether an entry of an optimizer's state is more than an empty place for one."""
+    """Whether an entry of an optimizer's state contains anything."""
     return bool(entry) if isinstance(entry, Mapping) else True

@@ -1,4 +1,4 @@
-"""Main parameters: what an optimizer steps in place of a model's parameters, such as float32 copies and shards of them."""
+"""Main parameters: tensors that an optimizer steps in place of the model's parameters, such as float32 copies or shards of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ _GRADIENTS = ("grad", "decoupled_grad")
 
 
 def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.Tensor]) -> Iterator[Owned]:
-    """The main parameters among the tensors that are stepped, by index, and their gradients.
+    """The main parameters among the stepped tensors, named by their index, and their gradients.
 
     Args:
-        models: by the identity of a main parameter, the model's parameter.
+        stepped: the tensors that the optimizer steps.
+        models: the model's parameter for each main parameter, by the identity of the latter.
     """
     if not models:
         return
-    with warnings.catch_warnings():  # a shard of a float32 parameter is a view inside a graph, whose `.grad` is None until the first step
+    # A shard of a float32 parameter is a view, not a leaf of autograd; torch warns about reading its `.grad` before the first step.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         found = [
             (index, main, [(name, getattr(main, name, None)) for name in _GRADIENTS])
@@ -33,6 +35,6 @@ def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.
 
 
 def storages_of(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """The storages (`_cdata`) of modules' parameters and of their gradients, wherever a framework keeps them."""
+    """The storages (`_cdata`) of modules' parameters and of their gradients (`grad` or `main_grad`)."""
     tensors = (getattr(each, name, None) for each in parameters for name in ("data", "grad", "main_grad"))
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}

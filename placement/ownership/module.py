@@ -1,4 +1,4 @@
-"""The tensors of a `torch.nn.Module`, as it is and as frameworks have wrapped and sharded it."""
+"""The tensors of a `torch.nn.Module`, whether plain, wrapped or sharded by frameworks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class ModuleAdapter(Adapter):
     The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing.
 
     Args:
-        module: A module, or what `torch.compile` made of one.
-        name: How errors name the registration.
-        compute_device: Where tensors over a range say they are (`cpu` on a simulated device).
-        external: The caller says that a framework places the bytes; then nothing is refused.
+        module: A module, or the result of `torch.compile` of one.
+        name: The handle's name, for errors.
+        compute_device: The device of loaded tensors (`cpu` on a simulated device).
+        external: Whether the caller said that a framework moves the bytes. Then nothing is refused.
 
     Raises:
         RegistrationError: a framework shards or moves the module, or a tensor of it cannot be moved as bytes.
@@ -53,17 +53,17 @@ class ModuleAdapter(Adapter):
         self._shown: dict[int, torch.Tensor] = {}
         self._steady: Steady | None = None
         self._sparse: list[weakref.ref[torch.Tensor]] = []
-        """Sparse gradients, as of the last walk."""
+        """Sparse gradients that the last walk found."""
         self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
-        """Gradients that cannot be moved, as of the last walk."""
+        """Name and tensor of gradients that cannot be moved, found by the last walk."""
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
-        """Attributes of modules in which tensors may come to lie, as of the last walk."""
+        """Identities of the lists, tuples and mappings in modules' attributes, which may come to hold tensors. From the last walk."""
         self._nests = False
-        """Whether any tensor lies in one."""
+        """Whether the last walk found a tensor in one of these."""
         self._cpu_stays = False
         self._on_device: set[str] = set()
-        """Where CPU tensors stay: names of what has lain on the accelerator. What is on the CPU under such a name was put there instead."""
+        """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a name, a tensor on the CPU must move."""
         self._frameworks: list[Framework] = frameworks_of(inner)
         self._external = "the caller says so (external=True)" if external else None
         if self._external is None:
@@ -82,9 +82,9 @@ class ModuleAdapter(Adapter):
                 raise RegistrationError(f"{name!r}: {path!r} {problem}.")
 
     def _is_mixed(self, module: torch.nn.Module) -> bool:
-        """Whether CPU tensors stay on the CPU by right: the weights already lie on the accelerator without them.
+        """Whether CPU tensors stay on the CPU on purpose, because weights of the module are on the accelerator already.
 
-        Decided once. After adoption every tensor of a module that was born on the CPU says it is on the accelerator.
+        Decided once, because after adoption every tensor of a module that was made on the CPU is on the accelerator.
         """
         weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
         return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
@@ -143,10 +143,10 @@ class ModuleAdapter(Adapter):
             each.drop_caches()
 
     def owned(self) -> Iterator[Owned]:
-        """Every tensor object, module by module in registration order: parameters with their gradients, buffers, attributes.
+        """Every tensor object, module by module in the order of the tree: parameters with their gradients, buffers, attributes.
 
-        Of a tensor that wraps others (a DTensor) those that it wraps. Gradients and tensors of a live autograd graph are loose.
-        Tensors over nothing are not among them.
+        A tensor that wraps others (a DTensor) is replaced by those that it wraps. Gradients and tensors of a live autograd graph are
+        marked as transient. Tensors without memory are left out.
 
         Raises:
             RegistrationError: a tensor that cannot be moved as bytes was added after registration.
@@ -156,7 +156,7 @@ class ModuleAdapter(Adapter):
         if module is None:
             return iter(())
         found = self._collect(module)
-        # What frameworks keep elsewhere is in no attribute of a module, and wrappers hide what they wrap.
+        # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
         if not self._frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests:
             self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
@@ -166,18 +166,18 @@ class ModuleAdapter(Adapter):
         return None if module is None or self._steady is None else self._steady.look(module)
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
-        """This one."""
+        """This adapter alone."""
         return (self,)
 
     def other_names(self) -> Mapping[str, str]:
         return self._other_names
 
     def key_objects(self) -> Sequence[Any]:
-        """The module and, for a compiled one, the module it wraps; without those that are gone."""
+        """The module and, if it is compiled, the module inside; without those that were garbage-collected."""
         return [key for key in (alive() for alive in self._keys) if key is not None]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The distinct parameters as an optimizer knows them: sharded ones whole, where `owned()` yields what they wrap."""
+        """The distinct parameters as an optimizer has them. Sharded ones appear as wrappers, while `owned()` yields the tensors inside."""
         module = self._module()
         if module is None:
             return []
@@ -185,14 +185,14 @@ class ModuleAdapter(Adapter):
         return list({id(own): own for own in (own_tensors.get(id(each), each) for each in module.parameters())}.values())
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
-        """The tensors of the module that have a gradient now, those that stay on the CPU included."""
+        """The tensors of the module that have a gradient now, including those that stay on the CPU."""
         parameters = [each for each in self.parameters() if each.grad is not None]
         known = {id(each) for each in parameters}
         return itertools.chain(parameters, (each for each in super().with_gradients() if id(each) not in known))
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes."""
         return self._device
 
     @property
@@ -208,7 +208,7 @@ class ModuleAdapter(Adapter):
         return next((reason for each in self._frameworks if (reason := each.gathers) is not None), None)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters as an optimizer knows them, each once, by the module's own names."""
+        """The parameters as an optimizer has them, each once, under the module's own names."""
         module = self._module()
         own_tensors = {} if module is None else self._own_tensors()
         seen: set[int] = set()
@@ -219,7 +219,7 @@ class ModuleAdapter(Adapter):
                 yield name, own
 
     def shows_for_now(self, tensor: torch.Tensor) -> bool:
-        """Whether the module shows a tensor only until the framework has given up what it gathered."""
+        """Whether the module has a tensor only for now: the framework gathered it for computing, and will free it."""
         return id(tensor) in self._own_tensors()
 
     def _own_tensors(self) -> dict[int, torch.Tensor]:
@@ -255,7 +255,7 @@ class ModuleAdapter(Adapter):
 
     def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str]) -> None:
         kinds = self._kinds
-        # torch.nn.Module sets its fields in one go, so whoever calls its constructor first has them first: skip them at once.
+        # torch.nn.Module's constructor sets its fields in one go, so usually they come first and can be skipped without a look at each.
         attributes = itertools.islice(fields.items(), len(_MODULE_FIELDS) - 1, None)
         if next(attributes, ("", None))[0] != _MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
@@ -288,13 +288,13 @@ class ModuleAdapter(Adapter):
             elif not self._stays(path, part):
                 if not is_plain(part, self._device):
                     raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
-                if part.numel() or part.untyped_storage().nbytes():  # an empty shard is cut from padding that has to move
+                if part.numel() or part.untyped_storage().nbytes():  # an empty shard may be a view of padding, which has to move
                     found.append(Owned(path, part, transient, wrapper))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:
             self._add_gradient(f"{name}.grad", gradient, found, seen)
 
     def _stays(self, path: str, part: torch.Tensor) -> bool:
-        """Whether a tensor is on the CPU by right."""
+        """Whether a tensor stays on the CPU on purpose (see `_is_mixed`)."""
         if not self._cpu_stays:
             return False
         if part.is_cpu:
@@ -303,7 +303,7 @@ class ModuleAdapter(Adapter):
         return False
 
     def _add_gradient(self, name: str, gradient: torch.Tensor, found: list[Owned], seen: dict[int, str]) -> None:
-        """Gradients come in whatever layout a backward pass gives them. One that cannot be moved must not keep the object where it is."""
+        """Add a gradient, which may have any layout. One that cannot be moved is noted, so that the rest of the object still moves."""
         if is_sparse(gradient):
             if (first := seen.setdefault(id(gradient), name)) is not name:
                 self._other_names[name] = first

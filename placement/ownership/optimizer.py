@@ -1,4 +1,4 @@
-"""The state tensors of an optimizer, and of the optimizers that a wrapper holds."""
+"""The state tensors of an optimizer, or of the optimizers inside a wrapper."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 
 
 class OptimizerAdapter(Adapter):
-    """The state of an optimizer: whatever tensors the optimizers found in it hold in `.state`, nested lists included.
+    """The state of an optimizer: all tensors that it, and the optimizers inside it, have in `.state`, including nested lists.
 
-    Optimizers inside a wrapper are found anew each time, in `.optimizer`, `.chained_optimizers`, `.sub_optimizers`, `.optimizers_dict`
-    and in any attribute that is a torch optimizer. The registered object is held weakly.
+    Optimizers inside a wrapper are looked for each time: in `.optimizer`, `.chained_optimizers`, `.sub_optimizers`, `.optimizers_dict`,
+    `.optim_dict`, and in any attribute that is a torch optimizer. The registered object is held weakly.
 
-    What stays on the CPU: tensors in `param_groups` (a learning rate), and the counters that torch keeps there (0-dimensional
-    `step`, unless fused or capturable). For an optimizer with a step of its own, all state that it put on the CPU beside an accelerator.
+    These tensors stay on the CPU: those in `param_groups` (a learning rate), and counters that torch keeps there (0-dimensional `step`,
+    unless fused or capturable). If the optimizer's `step` is not torch's own, all state that it put on the CPU stays there.
 
     Args:
-        optimizer: A `torch.optim.Optimizer`, or an object that holds such.
-        name: How errors name the registration.
-        compute_device: Where tensors over a range say they are (`cpu` on a simulated device).
-        external: The caller says that a framework places the state; then nothing is refused.
+        optimizer: A `torch.optim.Optimizer`, or an object that holds optimizers.
+        name: The handle's name, for errors.
+        compute_device: The device of loaded tensors (`cpu` on a simulated device).
+        external: Whether the caller said that a framework moves the state. Then nothing is refused.
 
     Raises:
-        RegistrationError: no optimizer found, a framework shards or quantises the state, or a tensor of it cannot be moved.
+        RegistrationError: no optimizer was found, a framework keeps the state in a way that is not supported, or a tensor of it cannot
+            be moved.
     """
 
     kind = "optimizer"
@@ -51,9 +52,9 @@ class OptimizerAdapter(Adapter):
         self._borrowed: list[weakref.ref[torch.Tensor]] = []
         """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of a parameter in the state."""
         self._sparse: list[weakref.ref[torch.Tensor]] = []
-        """Sparse state, as of the last walk."""
+        """Sparse state tensors that the last walk found."""
         self._unborn: tuple[Unborn, ...] = ()
-        """As far as it could be told at the last `expected_sizes`."""
+        """State still to be created, as far as the last `expected_sizes` could predict it."""
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
         is_optimizer = bool(leaves) or any(map(holds_optimizers, objects))
@@ -61,10 +62,9 @@ class OptimizerAdapter(Adapter):
         if not is_optimizer or is_scheduler or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
-                "and it is no module and no engine. "
-                f"Supported: torch.optim.Optimizer, objects that hold such in {', '.join('.' + attribute for attribute in WRAPPING)}, "
-                "torch.nn.Module, placement.Engine, and placement.Lazy. "
-                "What to do: register the optimizer itself (a scheduler stays as it is)."
+                "and it is no module and no engine. Supported: torch.optim.Optimizer, objects that hold optimizers in "
+                f"{', '.join('.' + attribute for attribute in WRAPPING)}, torch.nn.Module, placement.Engine, and placement.Lazy. "
+                "What to do: register the optimizer itself (a scheduler need not be registered)."
             )
         parameters = self.parameters()
         self._external = "the caller says so (external=True)" if external else external_optimizer(objects, parameters, self._device)
@@ -79,13 +79,13 @@ class OptimizerAdapter(Adapter):
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
 
     def owned(self) -> Iterator[Owned]:
-        """Every state tensor object once, by parameter index, then in the order of the state's keys. Creates no entry.
+        """Every state tensor object once, ordered by parameter index and then by key of the state. Creates no entries in the state.
 
-        Names are those of `state_dict()`: "state.3.exp_avg", behind the path of the optimizer in a wrapper. Tensors that share a
-        storage with a parameter are the module's.
+        Names are those of `state_dict()`, such as "state.3.exp_avg", after the optimizer's path in a wrapper. Tensors that share a
+        storage with a parameter belong to the module and are left out.
 
         Raises:
-            RegistrationError: state that cannot be moved as bytes was born after registration.
+            RegistrationError: state that cannot be moved as bytes was created after registration.
         """
         found = list(self._walk())
         self._steady = self._as_steady(found)
@@ -95,7 +95,7 @@ class OptimizerAdapter(Adapter):
         return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self._leaves()])
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
-        """What is remembered of a walk; None where the next one must be a whole one again."""
+        """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
         objects, leaves = self._look()
         optimizers = [leaf.optimizer for leaf in leaves]
         if self._external is not None or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
@@ -103,7 +103,7 @@ class OptimizerAdapter(Adapter):
         staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
         if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
             return None
-        # What is not ours for another reason than that it is a counter may become so.
+        # A tensor that does not move, and is not a counter, may have to move at the next walk.
         if not all(value.is_cpu and value.dim() == 0 for value in staying.values() if isinstance(value, torch.Tensor)):
             return None
         return SteadyState(optimizers, [each.tensor for each in owned])
@@ -140,7 +140,7 @@ class OptimizerAdapter(Adapter):
                         yield from self._plain(Owned(path, part, wrapper=wrapper_of(tensor, part)), storages)
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
-        """Momentum of sparse gradients: every step makes its storages anew, so it is as loose as these."""
+        """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
         self._sparse.append(weakref.ref(tensor))
         for path, part in sparse_parts(tensor, name):
             if self._external is None and (problem := problem_of_sparse(part, self._device)) is not None:
@@ -151,7 +151,7 @@ class OptimizerAdapter(Adapter):
         return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
 
     def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
-        """A tensor that can be moved as bytes; nothing where it has none, or has them in one of these storages."""
+        """Yield a tensor to move; nothing if it has no bytes, or if they are in one of these storages. Refuse one that cannot be moved."""
         if not is_plain(owned.tensor, self._device):
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
         if not owned.tensor.numel():
@@ -171,10 +171,10 @@ class OptimizerAdapter(Adapter):
         return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(self._look()[0]) if scalar.device == self._device)
 
     def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
-        """Whether a CPU tensor of the state is there by right.
+        """Whether a CPU tensor of the state stays on the CPU.
 
-        torch's own step functions keep nothing but counters on the CPU: any other CPU state of theirs was born before the
-        parameters came to the device, and has to follow them. What foreign step functions keep there is their affair.
+        torch's own step functions keep only counters on the CPU. Any other CPU state of theirs was created before the parameters came
+        to the device, and must follow them. Other step functions may keep state on the CPU on purpose, so it stays.
         """
         return self.is_counter(optimizer, key, group, tensor) or not self.follows(optimizer)
 
@@ -185,16 +185,16 @@ class OptimizerAdapter(Adapter):
         return value.dim() == 0 and key in _ON_CPU_UNLESS_CAPTURED and not isinstance(optimizer, torch.optim.ASGD)
 
     def follows(self, optimizer: Any) -> bool:
-        """Whether state of an optimizer that lies on the CPU goes where its parameters are, counters apart."""
+        """Whether an optimizer's state on the CPU, except counters, must move to where its parameters are."""
         step = getattr(type(optimizer), "step", None)
         return self._device.type == "cpu" or getattr(step, "__module__", "").startswith("torch.optim.")
 
     def optimizers(self) -> list[Any]:
-        """The optimizers with a state of their own, inner ones before what wraps them."""
+        """The optimizers with a state of their own, inner ones first."""
         return [leaf.optimizer for leaf in self._leaves()]
 
     def key_objects(self) -> Sequence[Any]:
-        """The registered object, then the optimizers found in it; nothing when it is gone."""
+        """The registered object, then the optimizers found in it; nothing if it was garbage-collected."""
         root = self._root()
         if root is None:
             return []
@@ -205,25 +205,26 @@ class OptimizerAdapter(Adapter):
         return self._external
 
     def follow(self, owners: Iterable[Adapter]) -> None:
-        """Learn whose parameters are stepped: where a framework places these, their state may be its affair too.
+        """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.
 
         Raises:
-            RegistrationError: for some of the modules it is, for others not.
+            RegistrationError: a framework moves the state for some of the modules, but not for others.
         """
         reasons = [owner.external_state for owner in owners]
         if self._external is not None or not any(reasons):
             return
         if not all(reasons):
             raise RegistrationError(
-                f"{self._name!r} steps parameters whose state a framework places ({next(filter(None, reasons))}) and others. What to do: "
-                "an optimizer for each, or external=True to have it tracked and never moved."
+                f"{self._name!r} steps parameters whose state a framework moves itself ({next(filter(None, reasons))}), and others. What "
+                "to do: use an optimizer for each of the two, or register it with external=True to have it tracked and never moved."
             )
         self._external = reasons[0]
 
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters that the optimizer steps, in the order of the optimizers and their groups.
 
-        Of a main parameter or a shard the module's own; of an optimizer that is sharded over ranks also those that other ranks step.
+        A main parameter or shard is replaced by the module's own parameter. If the optimizer is sharded over ranks, the parameters
+        that other ranks step are included.
         """
         objects, leaves = self._look()
         flattened = [own for each in answering("flattened_parameters") for own in each.flattened_parameters(objects)]
@@ -239,7 +240,7 @@ class OptimizerAdapter(Adapter):
         return next((reason for each in answering("optimizer_away") if (reason := each.optimizer_away(root)) is not None), None)
 
     def state_is_born(self) -> bool:
-        """Whether any optimizer found in the object has state: true from the first step, or from the constructor (Adagrad)."""
+        """Whether any optimizer found in the object has state. State comes with the first step, or with the constructor (Adagrad)."""
         return any(is_born(leaf.optimizer) for leaf in self._leaves())
 
     def state_is_all_born(self) -> bool:
@@ -247,9 +248,9 @@ class OptimizerAdapter(Adapter):
         return all(is_born(leaf.optimizer) for leaf in self._leaves())
 
     def expected_sizes(self) -> Sequence[int] | None:
-        """Bytes of each storage that steps have still to create, in parameter order; empty once all state is born.
+        """Bytes of each storage that later steps will create, in parameter order; empty once all state exists.
 
-        None when it cannot be told: LBFGS, ASGD, Adafactor, SparseAdam, and steps of users that need data.
+        None if it cannot be predicted: LBFGS, ASGD, Adafactor, SparseAdam, and users' steps that need data.
         """
         self._unborn = ()
         if self._external is not None:

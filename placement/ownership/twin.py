@@ -1,4 +1,4 @@
-"""How large an optimizer's state will be, before it is born."""
+"""Predict the size of an optimizer's state before its first step creates it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from placement.tensors.plain import nested_tensors, parts_of, reference
 
 
 class Unborn:
-    """State that steps of one optimizer have still to create, parameter by parameter: an expert's comes with its first token.
+    """State that later steps of one optimizer will create. It comes parameter by parameter: an expert's with its first token.
 
     Args:
-        sizes: bytes of each storage, by identity of the parameter that it belongs to.
+        sizes: bytes of each storage of the state, by identity of its parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[int, Sequence[int]]) -> None:
@@ -29,12 +29,12 @@ class Unborn:
 
     @property
     def num_entries(self) -> int:
-        """Entries of the optimizer's state: more of them, and something was born. Costs nothing."""
+        """The number of entries in the optimizer's state. If it grows, state was created. Costs nothing."""
         optimizer = self._optimizer()
         return 0 if optimizer is None else len(optimizer.state)
 
     def sizes(self) -> list[int]:
-        """Of the storages that are not there yet."""
+        """Bytes of each storage that does not exist yet."""
         optimizer, num_entries = self._optimizer(), self.num_entries
         if optimizer is None or (self._is_all_born and num_entries == self._num_entries):
             return []
@@ -45,10 +45,10 @@ class Unborn:
 
 
 def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> Unborn | None:
-    """What of an optimizer's state its steps will create on the device, 0-dimensional CPU tensors not counted.
+    """The state that an optimizer's steps will create on the device, without 0-dimensional CPU tensors. None if it cannot be predicted.
 
-    A twin of the same class is stepped on meta tensors: no memory, no value, no hook and no random state of the user is touched.
-    Every parameter that requires a gradient is taken to get one. None when the class cannot be stepped without data.
+    A twin of the same class is stepped on meta tensors. This touches no memory, value, hook or random state of the user. It is assumed
+    that every parameter that requires a gradient gets one. Classes that cannot be stepped without data give None.
 
     Args:
         given: identities of parameters that get a gradient without autograd (main parameters).
@@ -59,14 +59,14 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
         # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
             return Unborn(optimizer, _step_twin(optimizer, given))
-    except Exception:  # a user's class may do anything in a step; then its state is sized when it is born
+    except Exception:  # a user's class may do anything in a step; its state is then measured once it exists
         return None
     finally:
         random.setstate(python_state)
 
 
 def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> dict[int, list[int]]:
-    """Bytes of each storage, by the optimizer's own parameters."""
+    """Bytes of each storage of the state, by identity of the optimizer's parameter."""
     groups = [_twin_group(group) for group in optimizer.param_groups]
     cls: Any = type(optimizer)
     twin = cls(groups)
@@ -74,10 +74,10 @@ def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> dict[
         for parameter, source in zip(group["params"], original["params"], strict=True):
             if source.requires_grad or id(source) in given:
                 parameter.grad = torch.empty_like(parameter)
-    for name, value in vars(optimizer).items():  # what a constructor was told beside the groups (a block size)
+    for name, value in vars(optimizer).items():  # options of the constructor that are not in the groups (a block size)
         if type(value) in (bool, int, float, str) and type(vars(twin).get(name)) is type(value):
             setattr(twin, name, value)
-    # The innermost function: without the wrappers that torch's constructor puts around it, which run the user's global hooks.
+    # Call the innermost function, because the wrappers that torch's constructor puts around `step` run the user's global hooks.
     inspect.unwrap(cls.step)(twin)
     sizes: dict[int, list[int]] = {}
     seen: set[int] = set()
@@ -89,7 +89,7 @@ def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> dict[
                 if storage._cdata in seen or not (tensor.is_meta or on_device):
                     continue
                 seen.add(storage._cdata)
-                # A fused step counts in float32, whatever the default type of the process.
+                # A fused step keeps its counter in float32, whatever the default dtype of the process.
                 if size := 4 if tensor.is_cpu and original.get("fused") else storage.nbytes():
                     sizes.setdefault(id(source), []).append(size)
     return sizes
@@ -101,9 +101,9 @@ def _parts_in(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a sharded parameter, which is what its state is made like; any other parameter itself.
+    """This rank's part of a sharded parameter, whose state has the same form; any other parameter itself.
 
-    A step of DTensors may call collectives (a norm, a mean), and registering must not.
+    The part is used because a step on DTensors may call collectives (a norm, a mean), and registering must not.
     """
     parts = list(parts_of(parameter, ""))
     return parts[0][1] if len(parts) == 1 else parameter
@@ -118,7 +118,7 @@ def _twin_group(group: dict[str, Any]) -> dict[str, Any]:
             # The plain implementation makes the same state, and is the only one that runs on meta tensors.
             twin[key] = False
         elif isinstance(value, torch.Tensor):
-            twin[key] = 0.5  # Layout does not depend on a learning rate, and reading the user's could wait for the device.
+            twin[key] = 0.5  # the state's layout does not depend on a learning rate, and reading it could wait for the device
         elif key != "param_names":
             twin[key] = copy.deepcopy(value)
     return twin

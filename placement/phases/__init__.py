@@ -1,1 +1,1 @@
-"""Phases: the stack of open ones, one transition from plan to bytes, and all that is looked at on the way."""
+"""Phases: the stack of open phases, phase transitions from plan to moved bytes, and the checks on the way (leases, writes, audits)."""

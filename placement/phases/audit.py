@@ -1,4 +1,4 @@
-"""Declared against measured: snapshots, audits, integrity."""
+"""Snapshots of a manager's state, and audits, which compare the declared state with the measured one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class OtherProcesses(Protocol):
-    """Knows what other processes hold on the device."""
+    """Measures how many device bytes other processes hold."""
 
     @property
     def nbytes(self) -> int | None: ...
 
 
 class Snapshots:
-    """Takes the snapshots of one manager without holding it: who shows them to others must not keep the manager alive."""
+    """Takes the snapshots of one manager without referring to it, so that a server that shows them does not keep it alive."""
 
     def __init__(self, stack: PhaseStack, policy: str, worker_role: str, device: Device, journal: Journal) -> None:
         self._stack = stack
@@ -37,7 +37,7 @@ class Snapshots:
         self.others: OtherProcesses | None = None
 
     def take(self) -> Snapshot:
-        """Everything at this moment. Takes no lock."""
+        """The state of the manager and all handles at this moment. Takes no lock."""
         stack, journal = self._stack, self._journal
         memory = stack.executor.memory
         others = None if self.others is None else self.others.nbytes
@@ -69,7 +69,7 @@ class Snapshots:
 
 
 def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
-    """One handle now. Takes no lock: each value is read once."""
+    """The state of one handle at this moment. Takes no lock; each value is read once."""
     counters, storage = handle.counters, handle.storage
     return HandleSnapshot(
         name=handle.name,
@@ -104,10 +104,10 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
 
 
 def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Sequence[tuple[str | None, str]]) -> Audit:
-    """Compare what every handle declares with what its tensors and the device say. Enumerates tensors; not for the hot path.
+    """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
 
     Args:
-        written: by handle, what was written into offloaded memory.
+        written: handle's name and description of each write into offloaded memory.
     """
     findings: list[Finding] = []
     for handle in handles.values():
@@ -118,7 +118,8 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
     for name, what in written:
-        findings.append(Finding(handle=name, what="wrong_write", detail=f"{what}; it is lost, and the next phase transition raises it"))
+        detail = f"{what}; the written value is lost, and the next phase transition raises it"
+        findings.append(Finding(handle=name, what="wrong_write", detail=detail))
     resident = sum(handle.resident_bytes for handle in handles.values())
     lines = [f"{'handle':<24} {'state':<14} {'on device':>16} {'host copy':>16}"]
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
@@ -136,7 +137,7 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
 
 
 def chunk_bytes(handles: Iterable[Handle]) -> int:
-    """Bytes of chunks that the handles hold together (what they own in torch's memory not counted)."""
+    """Bytes of chunks that all handles together hold, without their tensors in torch's own memory."""
     return sum(handle.storage.chunk_bytes for handle in handles)
 
 
@@ -149,35 +150,35 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     except IntegrityError as error:
         yield Finding(handle=handle.name, what="leak", detail=str(error))
     if not belongs_on_device and (leftovers := handle.storage.leftovers) is not None:
-        yield Finding(handle=handle.name, what="leak", detail=f"{leftovers}, where it belongs off it")
+        yield Finding(handle=handle.name, what="leak", detail=f"{leftovers}, although it should be off the device")
     holding = handle.holding
     if holding is None:
         return
     drifted = holding.drifted()
     handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
     for name, nbytes in drifted:
-        detail = f"{name} ({nbytes:,} bytes) is not at its place any more: something moved or replaced it outside placement"
+        detail = f"{name} ({nbytes:,} bytes) is no longer at its address: something outside placement moved or replaced it"
         yield Finding(handle=handle.name, what="drift", detail=detail)
     if (detached := handle.detached_parameters()) > handle.strangers:
         detail = (
             f"it steps {detached - handle.strangers} parameter(s) that {', '.join(owner.name for owner in handle.owners)} no longer has: "
-            "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make the optimizer anew"
+            "they were replaced (load_state_dict(assign=True), a new layer), so the module does not learn. Make a new optimizer"
         )
         yield Finding(handle=handle.name, what="drift", detail=detail)
     for kind in living(handle):
-        detail = f"a {kind} that is not registered has stepped its parameters: register it, its state stays on the device in every phase"
+        detail = f"a {kind} that is not registered stepped its parameters; its state stays on the device in every phase: register it"
         yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
     handle.look_for_strays()
     if handle.stray_references:
-        detail = f"{handle.stray_references} references to its storages were held by others at the last offload ({handle.stray_names})"
+        detail = f"{handle.stray_references} references to its storages existed outside it at the last offload ({handle.stray_names})"
         yield Finding(handle=handle.name, what="stray_reference", detail=detail)
 
 
 def check_integrity(handles: Mapping[str, Handle], device: Device) -> None:
-    """Raise on the first thing that disagrees.
+    """Raise if a handle's declared bytes differ from those that it, or the device, really holds.
 
     Raises:
-        IntegrityError: with the numbers.
+        IntegrityError: the first difference, with both numbers.
     """
     for handle in handles.values():
         handle.check_integrity()

@@ -1,4 +1,4 @@
-"""The engines' part of a phase transition: they leave before any other byte moves, and come once the memory is free that others gave up."""
+"""Rollout engines in a phase transition: they are offloaded before all other handles, and loaded after these freed their memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def residency_of(handle: Handle) -> Residency:
 
 
 def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
-    """The tags of an engine that a plan has on the device."""
+    """The tags (parts of an engine's memory, such as "weights") that a plan wants on the device."""
     if not plan.on_device(handle.name):
         return frozenset()
     return plan.parts.get(handle.name, frozenset(handle.storage.tags))
 
 
 class EngineMover:
-    """Moves engines that place their own memory, for one reconciler."""
+    """Tells engines that manage their own device memory to load and offload it, for one reconciler."""
 
     def __init__(self, journal: Journal, fire: Callable[[Handle, Trigger], None], record: Record, target: Target) -> None:
         self._journal = journal
@@ -41,10 +41,10 @@ class EngineMover:
         self._record = record
         self._target = target
         self._wanted: dict[str, frozenset[str]] = {}
-        """What the load of an engine that is under way has to bring."""
+        """The tags to load for each engine that is being loaded, by its name."""
 
     def move(self, handle: Handle, trigger: Trigger) -> MoveResult:
-        """The work of `load` and `offload`, called by the handle's machine."""
+        """Do the work of `load` or `offload`. Called by the handle's state machine."""
         residency, began = residency_of(handle), time.monotonic()
         if trigger is Trigger.OFFLOAD:
             copied = residency.offload(residency.resident)
@@ -53,7 +53,7 @@ class EngineMover:
         return MoveResult(seconds=time.monotonic() - began, copied_bytes=copied)
 
     def leave(self, handle: Handle, plan: Plan) -> bool:
-        """Take off the device what the plan does not have there. Returns whether anything was."""
+        """Offload the tags that the plan does not want on the device. Returns whether there were any."""
         residency, stays = residency_of(handle), wanted_tags(handle, plan)
         if residency.resident <= stays:
             return False
@@ -64,11 +64,11 @@ class EngineMover:
         return True
 
     def lacks(self, handle: Handle, plan: Plan) -> bool:
-        """Whether the plan has more of it on the device than there is."""
+        """Whether the plan wants a tag on the device that is not there."""
         return not wanted_tags(handle, plan) <= residency_of(handle).resident
 
     def come(self, handle: Handle, plan: Plan) -> None:
-        """Bring what the plan has on the device, and the handle to its state."""
+        """Load the tags that the plan wants on the device, and bring the handle to its state."""
         wanted = self._wanted[handle.name] = wanted_tags(handle, plan)
         try:
             if self.lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
@@ -80,14 +80,14 @@ class EngineMover:
             del self._wanted[handle.name]
 
     def make_consistent(self, handle: Handle) -> None:
-        """After what was stopped half-way: the state as the tags are."""
+        """Repair the handle after an interrupted move: set its state according to the tags that are on the device."""
         residency = residency_of(handle)
         handle.broken = residency.doubt
         if residency.doubt is None and bool(residency.resident) is (handle.state is State.CPU_OFFLOADED):
             self._run(handle, (State.GPU_RESIDENT, True) if residency.resident else (State.CPU_OFFLOADED, False))
 
     def as_far_as_it_goes(self, step: Callable[[Handle, Plan], object], engines: Iterable[Handle], plan: Plan) -> list[Exception]:
-        """Every engine as far as it goes. Returns what went wrong."""
+        """Do a step (`leave` or `come`) for every engine, even if it fails for some. Returns the errors."""
         errors: list[Exception] = []
         for handle in engines:
             try:
@@ -98,12 +98,12 @@ class EngineMover:
         return errors
 
     def _run(self, handle: Handle, target: Node) -> None:
-        state = handle.state  # what the tags say is not the way: the machine goes from where it is
+        state = handle.state  # not the state that the tags say: the path must begin where the state machine is
         for trigger in path((state, state is not State.CPU_OFFLOADED), target):
             self._fire(handle, trigger)
 
     def _part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
-        """A part of an engine comes or goes: no state changes, but it is recorded as the move that it is."""
+        """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""
         began = time.monotonic()
         try:
             if (doubt := residency_of(handle).doubt) is not None:

@@ -1,4 +1,4 @@
-"""One phase transition: a plan is asked for, agreed on, leased for and carried out; or everything goes back."""
+"""One phase transition: ask the policy for a plan, agree on it with the group, lease the memory, and move the handles; or go back."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 
 class PhaseRequest(NamedTuple):
-    """A phase that is to begin."""
+    """A phase that is to begin, and the phases and keeps around it."""
 
     name: str
     only: tuple[str, ...] | None
     enclosing: Plan
-    """Where those belong that `only` leaves out, but for what is kept."""
+    """The plan for the handles that `only` leaves out, without kept handles."""
     around: tuple[OpenPhase, ...]
-    """The phases around it, outermost first."""
+    """The enclosing phases, outermost first."""
     kept: frozenset[str]
-    """What the phase before wanted kept."""
+    """Names of the handles that the phase before kept."""
 
 
 class PlanExecutor:
-    """Carries out the plans of one manager, and measures before and after. What phases are open is `PhaseStack`' affair.
+    """Carries out the plans of one manager, and measures memory before and after. `PhaseStack` keeps track of the open phases.
 
     Args:
-        lease: None where the device is not shared under leases.
+        lease: this process's share of the device; None if the device is not shared under leases.
     """
 
     def __init__(
@@ -68,14 +68,15 @@ class PlanExecutor:
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
-        """On the device although the last phase transition wanted them off it."""
+        """Handles that are on the device although the last phase transition wanted them off it."""
         self.peak_bytes = 0
+        """The largest number of device bytes that all handles together have held so far."""
 
     def advance(self, action: str, wanted: PhaseRequest) -> Plan:
-        """Make the plan for a phase and carry it out, all or nothing. The memory was measured just now.
+        """Make the plan for a phase and carry it out, all or nothing. Call `measure` first.
 
         Args:
-            action: what every rank of the group has to be about.
+            action: text that must be the same on every rank of the group, such as "enter 'train'".
         """
         name, handles = wanted.name, self._handles
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name))
@@ -84,13 +85,13 @@ class PlanExecutor:
             for handle in list(handles.values()):
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
-                    view, plan = self._ask(wanted)  # its bytes count from now on
+                    view, plan = self._ask(wanted)  # ask again, because its size is known only now
             room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1
             raise
         decisions = [_decision(handle, plan) for handle in handles.values()]
-        # An offload waits for the device anyway; what only loads, or moves nothing, must not.
+        # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
         self.writes.look(wait="offload" in decisions)
         if (written := self.writes.take()) is not None:
             raise written
@@ -103,16 +104,21 @@ class PlanExecutor:
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
-        if self._journal.num_changes != before:  # asking torch and the driver is much of what a phase transition costs that moves nothing
+        if self._journal.num_changes != before:  # measuring is a large part of the time of a phase transition that moves nothing
             self.measure()
         self.lease_client.settle(name)
         return plan
 
     def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Callable[[Plan], None] | None = None) -> None:
-        """Bring a newly registered handle where the plan of the phase that is open wants it, all or nothing; with `agree` on all ranks."""
+        """Move a newly registered handle where the plan wants it, all or nothing.
+
+        Args:
+            name: the name of the open phase.
+            agree: asks all ranks of the group for agreement; None: nobody is asked.
+        """
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
-        self.writes.look(wait=False)  # an owner may have to be loaded; what was written is raised at the next phase transition
+        self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)
@@ -120,18 +126,23 @@ class PlanExecutor:
         self.lease_client.settle(name)
 
     def retreat(self, plan: Plan, name: str, *, patiently: bool = False, load: Load = ALONE) -> list[Exception]:
-        """Bring every handle as far towards a plan as it goes, and count what stays behind.
+        """Move every handle as far towards a plan as possible, and count the handles that wrongly stay on the device.
 
         Args:
-            name: of the phase that is open afterwards.
-            patiently: other processes are waited for, where they have the memory that the plan needs.
-            load: with `TOGETHER`, `complete` is called once the other ranks of the group have said how far they came.
+            name: the name of the phase that is open afterwards.
+            patiently: wait for other processes if they hold memory that the plan needs.
+            load: with `TOGETHER`, the caller calls `complete` once the other ranks of the group have said how far they came.
+
+        Returns:
+            The errors; empty if every handle is where the plan wants it.
         """
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
         before = self._journal.num_changes
         leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
         try:
-            if self.writes.look_at_gradients() and not leaves:  # what leaves waits for the device: nothing changes under the refilling
+            # Zeroed gradients mean poison that is refilled now, and nothing may be loaded under the refilling. An offload waits for it
+            # anyway.
+            if self.writes.look_at_gradients() and not leaves:
                 self.writes.look_at_poison(wait=True)
         except Exception as error:
             failures.append(error)
@@ -146,7 +157,7 @@ class PlanExecutor:
         if self.lease_client.is_shared or self._journal.num_changes != before:
             self.measure()
         self.lease_client.settle(name)
-        self.writes.look_at_poison(wait=leaves)  # as at an entry: what moves nothing waits for nothing
+        self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures
@@ -157,15 +168,15 @@ class PlanExecutor:
 
     @property
     def memory(self) -> DeviceMemory:
-        """As measured at the last phase transition."""
+        """The device's memory as measured at the last phase transition."""
         return self.planner.memory
 
     def budget_bytes(self, name: str) -> int:
-        """Device bytes that the handles may hold together in a phase, as things are now."""
+        """Device bytes that all handles together may hold in a phase, as of now."""
         return self.lease_client.within(self.planner.budget_bytes(name))
 
     def measure(self) -> None:
-        """What others, and handles that others move, have on the device now, and the most of all handles together so far."""
+        """Measure the device's memory and the handles' bytes on it, and update the peak."""
         self.planner.memory = self._device.memory()
         for handle in self._handles.values():
             handle.measure()
@@ -182,7 +193,7 @@ class PlanExecutor:
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
     def _needed(self, wanted: PhaseRequest) -> Plan:
-        """What the phase needs of those that `only` names, and of the others the phase around it, which may have an `only` too."""
+        """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""
         needed = self.planner.needed(IDLE, None, wanted.kept)
         levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
         for index, (name, only) in enumerate(levels):
@@ -200,10 +211,10 @@ class PlanExecutor:
             raise failures[0]
 
     def _refuse_stale(self, name: str, plan: Plan) -> None:
-        """No generating with weights that were discarded.
+        """Refuse a phase that would generate with an engine whose weights were discarded.
 
         Raises:
-            EngineError: an engine's weights have not been filled since.
+            EngineError: the weights of an engine have not been published again since they were discarded.
         """
         roles = self.planner.generating(name)
         for handle in self._handles.values():
@@ -211,7 +222,7 @@ class PlanExecutor:
             if stale is not None and plan.on_device(handle.name) and (handle.role or "rollout") in roles:
                 raise EngineError(
                     f"the weights of {handle.name!r} mean nothing now, so phase {name!r} cannot use it: {stale}. Publish first: "
-                    f"with manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
+                    f"inside manager.phase('weight_sync'), pass every bucket of the actor's weights() to its update_weights()"
                 )
 
 

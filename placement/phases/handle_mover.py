@@ -1,4 +1,4 @@
-"""One transition of a handle: its bytes, its record, and what makes it whole again after it was cut short."""
+"""State transitions of handles: move the bytes, record the change, and make a handle consistent after an interrupted move."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:
-    """The node that a plan wants a handle at.
+    """The state (and whether it is on the device) that a plan wants a handle in.
 
-    A `Lazy` is built when a phase begins; one that an exit would want on the device stays off it until then.
+    A `Lazy` that is not built yet stays CPU_OFFLOADED, because only the beginning of a phase builds it.
     """
     if not handle.is_built:
         return State.CPU_OFFLOADED, False
@@ -39,14 +39,14 @@ def target_of(handle: Handle, plan: Plan) -> Node:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One transition in progress: what `after` needs to know of what `before` did."""
+    """One state transition in progress: facts that `before` leaves for `after`."""
 
     began_seconds: float = 0.0
     moved: MoveResult = field(default_factory=MoveResult)
 
 
 class HandleTransition:
-    """What the machine of one handle calls around its transitions."""
+    """The callbacks of one handle's state machine, called before and after each state transition."""
 
     def __init__(self, handle: Handle, mover: HandleMover) -> None:
         self._handle = handle
@@ -63,7 +63,7 @@ class HandleTransition:
 
 
 class HandleMover:
-    """The transitions of the handles of one device, and what they share while a phase transition is carried out."""
+    """Makes the state transitions of the handles of one device, and holds what they share during a phase transition."""
 
     def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify, annotate: Annotate) -> None:
         self._device = device
@@ -71,13 +71,13 @@ class HandleMover:
         self._strict = strict
         self._mark = marker(annotate)
         self.transition = Transition(ChunkPool(device))
-        """The present one; between two of them one that may take nothing from the driver."""
+        """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
         self.verifier = Verifier(verify)
         self.engines = EngineMover(journal, self.fire, self.record, target_of)
 
     @property
     def chunk_pool(self) -> ChunkPool:
-        """The present transition's."""
+        """The chunk pool of the phase transition that is under way."""
         return self.transition.chunk_pool
 
     def of(self, handle: Handle) -> HandleTransition:
@@ -92,26 +92,30 @@ class HandleMover:
         while_copying: Callable[[], None] = nothing,
         load: Load = ALONE,
     ) -> None:
-        """Begin a phase transition with the chunks that the one before has left; the arguments are `Transition`'s.
+        """Begin a phase transition with the chunks that the one before left. For the other arguments see `Transition`.
 
         Args:
-            room_bytes: by how much a swap may be ahead of what is on the device now.
+            room_bytes: device bytes that a swap may use in addition to those in use now.
         """
         before = self.transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
         self.transition = Transition(chunk_pool, load, dropping, while_copying, complaints=before.complaints)
 
     def forget(self) -> None:
-        """Forget the transition that is over, or was broken off, but for the chunks that were given up and for what must be raised."""
+        """Forget a phase transition that has ended or was interrupted, except for its freed chunks and for errors still to be raised."""
         self.transition = Transition(self.transition.chunk_pool, complaints=self.transition.complaints)
 
     def end(self) -> None:
-        """End the phase transition: nothing is remembered of it, and no memory is kept back."""
+        """End the phase transition: forget it, and return its chunks to the driver."""
         self.forget()
         self.chunk_pool.release()
 
     def move_at_once(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False) -> None:
-        """The bytes of every load and offload that is due, in one exchange; the transitions that follow find them moved."""
+        """Move the bytes of all loads and offloads that come next, in one exchange. The state transitions that follow move no more.
+
+        Args:
+            paths: the triggers still to fire, by handle.
+        """
         leaving = [handle for handle, triggers in paths if triggers[:1] == [Trigger.OFFLOAD] and handle.holding is not None]
         coming = [handle for handle, triggers in paths if triggers[:1] == [Trigger.LOAD] and handle.holding is not None]
         if not leaving and not coming:
@@ -123,10 +127,10 @@ class HandleMover:
                 self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
 
-    # --- one transition
+    # --- one state transition
 
     def fire(self, handle: Handle, trigger: Trigger) -> None:
-        """Make one transition, with its bytes."""
+        """Make one state transition, moving its bytes."""
         try:
             handle.machine.fire(trigger)
         except BaseException as error:
@@ -134,18 +138,18 @@ class HandleMover:
             raise
 
     def move(self, handle: Handle, trigger: Trigger) -> MoveResult:
-        """The work of one transition: bytes for `load` and `offload`, a check for the others."""
+        """Do the work of one state transition: `load` and `offload` move bytes, the others are only checked."""
         holding = handle.holding
         if handle.is_streaming and trigger in (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN):
             raise PhaseError(f"{handle.name!r} publishes from its host copy; it cannot {trigger} before it is loaded")
         if trigger is Trigger.END_STREAM and not handle.is_streaming and not handle.external:
-            raise PhaseError(f"{handle.name!r} is SYNCING on the device; it ends with {Trigger.END_SYNC}")
+            raise PhaseError(f"{handle.name!r} is SYNCING on the device; end that with {Trigger.END_SYNC}, not with {trigger}")
         if handle.residency is not None and trigger in _MOVES:
             return self.engines.move(handle, trigger)
         if holding is None or trigger not in _MOVES:
             return MoveResult()
         moved = self.transition.moved.pop(handle, None)
-        if moved is None:  # not part of a phase transition's exchange: recovery, or what the exchange could not do
+        if moved is None:  # not moved by the phase transition's exchange: this is recovery, or the exchange failed
             moved = self._exchange([handle] if trigger is Trigger.OFFLOAD else [], [handle] if trigger is Trigger.LOAD else [])[handle]
         if handle.kind == "engine" and trigger is Trigger.OFFLOAD:
             guards.install_on_new(handle)
@@ -157,7 +161,7 @@ class HandleMover:
     def _exchange(
         self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False, load: Load = ALONE
     ) -> dict[Handle, MoveResult]:
-        """Move the bytes of several handles, both directions at once. Handles that are there already have moved nothing."""
+        """Move the bytes of several handles, in both directions at once. Handles that are already there get an empty result."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
         room_bytes = min(self._device.memory().free_bytes, self.chunk_pool.room_bytes) if leaving and coming else 0
         exchange = Exchange(
@@ -180,11 +184,11 @@ class HandleMover:
             return
         for name, problem in holding.adapter.immovable():
             self.transition.complaints.append(
-                RegistrationError(f"{handle.name!r}: {name!r} {problem}. Everything else of it was offloaded; this stays where it is.")
+                RegistrationError(f"{handle.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
             )
 
     def _complain(self, handle: Handle, moved: MoveResult) -> None:
-        """Note what must be raised once the phase transition is complete."""
+        """Note errors about a move, to be raised once the phase transition is complete."""
         handle.stray_references, handle.stray_names = moved.stray_references, moved.stray_names
         if moved.rewritten_chunks:
             self.transition.complaints.append(
@@ -198,8 +202,9 @@ class HandleMover:
             self.transition.complaints.append(
                 IntegrityError(
                     f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
-                    f"on the device (share_memory(), a torch.multiprocessing queue). They have their places again, and {values}; whoever "
-                    "received the shared memory no longer follows. Share memory before registering, or send copies (clone())."
+                    "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They are back there, with "
+                    f"{values}; a process that received the shared memory no longer sees changes. Share memory before registering, or "
+                    "send copies (clone())."
                 )
             )
         if moved.stray_references and self._strict and self._last(handle):
@@ -207,17 +212,17 @@ class HandleMover:
                 IntegrityError(
                     f"{handle.stray_references} references to storages of {handle.name!r} were alive at its offload "
                     f"({handle.stray_names}). "
-                    "What they point to reads poison now. Drop them before the phase ends, or take handle.state_dict() instead."
+                    "They read poison now. Drop such references before the phase ends, or use handle.state_dict() instead."
                 )
             )
 
     def _last(self, handle: Handle) -> bool:
-        """Whether stray references of an offload are there to stay."""
+        """Whether references to an offloaded handle's storages still exist when they are looked for again."""
         handle.look_for_strays()
         return handle.stray_references > 0
 
     def record(self, handle: Handle, trigger: Trigger, source: State, target: State, began_seconds: float, moved: MoveResult) -> None:
-        """Write one state change into the journal, with the time since `began_seconds`."""
+        """Write one state change into the journal. Its duration is that of the move, else the time since `began_seconds`."""
         now = time.monotonic()
         record = Record(
             at_seconds=now,
@@ -236,10 +241,10 @@ class HandleMover:
         self._journal.record(handle.counters, record)
 
     def make_consistent(self, handle: Handle) -> None:
-        """Make what an interrupted move left behind consistent: bytes with the decision, state with the bytes, journal with the state.
+        """Repair a handle after an interrupted move: bytes follow the stored decision, the state follows the bytes, the journal the state.
 
         Raises:
-            BrokenHandleError: the device fails in the middle of it. The next phase transition tries again.
+            BrokenHandleError: the device failed meanwhile. The next phase transition tries again.
         """
         holding = handle.holding
         if handle.residency is not None:
@@ -250,7 +255,7 @@ class HandleMover:
         except Exception as error:
             handle.broken = f"the device failed while a move was being completed: {error}"
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
-        # The device answers again: nothing was lost by the error, because the decision had been stored before.
+        # The device works again. Nothing was lost by an earlier error, because the decision had been stored before it.
         if handle.residency is None:
             handle.broken = handle.storage.lost
         state, recorded = handle.state, handle.counters.state

@@ -1,4 +1,4 @@
-"""What a phase transition has to do with other processes on the same GPU; nothing where it is not shared under leases."""
+"""Leases during phase transitions: how processes on one GPU share its memory. Does nothing if the GPU is not shared under leases."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 Retreat = tuple[Plan, list[Exception]]
-"""A plan to go back to, and what was refused of another."""
+"""A plan that can be carried out now, and the errors if it is less than the plan that was asked for."""
 
 
 class _Needs(NamedTuple):
     nbytes: int
-    """To lease, in all."""
+    """Bytes to lease in total."""
     more_bytes: int
-    """That the driver has to give: what a process held that was killed may come back a moment later than its lease."""
+    """Bytes that the driver must still have free: a killed process's memory may become free a moment later than its lease."""
 
 
 class LeaseClient:
-    """The lease of one manager: taken before a byte is loaded, given back when a phase transition is over.
+    """The lease of one manager: it grows before a byte is loaded, and shrinks to what is used when a phase transition is over.
 
     Args:
-        lease: None where there is none.
-        handles: the manager's; read at each call.
-        give_way: carries out `giving_way`. Called before this process waits for others: who waits holds nothing, so that
-            two processes that swap places never wait for each other.
+        lease: this process's lease; None if the device is not shared.
+        handles: the manager's handles; read at each call.
+        give_way: carries out the plan of `giving_way`, which offloads everything. Called before this process waits for others: a
+            process that waits holds nothing, so that two processes that swap places never wait for each other.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class LeaseClient:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is a lease at all."""
+        """Whether the device is shared under leases."""
         return self._lease is not None
 
     def within(self, budget_bytes: int) -> int:
-        """A budget, never above the lease."""
+        """A budget, limited to the lease."""
         return budget_bytes if self._lease is None else min(budget_bytes, self._lease.held_bytes)
 
     def take(self, name: str, plan: Plan, room_bytes: int) -> int:
-        """Lease what a phase's plan needs, at once or after giving way to others.
+        """Lease the bytes that a phase's plan needs: at once, or else after offloading everything and waiting for other processes.
 
         Returns:
-            By how much a swap may be ahead of what is on the device now: at most `room_bytes`, and never above the lease.
+            Device bytes that a swap may use in addition to those in use now: at most `room_bytes`, and never above the lease.
 
         Raises:
-            DeviceMemoryError: the others did not leave enough in time; nothing of this process is on the device then.
-            Exception: what stopped it from giving way.
+            DeviceMemoryError: the other processes did not free enough in time. All handles of this process are offloaded then.
+            Exception: offloading everything failed.
         """
         if self._lease is None:
             return room_bytes
@@ -75,10 +75,10 @@ class LeaseClient:
         return max(0, min(room_bytes, self._lease.held_bytes - self._held_bytes() - self._planner.memory.torch_reserved_bytes))
 
     def within_reach(self, name: str, plan: Plan) -> Retreat:
-        """A plan to go back to as far as other processes leave the bytes for it now. Waits for nobody: something failed, or was stopped.
+        """A plan to go back to, reduced to what can be leased now. Does not wait for others, because a phase transition just failed.
 
         Args:
-            name: of the phase that is open then.
+            name: the name of the phase to go back to.
         """
         if self._lease is None or not (coming := self._coming(plan)) or self._take_at_once(self._lease, self._needs(name, plan)):
             return plan, []
@@ -86,7 +86,7 @@ class LeaseClient:
         return self._without_coming(plan), [DeviceMemoryError(refused)]
 
     def within_deadline(self, name: str, plan: Plan) -> Retreat:
-        """The same, but other processes are waited for."""
+        """A plan to go back to, like `within_reach`, but after waiting for other processes until the deadline."""
         if self._lease is None or not self._coming(plan):
             return plan, []
         try:
@@ -96,12 +96,12 @@ class LeaseClient:
         return plan, []
 
     def settle(self, name: str) -> None:
-        """A phase transition is over: what this process does not use in the phase, others may have. After `Planner.memory` was measured."""
+        """End a phase transition: give back the leased bytes that this process does not use in the phase. Measure memory first."""
         if self._lease is not None:
             self._lease.settle(self._held_bytes() + self._planner.working_bytes(name))
 
     def trim(self) -> None:
-        """Outside every phase, what torch's allocator has cached is the others' too."""
+        """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
         if self._lease is None:
             return
         if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
@@ -119,7 +119,7 @@ class LeaseClient:
             return
         self._give_way()
         self.settle(IDLE)
-        needs = self._needs(name, plan)  # torch's cache was trimmed, and nothing is held
+        needs = self._needs(name, plan)  # asked again, because giving way has freed the handles' memory and torch's cache
         lease.wait(needs.nbytes, what=what, is_free=lambda: self._is_free(needs))
 
     def _take_at_once(self, lease: Lease, needs: _Needs) -> bool:
@@ -135,7 +135,7 @@ class LeaseClient:
         return _Needs(wanted + self._planner.working_bytes(name), wanted - self._held_bytes())
 
     def _held_bytes(self) -> int:
-        """Device bytes that are the handles' alone, with what is to be born beside them: what they own in torch's memory counts there."""
+        """Device bytes of the handles, including optimizer state still to be created. Not counted: their tensors in torch's own memory."""
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
         return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn
@@ -153,7 +153,7 @@ class LeaseClient:
 
 
 def giving_way(handles: Mapping[str, Handle]) -> Plan:
-    """Everything off the device, but what cannot be had back: the weights of an engine that would discard them."""
+    """The plan that offloads everything, except weights that an engine would discard, because they could not be loaded again."""
     targets: dict[str, State] = {}
     parts: dict[str, frozenset[str]] = {}
     for name, handle in handles.items():

@@ -1,6 +1,6 @@
-"""The phases that are open: who holds each, what it asked for, and how they nest.
+"""Open phases: their holder, arguments and plan, and the check that they nest.
 
-A phase belongs to the thread or asyncio task that opened it. `Manager.enter` opens one that belongs to nobody, for frameworks
+A phase belongs to the thread or asyncio task that opened it. `Manager.enter` opens a phase that belongs to none, for frameworks
 whose hooks run in different threads.
 """
 
@@ -16,7 +16,7 @@ from placement.core.states import Plan
 
 
 def here() -> Any:
-    """The asyncio task that runs now, or the thread where there is none."""
+    """The asyncio task that runs now; outside asyncio the current thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -32,7 +32,7 @@ def describe(holder: Any) -> str:
 
 @dataclass(eq=False, slots=True)
 class OpenPhase:
-    """One open phase. Replaced as a whole by a switch, so that the stack changes by single stores."""
+    """One open phase. A switch replaces the whole object, so that an interrupt never finds a half-changed phase."""
 
     name: str
     only: tuple[str, ...] | None
@@ -40,13 +40,13 @@ class OpenPhase:
     holder: Any
     kept: set[str] = field(default_factory=set)
     torch_reserved_bytes: int = 0
-    """What torch's allocator had at the entry."""
+    """Device bytes that torch's allocator had reserved when the phase was entered."""
     is_abandoned: bool = False
-    """Its `PhaseContext` was dropped while phases were open inside; it closes when they do."""
+    """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
 
 
 class Opener(Protocol):
-    """What opens a phase and closes it: a `PhaseContext`."""
+    """The interface of `PhaseContext`, which opens and closes a phase."""
 
     _open: OpenPhase | None
 
@@ -55,12 +55,12 @@ class Opener(Protocol):
 
 
 def innermost(stack: tuple[OpenPhase, ...]) -> str | None:
-    """The name of the phase that encloses what lies above these; None outside every phase."""
+    """The name of the innermost of these phases; None if there is none."""
     return stack[-1].name if stack else None
 
 
 def check_holder(stack: tuple[OpenPhase, ...], name: str) -> None:
-    """Phases nest in one thread or task; a task also in what the thread that runs its loop had opened before.
+    """Refuse to open phase `name` unless all open phases belong to this task, to this thread, or to nobody.
 
     Raises:
         PhaseError: another thread or task holds a phase.
@@ -70,5 +70,5 @@ def check_holder(stack: tuple[OpenPhase, ...], name: str) -> None:
         if each.holder is not None and each.holder is not me and each.holder is not threading.current_thread():
             raise PhaseError(
                 f"{describe(me)} wants phase {name!r} while {describe(each.holder)} holds phase {each.name!r}: one manager is in one phase "
-                "at a time. Use enter() and leave() if one phase is meant to span threads."
+                "at a time. Use enter() and leave() for a phase that spans threads."
             )

@@ -1,4 +1,4 @@
-"""The objects that `manager.phase(...)` and its `with` statement give."""
+"""Phases as the user sees them: `manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def checked(name: str) -> str:
-    """A phase's name.
+    """Return a phase's name.
 
     Raises:
-        TypeError: it is no string.
+        TypeError: it is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"a phase has a string for a name, not {name!r}")
@@ -28,10 +28,10 @@ def checked(name: str) -> str:
 
 
 def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
-    """`only=` as a tuple of names.
+    """Return `only=` as a tuple of names.
 
     Raises:
-        TypeError: a single string, whose letters would be taken for names, or what is neither a name nor a handle.
+        TypeError: `only` is a single string (its letters would be taken for names), or contains neither names nor handles.
     """
     if isinstance(only, str):
         raise TypeError(f"only= takes a list of names: only=[{only!r}]")
@@ -45,10 +45,10 @@ def names_of(only: Iterable[str | Handle] | None) -> tuple[str, ...] | None:
 
 
 class Phase:
-    """An open phase, as `with manager.phase(...) as phase` gives it.
+    """An open phase, from `with manager.phase(...) as phase`.
 
-    It does not hold the phase open. The `with` statement alone does: an interrupt can end that before a line of `__exit__` has run, and
-    then the phase is left as soon as the statement is gone, although the caller's variable lives on.
+    This object does not keep the phase open, only the `with` statement does. The reason: an interrupt can end the statement before a
+    line of `__exit__` has run. The phase is then left although the variable `phase` still exists.
     """
 
     def __init__(self, context: PhaseContext, name: str) -> None:
@@ -60,7 +60,7 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """The phase that is open now, after every switch; the first one before and afterwards."""
+        """The name of the phase, which `switch` changes. Before it is entered and after it is left: the first name."""
         context = self._context()
         return self._first_name if context is None or context._open is None else context._open.name
 
@@ -84,27 +84,41 @@ class Phase:
             context._stack.leave(context, error)
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
-        """End this phase and begin `name` in one phase transition: what both need stays, and both directions of the link are used.
+        """End this phase and begin phase `name` in its place, in one phase transition.
+
+        Handles that both phases need stay on the device; the others are offloaded and loaded at the same time. If this fails, the phase
+        stays open as it was.
+
+        Args:
+            name: one of `placement.PHASES`, or a key of `Settings.phases`.
+            only: handles or their names that the new phase concerns, see `Manager.phase`.
 
         Raises:
-            PhaseError: the phase is not open, or another is open inside it.
-            Exception: what stopped the phase transition; this phase goes on as it was.
+            PhaseError: this phase is not open, or another phase is open inside it.
+            PolicyError: the policy gave no valid plan for the new phase.
+            DeviceMemoryError: the plan does not fit the budget.
+            Exception: another error stopped the phase transition.
         """
         with self._in_open(f"switch to {name!r}") as context:
             context._stack.switch(context, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
-        """Leave a handle on the device at the end of this phase, for the next one.
+        """Keep a handle on the device when this phase ends, so that the next phase finds it there.
 
-        The next phase's plan takes it over, or it is offloaded there and counted as an expired keep.
+        If the next phase's plan does not want the handle on the device, it is offloaded then and counted as an expired keep.
+
+        Args:
+            handle: the handle or its name.
+
+        Raises:
+            PhaseError: this phase is not open, or no handle has this name.
         """
         context = self._require_open("keep a handle")
         context._stack.keep(context, handle if isinstance(handle, str) else handle.name)
 
     @contextmanager
     def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
-        """While one phase transition of the open phase is tried. The ranks of a group hear of whatever stops it, see
-        `PhaseStack.attempt`."""
+        """Try a phase transition of this open phase in the block. A failure is told to the group, see `TransitionLock.attempt`."""
         context = self._context()
         if context is None:
             raise self._was_over(what)
@@ -124,13 +138,13 @@ class Phase:
 
     def _was_over(self, what: str) -> PhaseError:
         return PhaseError(
-            f"cannot {what}: phase {self._first_name!r} is not open, it was left before. It ends when nobody holds what "
-            "manager.phase() returned: a with statement does; who calls __enter__() by hand has to, until __exit__()."
+            f"cannot {what}: phase {self._first_name!r} is not open, it was left before. A phase is left when the object that "
+            "manager.phase() returned is garbage-collected: use a with statement, or keep that object until you call its __exit__()."
         )
 
 
 class PhaseContext(Phase):
-    """A phase before it is entered and while it is open. Made by `Manager.phase`; entered once; left when nobody holds it any more."""
+    """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
 
     def __init__(self, stack: PhaseStack, name: str, only: Iterable[str | Handle] | None, holder: Any, keeps_alive: object = None) -> None:
         self._open: OpenPhase | None = None
@@ -145,7 +159,7 @@ class PhaseContext(Phase):
         self._was_entered = False
 
     def _context(self) -> PhaseContext:
-        return self  # also where a collection has cleared the weak references to it already
+        return self  # not through the weak reference, which a garbage collection may have cleared before it calls __del__
 
     def __del__(self) -> None:
         if self._open is not None:

@@ -1,7 +1,7 @@
-"""The only actuator: bring every handle to the state that a plan names.
+"""The reconciler brings every handle to the state that a plan names. Nothing else moves handles.
 
-Level-based and idempotent: it looks at where the handles are, not at how they came there. `advance` is all or nothing and
-serves entries and switches; `retreat` takes every handle as far as it goes and serves exits, errors and recovery.
+It is idempotent and looks only at where the handles are now, not at how they came there. `advance` is all or nothing; it is used to
+enter and switch phases. `retreat` moves every handle as far as possible; it is used to leave phases, after errors, and for recovery.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.LOAD,),
     tuple(Trigger),
 )
-"""The order of a phase transition: what ends, what leaves, what comes, what begins. The bytes of the two in the middle move together."""
+"""The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
 
 
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 
 
 def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handle]]:
-    """Those whose bytes we move, and the engines that do it themselves."""
+    """Split handles into those whose bytes placement moves, and engines that move their own bytes."""
     others = {name: handle for name, handle in handles.items() if handle.residency is None}
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
 def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
-    """Whether there is nothing to do at all. With an engine among them never: it is asked."""
+    """Whether all handles are where the plan wants them, with nothing to repair."""
     return all(handle.is_consistent and handle.node == target_of(handle, plan) for handle in handles.values())
 
 
 def _nobody(_: Plan) -> None:
-    """In place of a group's agreement, where there is none to be had."""
+    """Used in place of a group's agreement if there is no group."""
 
 
 class Reconciler:
@@ -68,25 +68,25 @@ class Reconciler:
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
-        Engines that place their own memory go first and come last: the one when no other rank takes what they hold, the other
-        when every rank has given to the driver what they need. What fails does not bring them back; the retreat after it does.
+        Engines that manage their own memory are offloaded first, and loaded last, after every rank has returned the memory that they
+        need to the driver. A failure does not bring engines back; the retreat that follows does.
 
         Args:
-            room_bytes: what the budget leaves beside what the handles hold now: a swap may be ahead by that much.
-            agree: called when everything has moved and could still go back without asking anybody for memory; what it raises
-                makes it go back, but for CoordinatorLost, which leaves everything as it is. Again for each step of engines. None:
-                nobody is asked, and what ranks share is loaded by this one alone.
-            begin: called before each further step, with what it is.
+            room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
+            agree: asks the group. Called when everything has moved and can still go back without new memory, and again after each
+                step with engines. If it raises, everything goes back, except on CoordinatorLost, which leaves everything as it is.
+                None: nobody is asked, and this rank loads shared handles alone.
+            begin: called before each further step, with its description.
 
         Raises:
-            Exception: what stopped it. Each handle is then in its source state or, where its memory could not be had back, in
-                its target state; complete either way.
+            Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
+                back, in its target state.
         """
         if agree is None and _is_there(handles, plan):
             self._rest(handles)
             return
         for error in self._settle_all(handles):
-            if not isinstance(error, BrokenHandleError):  # a broken handle stops only who needs to move it
+            if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
         handles, engines = _apart(handles)
         load, agree = ALONE if agree is None else TOGETHER, agree or _nobody
@@ -102,7 +102,7 @@ class Reconciler:
             agree(plan)
             self._complete(handles.values(), load)
             self._finish(handles.values())
-        except CoordinatorLost as lost:  # what was given up stays ours, for whoever goes back later
+        except CoordinatorLost as lost:  # keep the freed chunks, so that going back later needs no new memory
             try:
                 self._complete(handles.values(), ALONE)
             except Exception as error:
@@ -119,11 +119,11 @@ class Reconciler:
             for engine in engines:
                 self._engines.come(engine, plan)
             agree(plan)
-        for engine in engines:  # and what changes state alone
+        for engine in engines:  # engines that only change state, without loading anything
             self._engines.come(engine, plan)
 
     def _complete(self, handles: Iterable[Handle], load: Load) -> None:
-        """Decide the loads that waited for the decision of the group. With `TOGETHER`, every rank of it does this now."""
+        """Commit the loads that waited for the decision of the group. With `TOGETHER`, every rank must call this now."""
         for handle in handles:
             if (holding := handle.holding) is not None and not holding.is_complete:
                 load.finish(holding)
@@ -132,12 +132,12 @@ class Reconciler:
                 holding.make_consistent(self._mover.chunk_pool)
 
     def _rest(self, handles: Mapping[str, Handle]) -> None:
-        """Nothing moves. What a phase transition without a decision has left in the chunk pool goes back to the driver, as at any other."""
+        """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
         self._finish(handles.values())
         self._mover.end()
 
     def _finish(self, handles: Iterable[Handle]) -> None:
-        """The phase transition is carried out: what it means for gradients that stay on the device, and for host copies that are new."""
+        """After the moves: drop gradients on the device that the plan drops, and note new host copies for verification."""
         for handle in handles:
             holding = handle.holding
             if (
@@ -153,14 +153,14 @@ class Reconciler:
     def retreat(
         self, handles: Mapping[str, Handle], plan: Plan, *, load: Load = ALONE, while_copying: Callable[[], None] = nothing
     ) -> list[Exception]:
-        """Bring every handle as far towards its target as it goes.
+        """Bring every handle as far towards its target as possible.
 
         Args:
-            while_copying: called while bytes are on their way to the host, if any are.
-            load: with `TOGETHER` the ranks of the group are asked whether all of them came so far, and `complete` is called afterwards.
+            load: with `TOGETHER`, the caller asks the ranks of the group afterwards how far they came, and then calls `complete`.
+            while_copying: called once while bytes are being copied to the host, if any are.
 
         Returns:
-            What went wrong; empty when every handle is at its target.
+            The errors; empty if every handle is at its target.
         """
         if _is_there(handles, plan):
             self._rest(handles)
@@ -168,15 +168,15 @@ class Reconciler:
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
         errors += self._retreat_others(others, plan, load, while_copying)
-        # One that could not leave is not asked again, and waited for again, at the same phase transition.
+        # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
 
     def complete(self, handles: Mapping[str, Handle], load: Load) -> list[Exception]:
-        """After a retreat of ranks together: decide the loads that waited for the others. Returns what went wrong.
+        """Commit the loads that waited for other ranks after a retreat. Returns the errors.
 
         Args:
-            load: `TOGETHER` where all of them came so far; with `ALONE` this rank gets what is missing by itself.
+            load: `TOGETHER` if all ranks came so far; with `ALONE`, this rank loads the missing parts by itself.
         """
         try:
             self._complete(handles.values(), load)
@@ -200,7 +200,7 @@ class Reconciler:
                     errors.append(error)
             for step in _STEPS:
                 if step is _STEPS[1]:
-                    with contextlib.suppress(Exception):  # one that cannot move must not keep the others: then each by itself
+                    with contextlib.suppress(Exception):  # if one handle cannot move, the others must: then each moves by itself below
                         self._mover.move_at_once(paths, early_release=True)
                 for handle, triggers in paths:
                     try:
@@ -216,7 +216,7 @@ class Reconciler:
         return errors + self._mover.transition.take_complaints()
 
     def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
-        """Fire every handle's path in an order that frees before it loads."""
+        """Fire the triggers on every handle's path, in an order that frees memory before loading."""
         paths: list[tuple[Handle, list[Trigger]]] = []
         for handle in handles:
             wanted = list(path(handle.node, target(handle)))
@@ -233,15 +233,16 @@ class Reconciler:
         """Fire the triggers of a path that belong to this step, taking them off the list."""
         while triggers and triggers[0] in step:
             trigger = triggers.pop(0)
-            # State that a first step has born lies in torch's memory until the first offload: it has to count where that is to come.
+            # State that an optimizer's first step created is in torch's own memory until the first offload. If no offload follows now,
+            # it has to be counted there.
             if trigger in _END_OF_TRAINING and triggers[:1] != [Trigger.OFFLOAD]:
                 handle.storage.measure_unadopted()
             self._mover.fire(handle, trigger)
 
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
-        """Settle every handle, as far as it goes. Returns what went wrong."""
+        """Repair every handle after interrupted moves. Returns the errors."""
         errors: list[Exception] = []
-        for handle in sorted(handles.values(), key=lambda each: each.node[1]):  # who gives memory up before who needs it back
+        for handle in sorted(handles.values(), key=lambda each: each.node[1]):  # handles that free memory before those that need it
             try:
                 self._mover.make_consistent(handle)
             except Exception as error:
@@ -249,11 +250,11 @@ class Reconciler:
         return errors
 
     def _go_back(self, handles: Mapping[str, Handle], sources: Mapping[str, Node], cause: BaseException) -> None:
-        """After a failed phase transition: every handle consistent first, then back to its source, with the chunks that were given up."""
+        """After a failed phase transition: repair every handle, then bring it back to its source state, using the freed chunks."""
         for holding in self._mover.transition.dropping:
             if not holding.on_device:
-                cause.add_note(f"placement: the gradients of {holding.name!r} had been dropped by then, as the plan says")
-        self._mover.begin()  # with the chunks that were given up, which are enough
+                cause.add_note(f"placement: the gradients of {holding.name!r} are lost: the plan drops them, and that was done before")
+        self._mover.begin()  # takes over the freed chunks, which are enough
         for error in self._settle_all(handles):
             cause.add_note(f"placement: {error}")
         try:
@@ -261,10 +262,10 @@ class Reconciler:
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(handles)
-        self._mover.transition.take_complaints()  # about what was undone
+        self._mover.transition.take_complaints()  # they are about moves that were undone
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:
-    """Whose gradients the plan drops as it takes them out of TRAINING."""
+    """The storages that the plan takes out of TRAINING, dropping their gradients."""
     leaving = [h for h in handles if h.name in plan.dropped and h.state is State.TRAINING]
     return tuple(h.holding for h in leaving if h.holding is not None and target_of(h, plan)[0] is not State.TRAINING)

@@ -1,4 +1,4 @@
-"""Phase transitions: the stack of open phases, the plans, and what happens when one begins, gives way to another, or ends."""
+"""The stack of open phases, with their plans; entering, switching and leaving a phase."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 _GONE = (
-    "%r is registered no more: its object (kind %s) was garbage-collected, because nobody held it. Keep a reference to what you register; "
-    "where it is meant to go, call unregister() first"
+    "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing referred to it. Keep a reference to "
+    "registered objects; to drop one on purpose, call unregister() first"
 )
 
 
 class PhaseStack:
-    """Everything about one manager that changes at a phase transition. Public names are used by the manager and by `Phase`."""
+    """The open phases and kept handles of one manager, and the phase transitions that change them. Used by `Manager` and `Phase`."""
 
     def __init__(
         self,
@@ -59,13 +59,14 @@ class PhaseStack:
         self._planner = self.executor.planner
         self.lock = TransitionLock(device, self._vote, self._sweep, lambda: all(each.is_abandoned for each in self.open_phases))
         self.is_closing = False
-        """Whether the manager is going: objects that are gone by now went with it, and nobody has to be told."""
+        """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
         self.open_phases: tuple[OpenPhase, ...] = ()
         self.kept: frozenset[str] = frozenset()
+        """Names of the handles that `Phase.keep` carries from the last phase into this one."""
 
     @property
     def phase_name(self) -> str:
-        """The innermost open phase; "idle" outside every phase."""
+        """The name of the innermost open phase; "idle" outside every phase."""
         return _named(self.open_phases)
 
     def enter(self, phase: Opener, name: str, only: tuple[str, ...] | None, holder: Any) -> None:
@@ -76,7 +77,7 @@ class PhaseStack:
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
-                self.executor.measure()  # what others freed or took since the last phase transition
+                self.executor.measure()  # others may have freed or taken memory since the last phase transition
                 plan = self.executor.advance(describe("enter", name, only), PhaseRequest(name, only, enclosing, open_phases, kept))
                 self._expire_keeps(plan)
                 opened = OpenPhase(name, only, plan, holder, torch_reserved_bytes=self.executor.memory.torch_reserved_bytes)
@@ -134,7 +135,7 @@ class PhaseStack:
                 failures += self.executor.retreat(plan, _named(below), patiently=is_patient, load=TOGETHER if error is None else ALONE)
                 failures = self._vote.left(describe("leave", opened.name, None), plan, failures, error)
                 failures += self.executor.complete(ALONE if failures else TOGETHER)
-            except BaseException as stopped:  # an interrupt in the middle of leaving: leave first, then let it out
+            except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:
                     self._expire_keeps()
                     self.executor.retreat(self._plan_after(below)[0], _named(below))
@@ -154,7 +155,7 @@ class PhaseStack:
         opened.kept.add(name)
 
     def _raise_after(self, name: str, failures: list[Exception], error: BaseException | None) -> None:
-        """What went wrong at an exit: a note on the user's exception where one is on its way, else raised."""
+        """Report the failures of leaving phase `name`: as notes on the user's exception `error`, or by raising if there is none."""
         if not failures:
             return
         if error is not None:
@@ -166,47 +167,50 @@ class PhaseStack:
         raise first
 
     def _went_back(self, error: BaseException, plan: Plan) -> None:
-        """An entry or a switch failed: everything to where it was, and every rank of the group with it.
+        """Undo a failed entry or switch: move every handle to where it was before (`plan`), and tell the ranks of the group.
 
         Raises:
-            GroupError: what every rank raises in place of `error`.
+            GroupError: every rank of the group raises it in place of `error`.
         """
         if isinstance(error, CoordinatorLost):
-            return  # neither forward nor back: the others may have entered
+            return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
         self._note(error, self.executor.retreat(plan, self.phase_name))
         if (told := self._vote.failed(error)) is not None:
             raise told from error
 
     def _note(self, error: BaseException, failures: list[Exception]) -> None:
         for failure in failures:
-            with suppress(Exception):  # a frozen dataclass takes no note
+            with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
                 error.add_note(f"placement: {type(failure).__name__}: {failure}")
 
     # --- where everything belongs
 
     def _plan_after(self, below: tuple[OpenPhase, ...]) -> tuple[Plan, list[Exception]]:
-        """The enclosing plan, and what kept the policy from giving one: then everything goes off the device."""
+        """The plan that applies after leaving to `below`. If the policy gives none: a plan that offloads everything, and the error."""
         try:
             return self._plan_around(below), []
         except PolicyError as error:
             return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
 
     def base_plan(self) -> Plan:
-        """Where everything belongs now: the innermost open phase's plan, outside every phase the idle plan, and what is kept."""
+        """The plan that applies now, kept handles included: that of the innermost open phase, or the idle plan outside every phase."""
         return self._with_kept(self._plan_around(self.open_phases))
 
     def _plan_around(self, below: tuple[OpenPhase, ...]) -> Plan:
-        """Where everything belongs while these are open, but for what is kept."""
+        """The plan that applies while the phases `below` are open, without kept handles."""
         return below[-1].plan if below else self._planner.idle(self.kept)
 
     def _with_kept(self, plan: Plan) -> Plan:
         return plan_checks.with_kept(plan, self.kept, self._handles)
 
     def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
-        """Bring a newly registered handle where the present phase wants it; with `agree`, if the ranks of the group agree.
+        """Move a newly registered handle where the open phase wants it.
+
+        Args:
+            agree: asks the ranks of the group for agreement, for a replicated handle; None: this process decides alone.
 
         Raises:
-            Exception: what stopped it; the open phases do not know the handle then.
+            Exception: the error that stopped the move. The plans of the open phases are then as before, without the handle.
         """
         open_phases = self.open_phases
         plans = [each.plan for each in open_phases]
@@ -219,11 +223,11 @@ class PhaseStack:
             raise
 
     def rejoin(self, group: Group) -> None:
-        """See `Manager.rejoin`; the handles are in line afterwards.
+        """See `Manager.rejoin`.
 
         Raises:
             PhaseError: a phase is open.
-            Exception: a handle could not be brought in line. The old group stays.
+            Exception: a handle could not be moved where it belongs. The old group stays in use.
         """
         if self.open_phases:
             raise PhaseError(f"phase {self.phase_name!r} is open; leave it before rejoin()")
@@ -235,7 +239,7 @@ class PhaseStack:
         self._planner.least = None
 
     def forget(self, handle: Handle) -> None:
-        """Take a handle out of everything."""
+        """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""
         self._look_for_writes(wait=False)
         self.registry.remove(handle)
         for other in self._handles.values():
@@ -248,13 +252,12 @@ class PhaseStack:
         self.executor.lease_client.settle(self.phase_name)
 
     def _look_for_writes(self, *, wait: bool) -> None:
-        """Before somebody leaves, whose gradients may have been zeroed and whose memory written. The next phase transition of a phase
-        raises it."""
-        with suppress(Exception):  # a device beyond use has nothing to say, and what lies on the host can leave
+        """Look for writes into a handle's offloaded memory before it is forgotten. The next phase transition raises what is found."""
+        with suppress(Exception):  # a broken device cannot answer, and values on the host can be handed back without it
             self.executor.writes.look(wait=wait)
 
     def close(self) -> None:
-        """Forget every handle, optimizers first, and give the device back. Idempotent, also after an interrupt.
+        """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an interrupt.
 
         Raises:
             PhaseError: a phase is open.
@@ -278,7 +281,7 @@ class PhaseStack:
             self.is_closing = False
 
     def _extend_plans(self, handle: Handle) -> None:
-        """Give a new handle its target in every open phase, and its owners theirs: an optimizer makes them trained modules."""
+        """Add a new handle to the plan of every open phase. Its owners are planned anew, too: with an optimizer they can be trained."""
         joining = {handle.name, *(owner.name for owner in handle.owners)}
         below = self._planner.idle(self.kept)
         for index, each in enumerate(self.open_phases):
@@ -307,20 +310,20 @@ class PhaseStack:
         self._planner.over(opened.name)
 
     def _worth_keeping(self, opened: OpenPhase) -> frozenset[str]:
-        """What the phase wanted kept and is on the device: a keep carries residency, it loads nothing."""
+        """Names of handles that the phase keeps and that are on the device. A keep carries residency over; it loads nothing."""
         return frozenset(name for name in opened.kept if name in self._handles and self._handles[name].node[1])
 
     def _expire_keeps(self, plan: Plan | None = None) -> None:
-        """Keeps live for one phase transition: what its plan did not take over has expired."""
+        """End all keeps, which last for one phase transition. Count those that its plan did not take over as expired."""
         for name in self.kept:
             if plan is None or name not in plan.targets or not plan.on_device(name):
                 self._journal.expired_keeps += 1
         self.kept = frozenset()
 
-    # --- what went away by itself
+    # --- phases and objects that were garbage-collected
 
     def abandon(self, phase: Opener) -> None:
-        """A phase's context was dropped while open (a generator never finished): leave it, now or at the next phase transition."""
+        """Leave a phase whose context was garbage-collected while open (a generator that never finished), now or at the next transition."""
         opened = phase._open
         if opened is None or os.getpid() != self.lock.pid or sys.is_finalizing():
             return
@@ -328,14 +331,14 @@ class PhaseStack:
         self.lock.sweep_if_free()
 
     def _leave_inner(self, phase: Opener) -> None:
-        """An exception passes through a phase: what is open inside cannot be left by its own `with` any more."""
+        """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""
         if phase._open in self.open_phases:
             for inner in self.open_phases[self.open_phases.index(phase._open) + 1 :]:
                 inner.is_abandoned = True
             self._sweep_abandoned()
 
     def _is_around_others(self, phase: Opener) -> bool:
-        """A generator was closed while its caller has phases open: then its own ends with the last of them."""
+        """Whether a closed generator's phase has phases of the generator's caller open inside. It then ends with the last of these."""
         if phase._open not in self.open_phases[:-1] or self.open_phases[-1].holder is None:
             return False
         self.open_phases[self.open_phases.index(phase._open)].is_abandoned = True
@@ -348,10 +351,10 @@ class PhaseStack:
     def _sweep_abandoned(self) -> None:
         while self.open_phases and self.open_phases[-1].is_abandoned:
             gone, below = self.open_phases[-1], self.open_phases[:-1]
-            self._expire_keeps()  # this exit offloads what a phase inside had kept, and carries nothing of its own
+            self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
             failures = self.executor.retreat(self._plan_after(below)[0], _named(below))
             self._vote.abandoned(gone.name)
-            self.open_phases = below  # only now: what an interrupt stops is done again at the next phase transition
+            self.open_phases = below  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(self.phase_name)
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
@@ -363,9 +366,9 @@ class PhaseStack:
                 if not self.is_closing:
                     logger.warning(_GONE, handle.name, handle.kind)
                 self.forget(handle)
-            self._gone.popleft()  # only now: what failed is done again at the next phase transition
+            self._gone.popleft()  # last, so that after a failure the next phase transition does this again
         for handle in [each for each in self._handles.values() if each.storage.is_leaving]:
-            self.forget(handle)  # an interrupt had stopped it
+            self.forget(handle)  # an interrupt stopped an earlier attempt
 
     def known(self, name: str) -> Handle:
         handle = self._handles.get(name)
@@ -375,5 +378,5 @@ class PhaseStack:
 
 
 def _named(open_phases: tuple[OpenPhase, ...]) -> str:
-    """The phase that one is in while these are open."""
+    """The name of the innermost of these phases; "idle" if there is none."""
     return open_phases[-1].name if open_phases else IDLE

@@ -15,22 +15,22 @@ from placement.storage.transfer.result import MoveResult
 
 @dataclass(eq=False, slots=True)
 class Transition:
-    """What one phase transition may use, and what it has done so far. Made at its beginning and dropped at its end."""
+    """The resources and results of one phase transition. Made at its beginning and dropped at its end."""
 
     chunk_pool: ChunkPool
-    """Chunks that storages have given up, and how many bytes more the driver may be asked for."""
+    """Chunks that storages have freed, and how many more bytes the driver may be asked for."""
     load: Load = ALONE
-    """Over which links the bytes come that this transition loads."""
+    """The way in which bytes are loaded: by this rank alone, or by all ranks that share a handle together."""
     dropping: tuple[ManagedStorage, ...] = ()
-    """The storages whose gradients die as they leave TRAINING."""
+    """The storages whose gradients the plan drops when they leave TRAINING."""
     while_copying: Callable[[], None] = nothing
-    """Called once, while bytes are on their way to the host."""
+    """Called once, while bytes are being copied to the host."""
     moved: dict[Handle, MoveResult] = field(default_factory=dict)
-    """What the exchange has moved, until the state transition of each handle takes its part over."""
+    """Results of the exchange, by handle. The state transition of a handle takes its result out."""
     complaints: list[Exception] = field(default_factory=list)
-    """Errors to raise once the transition is complete: raised at once they would leave a handle half-way."""
+    """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
 
     def take_complaints(self) -> list[Exception]:
-        """The complaints, which are the caller's from now on."""
+        """Return the complaints and forget them here."""
         complaints, self.complaints = self.complaints, []
         return complaints

@@ -16,12 +16,12 @@ from placement.group.vote import GroupVote
 
 
 class TransitionLock:
-    """The lock of one manager.
+    """The lock of one manager. It is held during every phase transition.
 
     Args:
-        vote: tells the ranks of the group about transitions that failed here.
-        sweep: leaves abandoned phases and forgets collected objects; called at the beginning of every transition.
-        is_outside: whether no phase is open, so that this rank may come late to what the others do.
+        vote: tells the ranks of the group about phase transitions that failed here.
+        sweep: leaves abandoned phases and forgets garbage-collected objects. Called at the beginning of every phase transition.
+        is_outside: whether no phase is open. Then this rank may have missed phase transitions of the other ranks.
     """
 
     def __init__(self, device: Device, vote: GroupVote, sweep: Callable[[], None], is_outside: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ class TransitionLock:
         self._is_outside = is_outside
         self._lock = threading.RLock()
         self._is_busy = False
-        """Whether a transition is under way. What runs inside it (a policy, a factory, a collection) must not begin another."""
+        """Whether a phase transition is under way. Code that runs inside it (a policy, a factory, a finalizer) must not begin another."""
         self.pid = os.getpid()
         self.is_closed = False
 
@@ -39,16 +39,16 @@ class TransitionLock:
     def attempt(
         self, vote: GroupVote | None = None, *, begins: bool = False, own: bool = False, error: BaseException | None = None
     ) -> Iterator[None]:
-        """Tell every rank of the group, once, if what is inside fails, even where it fails before a transition begins.
+        """Tell every rank of the group, once, if the block fails, even if it fails before a phase transition begins.
 
         Args:
-            vote: who tells the group; None: the one that phases are entered and left with.
-            begins: a phase is about to begin. Outside of all phases this rank may have skipped transitions of the others.
-            own: the rank that fails raises its own error; else all of them raise the same.
-            error: the exception with which a phase is left.
+            vote: tells the group; None: the vote with which phases are entered and left.
+            begins: a phase is about to begin. Outside every phase, this rank may have missed phase transitions of the others.
+            own: a rank that fails raises its own error. Otherwise all ranks raise the same error.
+            error: the user's exception with which a phase is left, if any.
         """
         vote = self._vote if vote is None else vote
-        if vote.is_alone or os.getpid() != self.pid:  # a forked child is no rank
+        if vote.is_alone or os.getpid() != self.pid:  # a forked child is not a rank
             yield
             return
         with self._lock:
@@ -64,7 +64,7 @@ class TransitionLock:
                     raise
 
     def _tell(self, vote: GroupVote, error: BaseException, own: bool) -> BaseException | None:
-        self._is_busy = True  # objects that are collected while this waits must not begin a transition
+        self._is_busy = True  # objects that are garbage-collected while this waits must not begin a phase transition
         try:
             told = vote.failed(error, waits=not own)
         finally:
@@ -73,10 +73,10 @@ class TransitionLock:
 
     @contextmanager
     def transition(self) -> Iterator[None]:
-        """Hold the lock for one phase transition, without torch's modes and with nothing abandoned left.
+        """Hold the lock for one phase transition. torch's modes are off inside, and abandoned phases have been left.
 
         Raises:
-            PhaseError: this is inside another transition, or a CUDA graph is being captured.
+            PhaseError: another phase transition is under way in this thread, or a CUDA graph is being captured.
             PlacementError: the manager is closed, or belongs to another process.
         """
         with self._lock:
@@ -95,13 +95,13 @@ class TransitionLock:
                 finally:
                     self._is_busy = False
             finally:
-                # Again, because an interrupt can fall between the end of the body and the first one, or inside torch's own switch.
+                # Done a second time, because an interrupt can arrive before the inner `finally`, or inside torch's own switch.
                 self._is_busy = False
                 if torch.is_grad_enabled() is not grad_was_on:
                     torch.set_grad_enabled(grad_was_on)
 
     def sweep_if_free(self) -> None:
-        """Sweep now, unless a transition is under way in this or another thread: the next one sweeps then."""
+        """Sweep now, unless a phase transition is under way in this or another thread. In that case the next one sweeps."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._is_busy:
@@ -111,7 +111,7 @@ class TransitionLock:
                 self._lock.release()
 
     def check_process(self) -> None:
-        """Refuse what a forked child, or anybody after `close`, must not do.
+        """Refuse any use by a forked child process, or after `close`.
 
         Raises:
             PlacementError: the manager is closed, or belongs to another process.

@@ -1,4 +1,4 @@
-"""Writes into offloaded memory: looked for at every phase transition, and kept until one of them raises."""
+"""Writes into the memory of offloaded handles: looked for at every phase transition, and remembered until one raises them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
 
 _NAMES = 8
-"""As many tensors of a handle are named."""
+"""The largest number of tensors that a message names for one handle."""
 
 
 class WrongWrites:
-    """What was written into the memory of offloaded handles, and has not been raised yet.
+    """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error.
 
-    Looking changes no answer: what was found stays until `take`. Gradients that were zeroed are no wrong write, and are taken over.
+    Zeroing gradients (`zero_grad()`) is not a wrong write: the host copies of these gradients become zero as well.
     """
 
     def __init__(self, device: Device, journal: Journal, handles: Mapping[str, Handle]) -> None:
@@ -27,22 +27,22 @@ class WrongWrites:
         self._journal = journal
         self._handles = handles
         self._found: dict[str | None, list[str]] = {}
-        """By handle what was written there, in words; None: nobody can tell whose memory it was."""
+        """Descriptions of the writes, by name of the handle; under None if the handle is not known."""
 
     def look(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Look for what was written since the last look.
+        """Look for writes since the last look.
 
         Args:
-            wait: wait for the device's comparison; else a late answer comes at a later look.
-            at_counters: also at the version counter of every tensor, as a load does for the handles that come.
+            wait: wait for the device to compare the memory. Otherwise a result that is not ready is used by a later look.
+            at_counters: also look at the version counter of every tensor, as a load does for the handles that it loads.
         """
         was_zeroed = self.look_at_gradients()
-        self.look_at_poison(wait=wait or was_zeroed, at_counters=at_counters)  # a load must not change what is under the refilling
+        self.look_at_poison(wait=wait or was_zeroed, at_counters=at_counters)  # nothing may be loaded while poison is being refilled
 
     def look_at_gradients(self) -> bool:
-        """Whether gradients were zeroed while offloaded, which zero_grad() may do anywhere; their host copies are zero then.
+        """Whether gradients were zeroed while offloaded, as zero_grad() may do at any time. Sets their host copies to zero.
 
-        To be asked before anything is loaded, because a load would revive the old ones.
+        Call it before anything is loaded: a load would bring the old gradients back.
         """
         found = [(handle, holding, holding.written_gradients()) for handle, holding in self._offloaded()]
         for handle, holding, what in found:
@@ -53,11 +53,12 @@ class WrongWrites:
         return any(what.zeroed for *_, what in found)
 
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
-        """Ask the device, and where it has found something, the version counters, too: they name tensors."""
-        is_damaged = self._device.heal_poison(wait or bool(self._found))  # what is known by name is not to be found again by its bytes
+        """Ask the device for changed poison. If it found some, look at the version counters, too, because they tell the tensors' names."""
+        # Wait if writes are known by name already, so that a late comparison does not report the same writes once more.
+        is_damaged = self._device.heal_poison(wait or bool(self._found))
         if is_damaged or at_counters:
             for handle, holding in self._offloaded():
-                with suppress(PlacementError):  # of an object that cannot be looked through: a load and an audit say so themselves
+                with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
                     if names := holding.written():
                         self._note_values(handle.name, names)
                         holding.forget_writes()
@@ -66,23 +67,23 @@ class WrongWrites:
 
     @property
     def findings(self) -> list[tuple[str | None, str]]:
-        """By handle, what was written there and has not been raised yet."""
+        """Handle's name (None: unknown) and description of each write that has not been raised yet."""
         return [(name, what) for name, parts in self._found.items() for what in parts]
 
     def take(self) -> IntegrityError | None:
-        """The error to raise, once."""
+        """The error for all writes found so far, which are forgotten; None if there are none."""
         if not self._found:
             return None
         named = "; ".join(what for name, what in self.findings if name is not None)
         self._found = {}
         return IntegrityError(
-            f"something wrote into the memory of an offloaded handle since the last phase transition{named and ': '}{named}; what it "
-            "wrote is lost, every value of a handle is as it was. Look for writes outside a phase that has it on the device (EMA "
-            "updates, initialisers, clipped or unscaled gradients, late collectives); manager.audit() names what is offloaded."
+            f"something wrote into the memory of an offloaded handle since the last phase transition{named and ': '}{named}; the written "
+            "values are lost, and the handles' values are unchanged. Look for writes outside the phases that have the handle on the device "
+            "(EMA updates, initialisers, clipped or unscaled gradients, late collectives); manager.audit() lists the offloaded handles."
         )
 
     def count(self, error: WrittenWhileOffloaded) -> None:
-        """A load raises what it has found. What the bytes tell goes with it: most likely of the same write, which is reported once."""
+        """Count a write that a load has found and raises. Writes found in the bytes become a note on it: most likely it is the same one."""
         self.look_at_poison(wait=True)
         if (written := self.take()) is not None:
             error.add_note(f"placement: {written}")
@@ -98,7 +99,7 @@ class WrongWrites:
         self._note(handle, f"{_listed(names)} of {handle!r} were written while it was offloaded")
 
     def _note_damage(self, places: Iterable[WrittenPoison]) -> None:
-        """Say whose memory it was, where the counters have not said more."""
+        """Note which handles' tensors lie in the damaged pages, unless the version counters have named the tensors already."""
         by_handle: dict[str, list[str]] = {}
         for place in places:
             for name, tensors in self._at(place):
@@ -107,10 +108,10 @@ class WrongWrites:
             if name not in self._found:
                 self._note(name, f"in the memory pages of {_listed(tensors)} of {name!r}")
         if not self._found:
-            self._note(None, "something wrote into offloaded memory, and nobody can tell whose")
+            self._note(None, "something wrote into offloaded memory, and it cannot be told which handle's memory it is")
 
     def _at(self, place: WrittenPoison) -> Iterator[tuple[str, list[str]]]:
-        """The handle that has its addresses there, and its tensors in these pages."""
+        """The handle to which the addresses belong, and its tensors in these pages."""
         end = place.start + place.nbytes
         for handle in self._handles.values():
             for r in handle.storage.ranges:

@@ -1,1 +1,1 @@
-"""Plans: the policy is asked, its answer checked, and the budget that it has to fit."""
+"""Planning: find the policy, ask it for a plan, check the plan, and check that it fits the budget."""

@@ -1,4 +1,4 @@
-"""How many device bytes the handles may hold together."""
+"""The budget: how many device bytes all handles together may hold."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from placement.group.budgets import OtherBudgetError
 
 
 class Budget:
-    """A number that the user gave, or what is free.
+    """The budget of each phase: a number from the user, or derived from free memory.
 
-    Without a number: what is free plus what the handles hold, minus what others (activations, the framework) have been seen to
-    need in this phase beyond what they hold now. Before a phase has run once, a share of it is left free instead.
+    Without a number, the budget is the free memory plus the bytes that the handles hold, minus the additional bytes that others
+    (activations, the framework) were seen to need in this phase. Before a phase has run once, a fraction `headroom` is left free instead.
 
     Args:
-        leased_from_bytes: where the device is shared under leases, what its processes may use together: what others hold now
-            counts as free then, because a phase waits for it.
+        given_bytes: the user's number; None: derive the budget.
+        headroom: the fraction left free in a phase that has not run yet.
+        leased_from_bytes: if the device is shared under leases, the bytes that all its processes may use together; else None. Memory
+            that other processes hold now counts as free then, because a phase waits for it.
     """
 
     def __init__(self, given_bytes: int | None, headroom: float, leased_from_bytes: int | None = None) -> None:
@@ -28,7 +30,7 @@ class Budget:
         self._others_bytes: dict[str, int] = {}
 
     def limit(self, phase: str, memory: DeviceMemory, held_bytes: int) -> int:
-        """Device bytes for all handles in this phase."""
+        """Device bytes that all handles together may hold in this phase."""
         if self._leased_from_bytes is not None:
             least = self._leased_from_bytes if self._given_bytes is None else self._given_bytes
             return min(least, self._leased_from_bytes - self.working_bytes(phase))
@@ -41,13 +43,13 @@ class Budget:
         return max(0, available - max(0, seen - memory.torch_reserved_bytes))
 
     def working_bytes(self, phase: str) -> int:
-        """Bytes to lease for a phase beside the handles': what torch's allocator came to in it, else the headroom."""
+        """Bytes to lease for a phase in addition to the handles' bytes: the most that torch's allocator reserved in it, or the headroom."""
         available = self._leased_from_bytes or 0
         guess = int(available * self._headroom) if self._given_bytes is None and phase != IDLE else 0
         return min(available, self._others_bytes.get(phase, guess))
 
     def observe(self, phase: str, memory: DeviceMemory) -> None:
-        """A phase is over: remember what torch's allocator came to."""
+        """Remember how much torch's allocator has reserved. Called when a phase ends."""
         self._others_bytes[phase] = max(memory.torch_reserved_bytes, self._others_bytes.get(phase, 0))
 
 
@@ -55,13 +57,13 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     """Refuse a plan that does not fit, before a byte moves.
 
     Args:
-        other_rank: of the group, whose budget it is; None: this process's own.
+        other_rank: the rank of the group whose budget applies; None: this process's own budget.
 
     Returns:
-        Bytes that the budget leaves beside what the handles hold now.
+        Bytes that the budget leaves in addition to those that the handles hold now.
 
     Raises:
-        DeviceMemoryError: with a table of who holds and who wants how much.
+        DeviceMemoryError: the plan does not fit; the message has a table of the bytes that each handle holds and wants.
     """
     wanted = view.bytes_of(plan)
     if wanted <= view.budget_bytes:
@@ -77,7 +79,7 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
 
 
 def without_surplus(view: View, plan: Plan, needed: Plan) -> Plan:
-    """A plan that does not fit, without the cheapest of what it has on the device and `needed` has not; only for the deficit."""
+    """Make a plan fit: offload the cheapest handles that `needed` does not have on the device, just enough for the missing bytes."""
     freed = {
         h.name: bytes_under(plan, h) - bytes_under(needed, h)
         for h in view.handles.values()
@@ -92,7 +94,7 @@ def mib(nbytes: int) -> str:
 
 
 def table(handles: Mapping[str, HandleView], plan: Plan) -> str:
-    """Who holds and who wants how much, largest first."""
+    """A table of the bytes that each handle holds now and wants under the plan, largest first."""
     rows: Iterable[tuple[str, int, int]] = ((h.name, h.resident_bytes, bytes_under(plan, h)) for h in handles.values() if not h.external)
     lines = [f"  {'handle':<24} {'holds':>16} {'wants':>16}"]
     lines += [f"  {name:<24} {holds:>16,} {wants:>16,}" for name, holds, wants in sorted(rows, key=lambda row: -max(row[1], row[2]))]

@@ -1,4 +1,4 @@
-"""Between the manager and a policy: the view it reads, and the checks on what it answers."""
+"""Handles as a policy sees them, checks of the plan that a policy returns, and the meaning of `only=` and of keeps."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
 
 
 def ask(policy: Any, view: View) -> Plan:
-    """The policy's plan, checked.
+    """Ask the policy for a plan, and check it.
 
     Raises:
-        PolicyError: the policy raised, its answer is no plan, forgets a handle, names an unknown one, or wants the impossible.
+        PolicyError: the policy raised an error, or its answer is not a plan, misses a handle, names an unknown handle, or contains
+            something impossible (a readonly handle in TRAINING, parts that a handle does not have, ...).
     """
     try:
         plan = policy.plan(view)
@@ -69,7 +70,7 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
         if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
             yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
         elif not tags or not plan.on_device(name):
-            yield f"it wants parts of {name!r} and not the handle on the device: leave it CPU_OFFLOADED, and out of parts"
+            yield f"it wants parts of {name!r}, but not the handle on the device: leave {name!r} out of parts"
     for name in plan.dropped & view.handles.keys():
         if view.handles[name].kind == "optimizer":
             yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"
@@ -81,7 +82,7 @@ def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str]
     """The handles that `only=` means: the named ones and the optimizers that they own.
 
     Raises:
-        PhaseError: a name that is not registered, with the nearest one that is.
+        PhaseError: a name is not registered; the message suggests the nearest name that is.
     """
     if only is None:
         return None
@@ -92,7 +93,7 @@ def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str]
 
 
 def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:
-    """The same for a phase that has been open for a while: a handle may be gone by now."""
+    """The handles that `only=` of an open phase means now, like `meant`, but without handles that were unregistered meanwhile."""
     if only is None:
         return None
     chosen = {name for name in only if name in handles}
@@ -100,7 +101,7 @@ def still_meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> se
 
 
 def with_kept(plan: Plan, kept: Iterable[str], handles: Mapping[str, Handle]) -> Plan:
-    """A plan and what is kept: a keep carries what is on the device and loads nothing, of an engine the tags that are there."""
+    """A plan with kept handles added. A keep loads nothing: of an engine only the tags that are on the device stay there."""
     for name in kept:
         plan = plan.also(name, State.GPU_RESIDENT, handles[name].storage.resident_tags or None)
     return plan

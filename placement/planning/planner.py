@@ -1,4 +1,4 @@
-"""Asking the policy: what it is shown, what phases are known to come, and the budget behind it."""
+"""The planner asks the policy for plans. It provides the view: handles, expected phases and the budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Planner:
     """Makes plans for one manager. Moves nothing.
 
     Args:
-        handles: the manager's, in registration order; read at each call.
+        handles: the manager's handles in registration order; read at each call.
+        memory: the device's memory as measured now.
         leased_from_bytes: see `Budget`.
     """
 
@@ -43,45 +44,45 @@ class Planner:
         self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
         self._history: deque[str] = deque(maxlen=_HISTORY)
         self.memory = memory
-        """As last measured."""
+        """The device's memory as measured last."""
         self._born_bytes = 0
-        """State of optimizers that was born since the last look at them: the handles hold it already."""
+        """Bytes of optimizer state that was created since the optimizers were last looked through. The handles hold them already."""
         self._state_bytes = 0
-        """All their state in torch's memory. It is not others', and goes into a range at the next offload."""
+        """Bytes of all optimizer state in torch's own memory. They belong to handles, and move into a range at the next offload."""
         self.least: LeastBudget | None = None
-        """The least budget of all ranks of a group, as of the last phase transition: ranks with one budget make one plan."""
+        """The least budget of all ranks of the group, from the last phase transition. All ranks use it, so that they make the same plan."""
 
     def plan(self, phase: str, enclosing: str | None = None, kept: frozenset[str] = frozenset()) -> Plan:
         """The policy's plan for a phase.
 
         Raises:
-            PolicyError: it has none.
+            PolicyError: the policy gave no valid plan.
         """
         return self.ask(phase, enclosing, kept)[1]
 
     def ask(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> tuple[View, Plan]:
-        """What the policy was shown, and its plan.
+        """The view that the policy was shown, and its plan for a phase.
 
         Raises:
-            PolicyError: it has none.
+            PolicyError: the policy gave no valid plan.
         """
         view = self.view(phase, enclosing, kept)
         return view, plan_checks.ask(self._policy, view)
 
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> Plan:
-        """The policy's plan for a phase where nothing fits: what it wants on the device all the same is needed, the rest may leave.
+        """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.
 
         Raises:
-            PolicyError: it has none.
+            PolicyError: the policy gave no valid plan.
         """
         return plan_checks.ask(self._policy, replace(self.view(phase, enclosing, kept), budget_bytes=0))
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
-        """Where everything belongs outside every phase."""
+        """The plan that applies outside every phase."""
         return self.plan(IDLE, None, kept)
 
     def view(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> View:
-        """What the policy may know."""
+        """The view for the policy: everything that it may base its plan on."""
         handles = {name: plan_checks.handle_view(handle, kept) for name, handle in self._handles.items()}
         return View(
             phase=phase,
@@ -97,46 +98,46 @@ class Planner:
         return budget_bytes if self.least is None else min(budget_bytes, self.least.nbytes)
 
     def other_rank(self, phase: str) -> int | None:
-        """The rank of the group whose budget the plan for a phase has to fit; None: this process's own."""
+        """The rank of the group whose budget the plan for a phase must fit; None if it is this process's own budget."""
         return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
 
     def budget_bytes(self, phase: str) -> int:
-        """Device bytes that the handles of this rank may hold together in a phase, as things are now."""
+        """Device bytes that all handles of this rank together may hold in a phase, as of now."""
         return self._limit(phase, list(self._handles.values()))
 
     def _limit(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
         return self._budget.limit(phase, self._others(), _held_bytes(handles) + self._born_bytes)
 
     def measure_state(self) -> None:
-        """What optimizers have in torch's memory, after `Handle.measure`."""
+        """Measure the optimizer state in torch's own memory. Call `Handle.measure` first."""
         storages = [handle.storage for handle in self._handles.values() if handle.kind == "optimizer"]
         self._born_bytes = sum(each.born_bytes for each in storages)
         self._state_bytes = self._born_bytes + sum(each.unadopted_bytes for each in storages)
 
     def working_bytes(self, phase: str) -> int:
-        """Device bytes to lease for a phase beside the handles': for activations, and what torch's allocator has cached."""
+        """Device bytes to lease for a phase in addition to the handles': for activations, and for the cache of torch's allocator."""
         return max(self._budget.working_bytes(phase), self._others().torch_reserved_bytes) + self._state_bytes
 
     def generating(self, phase: str) -> tuple[str, ...]:
-        """The roles whose engines a phase generates with; none where it only holds them."""
+        """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
         return _GENERATING.get(phase, self._settings.phases.get(phase, ()))
 
     def began(self, phase: str) -> None:
-        """A phase is open now: part of the cycle."""
+        """Note that a phase is open now, to know the cycle of phases."""
         self._history.append(phase)
 
     def over(self, phase: str) -> None:
-        """A phase ends now: remember what others came to need in it."""
+        """Note that a phase ends now, to remember how much memory others need in it."""
         self._budget.observe(phase, self._others())
 
     def _others(self) -> DeviceMemory:
-        """The memory, without what optimizers have in torch's."""
+        """The device's memory, without counting optimizer state as memory that torch has reserved for others."""
         if not self._state_bytes:
             return self.memory
         return replace(self.memory, torch_reserved_bytes=max(0, self.memory.torch_reserved_bytes - self._state_bytes))
 
     def _upcoming(self, phase: str) -> tuple[str, ...]:
-        """What followed the last time this phase began, up to its return."""
+        """The phases that followed the last time this phase began; empty if it has not run yet."""
         history = tuple(self._history)
         for index in range(len(history) - 1, -1, -1):
             if history[index] == phase:
@@ -145,5 +146,5 @@ class Planner:
 
 
 def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:
-    """What can be offloaded to make room; what a framework places is memory of others."""
+    """Bytes that can be offloaded to make room. External handles do not count, because placement cannot move them."""
     return sum(handle.resident_bytes for handle in handles if not handle.external)

@@ -1,4 +1,4 @@
-"""From what a user writes for a policy to the policy itself."""
+"""Find a policy from what the user gave: a name, a path, a class or an instance."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ SHIPPED = {
     "resident": "placement.policies.resident:Resident",
     "async_rollout": "placement.policies.async_rollout:AsyncRollout",
 }
-"""The same as the entry points of this package; here so that they resolve from a checkout that nobody installed."""
+"""The policies of this package by name. The entry points name them, too; this table also works in a checkout that is not installed."""
 
 _PATH = re.compile(r"[\w.]+:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 def policy_names() -> tuple[str, ...]:
-    """Every name that resolves, sorted: the shipped policies and the entry points of the group "placement.policies"."""
+    """The names of all known policies, sorted: the shipped ones and the entry points of the group "placement.policies"."""
     return tuple(sorted({*SHIPPED, *(point.name for point in entry_points(group=GROUP))}))
 
 
 def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
-    """The policy for a registered name, "package.module:Class", a class (constructed without arguments) or an instance.
+    """Find a policy by its name, by "package.module:Class", or from a class (constructed without arguments) or an instance.
 
-    Either string may end with options, as literals: "colocated(drop_gradients=True)".
+    A name or path may end with options, which must be Python literals: "colocated(drop_gradients=True)".
 
     Raises:
-        PolicyError: no such name (it lists those that there are), the options are no literals, the import or the constructor failed, or
-            what was found has no `plan(view)` or no `name`.
+        PolicyError: the name is unknown (the message lists the known ones), the options are not literals, the import or the
+            constructor failed, or the object found has no `plan(view)` or no `name`.
     """
     options = _Options()
     if isinstance(spec, str):
@@ -71,14 +71,14 @@ class _Options(NamedTuple):
 
 
 def _with_options(spec: str) -> tuple[str, _Options]:
-    """The name in front of the bracket, and what is inside."""
+    """Split into the name in front of the bracket, and the options inside."""
     name, bracket, rest = spec.partition("(")
     if not bracket:
         return spec, _Options()
     try:
         call = ast.parse(f"policy({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or any(each.arg is None for each in call.keywords):
-            raise ValueError("it is no single pair of brackets")
+            raise ValueError("expected one pair of brackets")
         positional = tuple(ast.literal_eval(each) for each in call.args)
         named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     except (SyntaxError, ValueError) as exc:
@@ -99,7 +99,7 @@ def _load(spec: str) -> Any:
 
 
 def _entry_point(spec: str) -> EntryPoint:
-    """Where the policy lies: under a shipped name, a registered name, or the path itself."""
+    """The entry point of a policy, given by a shipped name, a registered name, or a path."""
     if spec in SHIPPED:
         return EntryPoint(spec, SHIPPED[spec], GROUP)
     registered = {point.value: point for point in entry_points(group=GROUP) if point.name == spec}

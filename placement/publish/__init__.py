@@ -1,1 +1,1 @@
-"""Publishing weights: by the names that a rollout engine knows, in bounded buckets."""
+"""Publish weights to a rollout engine: under the names that it knows, in buckets of bounded size."""

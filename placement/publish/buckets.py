@@ -1,7 +1,7 @@
-"""Publishing weights in bounded buckets.
+"""Publish weights in buckets of bounded size.
 
-Buckets are torch's own memory in every state, never a range: CUDA IPC, RDMA and NCCL's user buffers all fail on, or remember,
-memory that comes and goes.
+Buckets are always in torch's own memory, never in a handle's range. CUDA IPC, RDMA and NCCL's user buffers fail on memory that comes
+and goes behind fixed addresses, or go on using memory that is no longer there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from placement.storage.base import Storage
 
 @dataclass(frozen=True, slots=True)
 class WeightInfo:
-    """One published weight."""
+    """Name, shape and dtype of one published weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,35 +34,35 @@ class WeightInfo:
 
 
 class Bucket(list[tuple[str, torch.Tensor]]):
-    """Published weights, until the next ones are asked for: then it is empty, and its memory serves them."""
+    """A list of (published name, tensor). When the next bucket is asked for, the list is emptied, so that its memory can be reused."""
 
     _is_over = False
     is_last = False
-    """Whether the publishing is complete with this bucket."""
+    """Whether this is the last bucket of the publishing."""
 
     def __init__(self, number: int, adapters: Adapters) -> None:
         super().__init__()
         self.number = number
-        """Its place in the publishing, from 0."""
+        """The bucket's number in the publishing, from 0."""
         self.adapters = adapters
-        """What is published of a PEFT model."""
+        """The part of a PEFT model that is published."""
 
     def end(self) -> None:
-        """Take the tensors back."""
+        """Empty the bucket. Iterating over it raises an error from now on."""
         self.clear()
         self._is_over = True
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._is_over:
-            raise PhaseError("this bucket of weights is over: each is valid until the next iteration; use it, or copy its tensors, before")
+            raise PhaseError("this bucket of weights is over: use it, or copy its tensors, before asking for the next one")
         return super().__iter__()
 
     def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[list[tuple[str, torch.Tensor]]]]:
-        return list, (list(self),)  # whoever gets it in another process needs none of our code
+        return list, (list(self),)  # a plain list, so that a receiving process need not import placement
 
 
 class Publisher(Protocol):
-    """What publishing asks of a handle; `Handle` says what each of these is."""
+    """The part of `Handle` that publishing uses."""
 
     name: str
     kind: str
@@ -105,15 +105,15 @@ def weights(
 
 
 def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
-    """The module whose weights are published; None where it is not built, or gone."""
+    """The module whose weights are published; None if it is not built yet, or was garbage-collected."""
     if adapters not in get_args(Adapters):
-        raise ValueError(f"adapters={adapters!r} is none of {', '.join(get_args(Adapters))}")
+        raise ValueError(f"adapters={adapters!r} must be one of {', '.join(get_args(Adapters))}")
     if handle.object is None:
         return None
     modules = handle.modules()
     if len(modules) != 1:
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
-        raise RegistrationError(f"{handle.name!r} is of kind {handle.kind}{many} and publishes no weights")
+        raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     return modules[0]
 
 
@@ -148,13 +148,13 @@ class _Sync:
                 size += nbytes
             if bucket:
                 bucket.is_last = True
-                yield bucket  # the last one stays the consumer's: nothing needs its memory
+                yield bucket  # the last one is not emptied, because nothing needs its memory
         except GeneratorExit:
             self._finish_with_the_others()
             raise
 
     def _whole(self, weight: Weight) -> torch.Tensor:
-        """The value in torch's own memory on the device, read where it is authoritative now."""
+        """The weight's full value in torch's own memory on the device, read from where the valid values are now (device or host copy)."""
         with without_modes(), torch.inference_mode(False), torch.no_grad():
             return weight.whole(self._reader(), _cast(weight, self._dtype))
 
@@ -163,7 +163,7 @@ class _Sync:
         return Reader(handle.module_adapters()[0].compute_device, handle.storage.over_host if handle.is_streaming else None)
 
     def _finish_with_the_others(self) -> None:
-        """Closed early, here alone perhaps: take part in what is left to gather, so that ranks that go on wait for nobody."""
+        """After an early end on this rank: take part in the remaining collectives, so that ranks that go on are not left waiting."""
         for _, weight in self._waiting:
             if self._handle.state is not State.SYNCING or self._begun != _times_begun(self._handle):
                 return
@@ -175,7 +175,7 @@ _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)
 
 
 def _times_begun(handle: Publisher) -> int:
-    """How often the handle has come to SYNCING: which sync this is."""
+    """The number of times that the handle has entered SYNCING, which identifies a sync."""
     return sum(handle.counters.transitions[trigger] for trigger in _BEGIN)
 
 
@@ -184,11 +184,11 @@ def _require_syncing(handle: Publisher, begun: int | None = None) -> None:
         advice = "with manager.phase('weight_sync')"
         if handle.phase_now() == "weight_sync":
             advice = (
-                f"the plan of this phase leaves it out (its role: {handle.role!r}). The shipped policies publish what has the role "
-                "'actor', and of that only what is named where only= is given"
+                f"the plan of this phase leaves it out (its role is {handle.role!r}). The shipped policies publish handles with the role "
+                "'actor', and if only= is given, only those that it names"
             )
         raise PhaseError(
             f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}; weights are published while SYNCING: {advice}"
         )
     if begun is not None and begun != _times_begun(handle):
-        raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync, and values may have changed; call weights() again")
+        raise PhaseError(f"this generator of {handle.name!r} began in an earlier sync, and values may have changed: call weights() again")

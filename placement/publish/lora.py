@@ -1,7 +1,7 @@
-"""PEFT's adapters: weights with the adapters merged in, the adapters alone, the base alone.
+"""Publishing PEFT models: weights with the adapters merged in, the adapters alone, or the base model alone.
 
-Nothing is merged in the model: a copy of one layer at a time gets the whole weights, and PEFT's own `merge` computes in that copy. So
-there is nothing to unmerge, whatever happens, and every kind of adapter is PEFT's own arithmetic.
+Nothing is merged in the model itself. One layer at a time is copied with its full weights, and PEFT's own `merge` computes in that
+copy. So nothing has to be unmerged, even after an error, and every kind of adapter is merged by PEFT's own code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from placement.frameworks.weights import Reader, Weight
 from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
 
 Adapters = Literal["merged", "separate", "base"]
-"""What is published of a PEFT model: base and adapters as one, the adapters alone, or the base without them."""
+"""The part of a PEFT model that is published: base with the adapters merged in, the adapters alone, or the base without adapters."""
 
 
 def _is_layer(module: object) -> bool:
@@ -26,24 +26,28 @@ def _is_layer(module: object) -> bool:
 
 
 def has_adapters(module: object) -> bool:
-    """Whether PEFT has put adapters into a module, or something of its own in its place."""
+    """Whether a module is one of PEFT's: a layer with adapters, or a wrapper that holds a trained replacement."""
     return _is_layer(module) or _is_saved(module)
 
 
 def _is_saved(module: object) -> bool:
-    """Whether a module holds another one and what was trained in its place (modules_to_save, trainable tokens)."""
+    """Whether a module is PEFT's wrapper around a module and its trained replacement (modules_to_save, trainable tokens)."""
     return is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
 
 
 def _layers(module: torch.nn.Module) -> list[Any]:
-    """The layer with adapters that a module is, or that it has in place of another module."""
+    """The layers with adapters at a place of the tree: the module itself, or layers directly inside a wrapper of PEFT's."""
     if _is_layer(module):
         return [module]
     return [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)] if _is_saved(module) else []
 
 
 def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
-    """What PEFT leaves of a copied layer when it unloads its adapters: the base layer."""
+    """The base layer that PEFT leaves when it unloads the adapters of a copied layer.
+
+    Args:
+        merge: whether to merge the adapters into the base layer first.
+    """
     special = getattr(layer, "unload_and_optionally_merge_module", None)
     if special is not None:
         unloaded: torch.nn.Module = special(merge=merge, safe_merge=False, adapter_names=None)
@@ -58,10 +62,11 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
 
 
 def without_adapters(skeleton: Skeleton, adapters: Adapters) -> tuple[torch.nn.Module, Mapping[int, Weight]]:
-    """The skeleton as PEFT would leave it after unloading, and by key the weights that adapters are merged into.
+    """The skeleton's root as PEFT would leave it after unloading, and by key the weights into which adapters are merged.
 
     Raises:
-        ValueError: the base alone is asked for, and adapters were merged into it; or prompts are to be merged.
+        ValueError: `adapters` is "base", but adapters were merged into the base weights; or it is "merged", but the adapters are
+            prompts, which cannot be merged.
     """
     if "peft" not in sys.modules:
         return skeleton.root, {}
@@ -74,19 +79,19 @@ class _Part:
     """A parameter of a base layer."""
 
     layer: torch.nn.Module
-    """The layer around it, as the model has it."""
+    """The model's own layer (not a copy) that contains the base layer."""
     name: str
 
 
 class _Unload:
-    """Takes PEFT's models and layers out of a skeleton."""
+    """Removes PEFT's models and layers from a skeleton."""
 
     def __init__(self, skeleton: Skeleton, adapters: Adapters) -> None:
         self._skeleton = skeleton
         self._adapters = adapters
         self._visited: dict[int, torch.nn.Module] = {}
         self._parts: dict[int, list[_Part]] = {}
-        """By the key of a weight, the layers that adapt it, in the order in which PEFT merges: several where weights are tied."""
+        """The layers that adapt each weight, by the weight's key, in PEFT's order of merging. Tied weights have several."""
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
         module = self._without_models(module)
@@ -112,7 +117,7 @@ class _Unload:
         while True:
             if is_a(part, "peft.peft_model", "PeftModel") or is_a(part, "peft.mixed_model", "PeftMixedModel"):
                 if self._adapters == "merged" and any(config.is_prompt_learning for config in part.peft_config.values()):
-                    raise ValueError("adapters='merged': prompts are merged into no weight; publish adapters='base'")
+                    raise ValueError("adapters='merged': learned prompts cannot be merged into weights; publish adapters='base'")
                 part = part._modules["base_model"]
             elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
                 part = part._modules["model"]
@@ -124,7 +129,7 @@ class _Unload:
         layers = _layers(module)
         if self._adapters == "base":
             if merged := [name for layer in layers for name in layer.merged_adapters]:
-                raise ValueError(f"adapters='base': {merged[0]!r} is merged into the base weights; unmerge_adapter() first")
+                raise ValueError(f"adapters='base': {merged[0]!r} is merged into the base weights; call unmerge_adapter() first")
             plain = module.original_module if _is_saved(module) else module
             return _unloaded(plain, merge=False) if _is_layer(plain) else plain
         if not layers and not _is_saved(module):
@@ -139,7 +144,7 @@ class _Unload:
 
 
 class _WholeCopier(Copier):
-    """Copies a layer with every tensor of it whole, in memory of its own."""
+    """Copies a layer with the full value of every tensor, in new memory."""
 
     def __init__(self, shown: Shown, reader: Reader) -> None:
         super().__init__(shown)
@@ -152,7 +157,7 @@ class _WholeCopier(Copier):
         return self._whole[id(weight)]
 
     def attribute(self, value: Any) -> Any:
-        """Containers are copied: merging notes in them what was merged. What they hold of the model is copied as the layer is."""
+        """Copy containers, too, because PEFT notes in them what was merged. Tensors and modules in them are copied like the layer's."""
         if isinstance(value, torch.Tensor):
             return self.stand_in(self.shown.weight(value))
         if isinstance(value, torch.nn.Module):
@@ -165,30 +170,30 @@ class _WholeCopier(Copier):
 
 
 class _Merge:
-    """Layers whose adapters are merged together, because they share a weight; usually one."""
+    """The merge of one layer, or of several layers that share a weight and so must be merged together."""
 
     def __init__(self, shown: Shown, layers: Sequence[torch.nn.Module]) -> None:
         self.shown = shown
         self.layers = layers
         self.wanted: list[str] = []
-        """The parameters that are published from it."""
+        """Names of the parameters to publish from the merged layer."""
         self._values: dict[str, torch.Tensor] = {}
 
     def value(self, name: str, reader: Reader) -> torch.Tensor:
-        """The merged value of a parameter; handed over, so that its memory goes with the bucket."""
+        """The merged value of a parameter. It is not kept here, so that its memory is freed with the bucket."""
         if name not in self._values:
             self._values = self._merged(reader)
         return self._values.pop(name)
 
     def weights(self) -> Iterator[Weight]:
-        """Everything that merging reads."""
+        """All weights that the merge reads."""
         for part in (part for layer in self.layers for part in layer.modules()):
             yield from (weight for _, weight in self.shown.parameters(part) if weight is not None)
 
     def _merged(self, reader: Reader) -> dict[str, torch.Tensor]:
         copier = _WholeCopier(self.shown, reader)
         for copy in [copier.copy(layer) for layer in self.layers]:
-            # What the user has merged is in the base weights already.
+            # If the user has merged the adapters, the base weights contain them already.
             is_merged = all(set(layer.active_adapters) <= set(layer.merged_adapters) for layer in _layers(copy))
             base = _unloaded(copy, merge=not is_merged)
         return {name: parameter.data for name, parameter in base.named_parameters() if name in self.wanted}
@@ -219,23 +224,23 @@ class MergedWeight(Weight):
 
 
 def separate(skeleton: Skeleton) -> list[tuple[str, torch.Tensor]]:
-    """Name and place of the active adapter's weights, as PEFT saves and loads them.
+    """Name and placeholder of each weight of the active adapter, under the names with which PEFT saves and loads them.
 
     Raises:
-        ValueError: there is no adapter, there are several active ones, or PEFT computes what it would save.
+        ValueError: there is no adapter, several are active, or PEFT saves a computed value instead of a weight.
     """
     model: Any = next((part for part in skeleton.root.modules() if isinstance(getattr(part, "peft_config", None), dict)), None)
     if model is None:
-        raise ValueError("adapters='separate' publishes the adapters of a PEFT model, and this module has none")
+        raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")
     parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]
     active = dict.fromkeys(name for part in parts for name in part.active_adapters) or dict.fromkeys(model.peft_config)
     if len(active) != 1:
         names = ", ".join(active)
-        raise ValueError(f"adapters='separate' publishes one active adapter, and there are {len(active)} ({names}): set_adapter() first")
+        raise ValueError(f"adapters='separate' publishes one active adapter, but {len(active)} are active ({names}): call set_adapter()")
     export: Any = vars(sys.modules["peft.utils.save_and_load"])["get_peft_model_state_dict"]
-    # Embeddings of the base, which PEFT looks at a model hub for, are no adapter.
+    # Embeddings of the base model are not part of the adapter, and PEFT would look for them on a model hub.
     found = export(model, state_dict=dict(named_places(model)), adapter_name=next(iter(active)), save_embedding_layers=False)
     for name, place in found.items():
         if key_of(place) not in skeleton.weights:
-            raise ValueError(f"adapters='separate': PEFT computes {name!r} when it saves; publish adapters='merged'")
+            raise ValueError(f"adapters='separate': PEFT computes {name!r} on saving, so it is not a weight; publish adapters='merged'")
     return list(found.items())

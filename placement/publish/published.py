@@ -1,4 +1,4 @@
-"""The weights of a module by the names that a rollout engine knows them by."""
+"""The weights of a module under their published names, which are those that a rollout engine knows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from placement.publish.skeleton import Skeleton, key_of, named_places
 
 
 def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weight]]:
-    """Name and weight of everything that is published, each once under its first name: parameters, then persistent buffers.
+    """Name and weight of everything to publish: parameters, then persistent buffers. A tied weight appears once, under its first name.
 
-    Reads no value, moves nothing, calls no collective; on all ranks of a sharded module in the same order.
+    Reads no value, moves nothing and calls no collective. The order is the same on all ranks of a sharded module.
 
     Raises:
-        ValueError: the module has no adapters to publish apart, or what it has cannot be published so.
+        ValueError: the module's adapters cannot be published in this way, or it has none.
     """
     skeleton = Skeleton(root)
     weights = skeleton.weights
@@ -38,15 +38,15 @@ def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weig
 
 
 def writable(root: torch.nn.Module) -> dict[str, Weight]:
-    """The weights of a module by every name that one may be published under, by this module or its like, and by the module's own.
+    """The weights of a module by name, to write published values into. Includes the module's own names and all published names.
 
     Raises:
-        ValueError: adapters are merged into the base weights, so that what is written there would be unmerged from.
+        ValueError: adapters are merged into the base weights; unmerging them later would change the values written there.
     """
     skeleton = Skeleton(root)
     places = dict(named_places(skeleton.root))
     if "peft" in sys.modules and any(lora.has_adapters(part) for part in root.modules()):
-        with suppress(ValueError):  # several active adapters have no names of their own
+        with suppress(ValueError):  # with several active adapters there are no published names for adapters alone
             places.update(lora.separate(skeleton))
         base, _ = lora.without_adapters(skeleton, "base")
         places.update(named_places(base))
@@ -55,15 +55,15 @@ def writable(root: torch.nn.Module) -> dict[str, Weight]:
 
 
 def check_publishable(root: torch.nn.Module, name: str, weights: list[tuple[str, Weight]]) -> None:
-    """Find what cannot be published, before anything is.
+    """Check that all weights can be published, before any is.
 
     Raises:
-        RegistrationError: which weight, why, and what to do; on all ranks alike.
+        RegistrationError: a weight cannot be published; the message says which, why, and what to do. All ranks raise it alike.
     """
     for part in root.modules():
         if has_own_export(part):
             cls = type(part).__name__
-            raise RegistrationError(f"{name!r}: {cls} cuts its parameters at places of its own; publish them with its own export")
+            raise RegistrationError(f"{name!r}: {cls} shards its parameters in its own way; publish them with its own export")
     for weight_name, weight in weights:
         if (problem := weight.problem) is not None:
             raise RegistrationError(f"{name!r}: {weight_name!r} {problem}.")

@@ -1,7 +1,7 @@
-"""The names of a module's weights, from a copy of the module tree's structure without its wrappers.
+"""Skeletons: copies of a module tree's structure without wrappers, from which the names of its weights are taken.
 
-A skeleton has a tensor of no bytes in each weight's place. What the real tree shows and holds at the moment does not matter to it: it
-is the same while offloaded, while a part is unsharded, and on every rank.
+A skeleton has a placeholder, a tensor without bytes, for each weight. It is the same whether the module is offloaded or loaded, sharded
+or unsharded, and it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from placement.frameworks.weights import Weight, weight_of
 
 
 class Copier(abc.ABC):
-    """Copies the structure of modules: the same classes and attributes, no wrappers, no hooks, and tensors that a subclass chooses.
+    """Copies the structure of modules: same classes and attributes, without wrappers and hooks. A subclass chooses the tensors.
 
-    A module is never asked to copy itself: `fully_shard` forbids it, our guards do while offloaded, and it would copy bytes.
+    `copy.deepcopy` is not used, because modules under `fully_shard` refuse it, placement's guards refuse it while offloaded, and it
+    would copy bytes.
     """
 
     def __init__(self, shown: Shown) -> None:
@@ -27,14 +28,14 @@ class Copier(abc.ABC):
         self._copies: dict[int, torch.nn.Module] = {}
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self.originals: dict[int, torch.nn.Module] = {}
-        """By the identity of a copy, what it was made from."""
+        """The original of each copied module, by the copy's identity."""
 
     @abc.abstractmethod
     def stand_in(self, weight: Weight) -> torch.Tensor:
-        """What takes a weight's place in a copy: the same object for the same weight."""
+        """The tensor to put in a weight's place in a copy. Must be the same object for the same weight."""
 
     def attribute(self, value: Any) -> Any:
-        """What takes the place of a plain attribute's value."""
+        """The value to put in the place of a plain attribute's value."""
         return value
 
     def copy(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -47,10 +48,10 @@ class Copier(abc.ABC):
         fields.update(vars(torch.nn.Module()))
         self._copies[id(module)], self.originals[id(copy)] = copy, module
         parameters = self.shown.parameters(module)
-        # FSDP1 leaves views of what it gathered as plain attributes under the names of parameters: they would be found first.
+        # FSDP1 leaves views of gathered parameters as plain attributes under the parameters' names. They would hide the parameters.
         hidden = {*fields, *(name for name, _ in parameters)}
         for name, value in own.items():
-            # A method that somebody replaced on the object (our guards, a patch) would be called on the original.
+            # A method replaced on the object (by placement's guards or a patch) is bound to the original, so it must not be copied.
             if name not in hidden and not (callable(value) and callable(getattr(type(module), name, None))):
                 fields[name] = self.attribute(value)
         fields.update(training=module.training, _non_persistent_buffers_set=set(module._non_persistent_buffers_set))
@@ -63,14 +64,14 @@ class Copier(abc.ABC):
         return copy
 
     def _parameter(self, weight: Weight) -> torch.nn.Parameter:
-        """Tied parameters are one in the copy, too."""
+        """The copy's parameter for a weight. Tied parameters are one object in the copy, too."""
         if id(weight) not in self._parameters:
             self._parameters[id(weight)] = torch.nn.Parameter(self.stand_in(weight), requires_grad=False)
         return self._parameters[id(weight)]
 
 
 class Shown:
-    """The weights behind what a module tree shows, one object for each: tied weights are one. As of the first look at each module."""
+    """The weights behind the tensors that a module tree shows, one object for each. Each module is looked at once, then remembered."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         frameworks = frameworks_of(root)
@@ -89,7 +90,7 @@ class Shown:
         return self._weights[id(tensor)]
 
     def parameters(self, module: torch.nn.Module) -> list[tuple[str, Weight | None]]:
-        """A module's own parameters by name, those that it does not show for now included."""
+        """A module's own parameters by name, including those that a framework hides at the moment."""
         if id(module) not in self._of:
             given = dict(self._given.get(id(module), {}))
             own = [(name, given.pop(name, None) if name in given else tensor) for name, tensor in module._parameters.items()]
@@ -99,12 +100,12 @@ class Shown:
 
 
 class Skeleton(Copier):
-    """A module tree with a tensor on the meta device in each weight's place, which is known again by its storage."""
+    """A copy of a module tree with a tensor on the meta device as placeholder for each weight. Its storage identifies the weight."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         super().__init__(Shown(root))
         self.weights: dict[int, Weight] = {}
-        """By the key of its place."""
+        """The weights, by the key of their placeholder (see `key_of`)."""
         self._places: dict[int, torch.Tensor] = {}
         self.root = self.copy(root)
 
@@ -116,13 +117,13 @@ class Skeleton(Copier):
 
 
 def key_of(place: torch.Tensor) -> int:
-    """What a weight's place is known by; it survives that a library puts the tensor into a new parameter."""
+    """The key that identifies a placeholder. It stays the same if a library puts the tensor into a new parameter."""
     key: int = place.untyped_storage()._cdata
     return key
 
 
 def named_places(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers of a skeleton by name, as its state dict would have them, tied ones under each name."""
+    """Name and placeholder of each parameter and persistent buffer of a skeleton, as in its state dict. Tied ones have several names."""
     yield from torch.nn.Module.named_parameters(root, remove_duplicate=False)
     for prefix, part in torch.nn.Module.named_modules(root, remove_duplicate=False):
         for name, buffer in part._buffers.items():

@@ -51,7 +51,7 @@ def test_an_engine_around_megatrons_ddp(two_ranks: Ranks) -> None:
 
 def test_modules_of_which_a_framework_places_some_are_refused_together(two_ranks: Ranks) -> None:
     for message in two_ranks.run(worker.mixes_external_and_moved):
-        assert "'rollout': of its 2 modules a framework places 1 (FSDP2's CPUOffloadPolicy" in message
+        assert "'rollout': a framework moves 1 of its 2 modules itself (FSDP2's CPUOffloadPolicy" in message
         assert "external=True" in message
 
 
@@ -122,7 +122,7 @@ def test_a_quantised_engine_rolls_out_and_refuses_values_that_it_cannot_hold(pac
             assert_same(inner(test_quantized.batch(0)), wanted)
         assert_nothing_resident(manager, allow_foreign=kind == "nested")
     name, weight = next((name, p) for name, p in inner.named_parameters() if type(p) is not nn.Parameter)
-    refusal = rf"published weight '{name}' cannot be written.*(quantised alike|whose values are not its bytes)"
+    refusal = rf"published weight '{name}' cannot be written.*(quantised in the same way|whose values are not its bytes)"
     with manager.phase("weight_sync"), pytest.raises(EngineError, match=refusal):
         rollout.object.update_weights([(name, torch.zeros(weight.shape))])
     with manager.phase("rollout"), torch.no_grad():

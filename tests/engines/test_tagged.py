@@ -247,7 +247,7 @@ def test_bad_input(shared: Path) -> None:
         ({"rollout": {"lora"}}, "wants lora of 'rollout', which has no such part"),
         ({"actor": {"weights"}}, "wants weights of 'actor', which has no such part"),
         ({"ghost": {"weights"}}, "names 'ghost'"),
-        ({"rollout": set()}, "wants parts of 'rollout' and not the handle"),
+        ({"rollout": set()}, "wants parts of 'rollout', but not the handle"),
     ],
 )
 def test_plans_that_are_none(parts: Any, message: str, shared: Path) -> None:
@@ -335,7 +335,7 @@ def test_what_stays_behind_is_a_finding(shared: Path) -> None:
         engine.raising["drain"] = EngineError("not today")
     findings = manager.audit().findings
     assert [(f.handle, f.what, f.detail) for f in findings] == [
-        ("rollout", "leak", "its tags kv_cache, weights are on the device, where it belongs off it")
+        ("rollout", "leak", "its tags kv_cache, weights are on the device, although it should be off the device")
     ]
     assert manager.snapshot().unpaired_bytes == sum(engine.residency.bytes_by_tag().values())
     with manager.phase("train"):

@@ -93,7 +93,7 @@ def _one_optimizer_for_both() -> None:
     optimizer, own = torch.optim.AdamW([*kept.parameters(), *moved.parameters()]), torch.optim.SGD(kept.parameters())
     manager, _, _ = worker(kept, own)
     manager.register("critic", moved, role="critic")
-    with pytest.raises(RegistrationError, match="parameters whose state a framework places"):
+    with pytest.raises(RegistrationError, match="parameters whose state a framework moves itself"):
         manager.register("both", optimizer)
     assert set(manager.handles) == {"actor", "actor.optimizer", "critic"}
     manager.close()

@@ -76,7 +76,7 @@ def test_the_assertion_that_nothing_is_resident_names_them(two_ranks: Ranks, nam
     variant = Variant() if name == "default" else VARIANTS["views"]
     nbytes = two_ranks.run(worker.gradient_bytes, variant)[0]
     for before, after in two_ranks.run(worker.assertions, variant):
-        wanted = "gradient_as_bucket_view=False" if name == "default" else "not shown by any gradient yet"
+        wanted = "gradient_as_bucket_view=False" if name == "default" else "no gradient is a view of them yet"
         kept = f"actor is CPU_OFFLOADED, and its framework keeps {nbytes:,} bytes on the device: reducer's buckets ({wanted})"
         assert before.startswith(kept)
         assert "gradient_as_bucket_view=True" in before

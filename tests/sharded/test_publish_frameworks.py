@@ -122,5 +122,5 @@ def test_shards_of_megatron_fsdp_are_refused_before_anything_is_gathered() -> No
     megatron = pytest.importorskip("megatron_fsdp.megatron_fsdp")
     wrapped = megatron.MegatronFSDP.__new__(megatron.MegatronFSDP)
     torch.nn.Module.__init__(wrapped)
-    with pytest.raises(RegistrationError, match="'actor': MegatronFSDP cuts its parameters at places of its own"):
+    with pytest.raises(RegistrationError, match="'actor': MegatronFSDP shards its parameters in its own way"):
         check_publishable(torch.nn.ModuleList([wrapped]), "actor", [])

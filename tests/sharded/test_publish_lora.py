@@ -184,7 +184,7 @@ def test_the_active_adapters_are_merged_whichever_they_are_between_two_syncs() -
     model.base_model.set_adapter(["default", "other"])
     both = resident(merged_by_peft)
     check(both)
-    with manager.phase("weight_sync"), pytest.raises(ValueError, match=r"2 \(default, other\): set_adapter"):
+    with manager.phase("weight_sync"), pytest.raises(ValueError, match=r"2 are active \(default, other\): call set_adapter"):
         actor.weights(adapters="separate")
     with pytest.raises(ValueError, match="set_adapter"):
         actor.weights_info(adapters="separate")
@@ -209,7 +209,7 @@ def test_what_the_user_has_merged_is_published_as_it_is_and_its_base_is_not_made
         model.merge_adapter()
         phase.switch("weight_sync")
         assert_same(read(actor), wanted)
-        with pytest.raises(ValueError, match=r"'default' is merged into the base weights; unmerge_adapter\(\)"):
+        with pytest.raises(ValueError, match=r"'default' is merged into the base weights; call unmerge_adapter\(\)"):
             actor.weights(adapters="base")
         phase.switch("train")
         assert model.base_model.model.first.merged
@@ -275,10 +275,10 @@ def test_models_without_adapters_and_adapters_without_weights() -> None:
             assert_same(read(actor, adapters=adapters), wanted)
         with pytest.raises(ValueError, match="this module has none"):
             actor.weights(adapters="separate")
-        with pytest.raises(ValueError, match="prompts are merged into no weight"):
+        with pytest.raises(ValueError, match="prompts cannot be merged into weights"):
             prompts.weights()
         assert list(read(prompts, adapters="base")) == ["word_embeddings.weight"]
-        with pytest.raises(ValueError, match="'all' is none of merged, separate, base"):
+        with pytest.raises(ValueError, match="'all' must be one of merged, separate, base"):
             actor.weights(adapters="all")
 
 

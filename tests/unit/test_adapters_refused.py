@@ -89,7 +89,7 @@ def test_torchscript_is_refused() -> None:
 def test_a_device_map_over_several_places_is_refused_and_one_place_is_plain() -> None:
     module = nn.Linear(2, 2)
     module.hf_device_map = {"embed": 0, "layers": "cpu"}
-    assert_refused(module, "a device map over 2 places", "load without device_map")
+    assert_refused(module, "a device map with 2 entries on several devices", "load without device_map")
     module.hf_device_map = {"": 0}
     assert len(list(adapt(module).owned())) == 2
 

@@ -211,7 +211,7 @@ def test_a_transition_that_fails_after_they_died_says_so() -> None:
             phase.switch("log_prob", only=["ref"])
         assert worker.actor.state is TRAIN
         assert gradients(worker.net) == [None] * 4
-    assert any("the gradients of 'actor' had been dropped" in note for note in caught.value.__notes__)
+    assert any("the gradients of 'actor' are lost" in note for note in caught.value.__notes__)
 
 
 def test_an_engine_has_gradients_as_a_module_has() -> None:

@@ -157,7 +157,7 @@ def test_an_optimizer_of_copies_belongs_to_the_model_that_they_are_of(crates: ty
 def test_only_its_own_export_publishes(crates: type[Framework], manager: placement.Manager) -> None:
     model = OwnShards()
     actor = manager.register("actor", model, role="actor")
-    with manager.phase("weight_sync"), pytest.raises(placement.RegistrationError, match=r"OwnShards cuts its parameters.*its own export"):
+    with manager.phase("weight_sync"), pytest.raises(placement.RegistrationError, match=r"OwnShards shards its parameters.*its own export"):
         actor.weights()
 
 

@@ -242,7 +242,7 @@ def test_a_sync_into_an_engine_makes_it_equal(manager: Any) -> None:
 
 def test_an_engine_refuses_what_it_does_not_have() -> None:
     engine = TorchEngine(net())
-    with pytest.raises(EngineError, match=r"'9\.weight' is not in"):
+    with pytest.raises(EngineError, match=r"'9\.weight' is not a weight of"):
         engine.update_weights([("9.weight", torch.zeros(1))])
     with pytest.raises(EngineError, match=r"shape \(3,\)"):
         engine.update_weights([("0.bias", torch.zeros(3))])

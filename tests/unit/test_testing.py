@@ -88,7 +88,7 @@ def test_several_faults_at_once(faults: Faults) -> None:
 def test_unknown_operations_and_points_are_refused(faults: Faults) -> None:
     with pytest.raises(ValueError, match="host, reserve, create, map, copy, sync"):
         faults.fail("release")
-    with pytest.raises(ValueError, match="at is 0"):
+    with pytest.raises(ValueError, match="at=0, but it must be at least 1"):
         faults.fail("sync", at=0)
 
 

@@ -1,7 +1,7 @@
 """Megatron-Core: the contiguous buffers of its DistributedDataParallel.
 
-Parameters and gradients of a model are views of a few large buffers, and so are the shards that the distributed optimizer steps, where
-they have the type of the model. A storage is moved once, wherever it is looked at from, so every one of these aliases survives.
+Parameters and gradients of a model are views of a few large buffers. The shards that the distributed optimizer steps are views of them,
+too, if they have the model's dtype. placement moves each storage once, so that all these views stay valid.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Megatron(MegatronOptimizers):
         for path, _, buffer in self._buffers():
             if getattr(buffer, "nccl_ub", False) or getattr(getattr(buffer, "ddp_config", None), "nccl_ub", False):
                 return (
-                    f"{path} lies in memory that NCCL allocated and has registered by its address (nccl_ub), which must stay where it is; "
+                    f"{path} is in memory that NCCL allocated and registered by its address (nccl_ub), which must not move; "
                     "build DistributedDataParallelConfig with nccl_ub=False, or register it with external=True"
                 )
         return None
 
     def ready(self) -> None:
-        """What communicates in the background arrives before anything moves. The handles stay: the next forward asks them again."""
+        """Wait for communication in the background. Its work handles stay, because the next forward pass asks them again."""
         for group in self._bucket_groups():
             for handle in (getattr(group, "param_gather_handle", None), getattr(group, "grad_reduce_handle", None)):
                 if handle is not None:
@@ -59,16 +59,16 @@ class Megatron(MegatronOptimizers):
             return None
         return (
             "Megatron's DistributedDataParallel no longer sees its gradients, because torch drops its hooks when a parameter changes dtype "
-            "or device: wrap the module anew, and register it again"
+            "or device: wrap the module again, and register it again"
         )
 
     def tensors(self) -> Iterator[Owned]:
-        """Buffers, buckets' views, `main_grad` of every parameter, and the shards that bucket groups keep at hand."""
+        """Buffers, their buckets' views, `main_grad` of every parameter, and the shards that bucket groups cache."""
         root = self._root()
         if root is None:
             return
         for path, _, buffer in self._buffers():
-            # One buffer for both (parameters in MXFP8): parameters are in it, so it is none that gradients come and go in.
+            # With a shared buffer (parameters in MXFP8), gradients lie in the memory of the parameters, so it is not transient.
             is_loose = getattr(buffer, "shared_buffer", None) is None
             yield from _fields(buffer, path, ("param_data", "shared_buffer"), transient=False)
             yield from _fields(buffer, path, ("grad_data",), transient=is_loose)
@@ -98,7 +98,7 @@ class Megatron(MegatronOptimizers):
         drop_global_buffer()
 
     def _buffers(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name, wrapper and buffer."""
+        """Name, DistributedDataParallel module and buffer, for each of its buffers."""
         root = self._root()
         for path, ddp in () if root is None else _ddps(root):
             for field in ("buffers", "expert_parallel_buffers"):
@@ -126,7 +126,7 @@ def _fields(obj: Any, path: str, names: Iterable[str], *, transient: bool) -> It
 
 
 def drop_global_buffer() -> None:
-    """Empty Megatron's global memory buffer, which it fills again as it needs it. Left alone where a captured graph may replay into it."""
+    """Empty Megatron's global memory buffer, which it fills again when needed. Not done if a captured CUDA graph may use that memory."""
     for module, name, field in (
         ("megatron.core.transformer.cuda_graphs", "_CudagraphGlobalRecord", "cudagraph_created"),
         ("megatron.core.full_cuda_graph", "FullCudaGraphWrapper", "cuda_graph"),

@@ -1,7 +1,7 @@
-"""Megatron-FSDP: the data-parallel buffers behind a module, on its own (package megatron_fsdp) and as part of megatron-core.
+"""Megatron-FSDP: the data-parallel buffers behind a module. Supports the package megatron_fsdp and the copy in megatron-core.
 
-The module shows two sets of parameters by turns: sharded ones (DTensors over the shard buffers), which optimizers step, and raw ones,
-whose data is gathered for computing. Both live as long as the module, and what is gathered is given up before a move.
+The module shows one of two sets of parameters at a time: sharded ones (DTensors over the shard buffers), which optimizers step, and raw
+ones, whose data is gathered for computing. Both exist as long as the module. Gathered data is freed before a move.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALLOCATORS = ("weight_alloc", "transpose_weight_alloc", "main_grad_alloc", "hsd
 
 
 class MegatronFSDPShards(Framework):
-    """Every MegatronFSDP in a module tree."""
+    """All MegatronFSDP modules of a module tree."""
 
     wrappers = tuple(Wrapper(Named(module, "MegatronFSDP"), "module") for module in _MODULES)
     with_own_export = tuple(Named(module, "MegatronFSDP") for module in _MODULES)
@@ -39,20 +39,20 @@ class MegatronFSDPShards(Framework):
         for path, model in self._models():
             if getattr(getattr(model, "ddp_config", None), "nccl_ub", False):
                 return (
-                    f"the buffers of {path or 'the root'} lie in memory that NCCL allocated and has registered by its address (nccl_ub), "
-                    "which must stay where it is; shard with nccl_ub=False, or register it with external=True"
+                    f"the buffers of {path or 'the root'} are in memory that NCCL allocated and registered by its address (nccl_ub), "
+                    "which must not move; shard with nccl_ub=False, or register it with external=True"
                 )
         return None
 
     def ready(self) -> None:
-        """What is on its way arrives, and gathered parameters are released; the next forward gathers them again."""
+        """Wait for communication, and release gathered parameters. The next forward pass gathers them again."""
         for _, model in self._models():
             model.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             pipeline = model.all_gather_pipeline
             for number, group in enumerate(model.param_and_grad_buffer.parameter_groups):
                 buffer = group.model_weight_buffer
                 if buffer is None or not buffer.is_data_distributed:
-                    continue  # it is there as a whole anyway
+                    continue  # it is not sharded, so nothing was gathered
                 for backward in (False, True):
                     if pipeline.bucket_status[pipeline.get_bucket_key(number, backward)].name != "EMPTY":
                         pipeline.release_bucket(number, backward)
@@ -74,7 +74,7 @@ class MegatronFSDPShards(Framework):
                 if isinstance(gradient := getattr(parameter, "decoupled_grad", None), torch.Tensor):
                     yield Owned(f"{path}{name}.decoupled_grad", gradient, True)
             for name, raw in model.raw_param.items():
-                # A look at the bytes: the parameter itself would be taken for the sharded one that stands in its place.
+                # Detached, because `own_tensors` would replace the parameter itself by the sharded one.
                 yield Owned(f"{path}{name}.raw", raw.detach())
                 if isinstance(gradient := getattr(raw, "main_grad", None), torch.Tensor):
                     yield Owned(f"{path}{name}.main_grad", gradient, True)
@@ -90,7 +90,7 @@ class MegatronFSDPShards(Framework):
                 yield from (buffer.data for _, buffer in _buffers(group) if _is_of_gradients(group, buffer))
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        """Buckets that stay between two uses (double buffers), in memory of the framework's."""
+        """Buckets that the framework keeps between two uses (double buffers), in its own memory."""
         for path, model in self._models():
             for name in _ALLOCATORS:
                 buckets = getattr(getattr(model.param_and_grad_buffer, name, None), "buckets", None) or {}
@@ -102,7 +102,7 @@ class MegatronFSDPShards(Framework):
         drop_global_buffer()
 
     def _models(self) -> Iterator[tuple[str, Any]]:
-        """Path prefix and module of every MegatronFSDP."""
+        """Path prefix and module of every MegatronFSDP in the tree."""
         root = self._root()
         classes = tuple(cls for module in _MODULES if (cls := loaded_class(module, "MegatronFSDP")) is not None)
         if root is not None and classes:
@@ -110,7 +110,7 @@ class MegatronFSDPShards(Framework):
 
 
 def _buffers(group: Any) -> Iterator[tuple[str, Any]]:
-    """The group's buffers that hold something on this rank, by their names there."""
+    """Name and buffer, for each buffer of the group that has data on this rank."""
     for name, value in vars(group).items():
         if hasattr(value, "bucket_index") and isinstance(getattr(value, "data", None), torch.Tensor):
             yield name, value

@@ -1,9 +1,9 @@
-"""Megatron's HybridDeviceOptimizer: what it holds, and its state for a checkpoint and back.
+"""Megatron's HybridDeviceOptimizer: its tensors, and saving and loading its state in checkpoints.
 
-It steps a part of the parameters on the CPU and places everything itself, so it is external. Its own `load_state_dict` builds all inner
-optimizers and copies anew, fails on a parameter without state (and on float32 ones among others), and its own state comes in the order of
-the inner optimizers, which differs between ranks. Here state goes in the order of its parameters, a parameter without state says so, and
-what is restored is written into the tensors that are there. Nothing here calls a collective.
+The optimizer steps a part of the parameters on the CPU and moves everything itself, so it is external. Its own `load_state_dict` makes
+new inner optimizers and copies, and fails on parameters without state (and on float32 parameters among others). Its own state is in the
+order of the inner optimizers, which differs between ranks. Here the state is in the order of the parameters, a parameter may have no
+state, and loading writes into the existing tensors. Nothing here calls a collective.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HybridState(OwnState):
 
 
 def tensors(hybrid: Any, name: str) -> Iterator[Owned]:
-    """What it holds beside its state now: main parameters, copies on the CPU and their gradients. All of them are new after a load."""
+    """The optimizer's tensors outside its state: main parameters, copies on the CPU, and their gradients. Its own load replaces them."""
     seen: set[int] = set()
     for index, parameter in enumerate(_parameters(hybrid)):
         for field in _COPIES:
@@ -61,9 +61,10 @@ def tensors(hybrid: Any, name: str) -> Iterator[Owned]:
 
 
 def exported(hybrid: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state by parameter, in the order of its groups: the same on every rank. Empty for a parameter that has none here.
+    """The state by parameter, in the order of the parameter groups, which is the same on every rank. Parameters without state have {}.
 
-    Values alias what it holds. Those of a sharded parameter are sharded as it is. A `step` that is counted by group is there too.
+    Tensors are the optimizer's own, not copies. State of a sharded parameter is sharded like it. A `step` that the optimizer counts by
+    group is added to each parameter's state.
     """
     groups = [group for optimizer in hybrid.sub_optimizers for group in optimizer.param_groups if "step" in group]
     counts = {id(inner): group["step"] for group in groups for inner in group["params"]}
@@ -78,28 +79,28 @@ def exported(hybrid: Any) -> dict[torch.Tensor, dict[str, Any]]:
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a group belongs into a checkpoint: without classes, which say how this run was built, and without a `step` (state has it)."""
+    """The entries of a group to save in a checkpoint. Left out: classes, which belong to this run, and `step`, which is in the state."""
     return {key: value for key, value in group.items() if key not in ("params", "step") and not isinstance(value, type)}
 
 
 def problems(hybrid: Any, given: Mapping[torch.Tensor, Mapping[str, Any]]) -> Iterator[tuple[torch.Tensor, str]]:
-    """Parameters whose given state does not fit, and why."""
+    """Each parameter whose given state does not fit, with the reason."""
     for parameter in _parameters(hybrid):
         nbytes = _local(parameter).numel()
         for key, value in given.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and _local(value).numel() != nbytes:
-                yield parameter, f"{key!r} has {_local(value).numel()} elements here, the parameter {nbytes}"
+                yield parameter, f"{key!r} has {_local(value).numel()} elements, but the parameter has {nbytes} on this rank"
 
 
 @torch.no_grad()
 def restore(hybrid: Any, given: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Put state back, as `exported` gave it, and the settings of each group. The model's parameters are those of the checkpoint already.
+    """Load state in the form of `exported`, and the settings of each group. The model's parameters must have been loaded before.
 
-    Inner optimizers, copies and streams stay; state tensors that are there are written in place. A main parameter that was not saved is
-    the model's own value again.
+    Inner optimizers, copies and streams stay, and existing state tensors are written in place. A main parameter that was not saved gets
+    the value of the model's parameter.
     """
     for group, saved in zip(hybrid.param_groups, groups, strict=True):
-        group.pop("step", None)  # a stale one would go into the inner optimizers at every step
+        group.pop("step", None)  # an old value would be copied into the inner optimizers at every step
         group.update(settings(saved))
     for optimizer in hybrid.sub_optimizers:
         counts_by_state = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
@@ -110,7 +111,7 @@ def restore(hybrid: Any, given: Mapping[torch.Tensor, Mapping[str, Any]], groups
                 master = entry.pop(MASTER, None)
                 if master is not None or inner is not parameter:
                     _local(inner).copy_(_local(parameter if master is None else master).view_as(_local(inner)))
-                if inner is not parameter:  # it steps whatever gradient was left there, where a parameter has none
+                if inner is not parameter:  # drop the copy's old gradient: it would be stepped if the parameter itself has none
                     inner.grad = None
                     hybrid.cpu_copy_map_grad.pop(inner, None)
                 step = entry.pop("step", None)
@@ -149,7 +150,7 @@ def _parameters(hybrid: Any) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What holds a tensor's bytes on this rank: a DTensor's number of elements is that of all ranks."""
+    """The plain tensor with this rank's bytes. (A DTensor itself has the number of elements of all ranks.)"""
     if not is_wrapper(tensor):
         return tensor
     (part,) = (part for _, part in parts_of(tensor, ""))
@@ -157,15 +158,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_sharded(value: Any, parameter: torch.Tensor) -> Any:
-    """State of a sharded parameter, which is kept as a plain local tensor, in a wrapper like the parameter's."""
+    """Wrap state of a sharded parameter, which the optimizer keeps as a plain local tensor, in a wrapper like the parameter's."""
     if not is_wrapper(parameter) or not isinstance(value, torch.Tensor) or is_wrapper(value) or value.dim() == 0:
         return value
     local = _local(parameter)
     if value.numel() != local.numel():
         return value
     inner = value.view(local.shape)
-    for name in ("__create_chunk_list__", "__create_write_items__"):  # how Megatron-FSDP tells a checkpoint of shards that are uneven
+    for name in ("__create_chunk_list__", "__create_write_items__"):  # with these, Megatron-FSDP tells checkpoints about uneven shards
         if name in vars(local):
             setattr(inner, name, vars(local)[name])
-    like = torch.empty_like(parameter, dtype=value.dtype, device="meta")  # a wrapper says the type of what it wraps
+    like = torch.empty_like(parameter, dtype=value.dtype, device="meta")  # the wrapper must have the state's dtype
     return rewrapped(like, lambda _: inner)

@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizers: wrappers around torch's, which step shards and main parameters in place of the model's parameters."""
+"""Megatron-Core's optimizers: wrappers around torch's, which step main parameters and shards in place of the model's parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEPPED = (
     ("shard_fp32_groups", "model_fp32_groups"),
     ("fp32_from_float16_groups", "float16_groups"),
 )
-"""Attributes with what is stepped, and with the model's parameters in the same order."""
+"""Pairs of attributes: the stepped tensors, and the model's parameters in the same order."""
 _READING = (
     "sharded_state_dict",
     "save_parameter_state",
@@ -29,13 +29,13 @@ _READING = (
 
 
 class MegatronOptimizers(Framework):
-    """What `Megatron` knows of optimizers."""
+    """The part of `Megatron` that is about optimizers."""
 
     external_optimizers = (Advised(HYBRID, "Megatron's HybridDeviceOptimizer places its state itself"),)
 
     @classmethod
     def holds_optimizers(cls, obj: object) -> bool:
-        """Megatron's wrappers hold no optimizer where this rank has nothing to step."""
+        """Whether an object is a Megatron optimizer. It holds no optimizer on a rank that has nothing to step."""
         return _OPTIMIZER.is_of(obj)
 
     @classmethod
@@ -48,7 +48,7 @@ class MegatronOptimizers(Framework):
         for obj in filter(_OPTIMIZER.is_of, objects):
             for stepped, models in _STEPPED:
                 for ours, theirs in zip(getattr(obj, stepped, ()), getattr(obj, models, ()), strict=False):
-                    # None where the inner optimizer itself keeps the main parameter.
+                    # `own` is None if the inner optimizer itself keeps the main parameter.
                     found.update({id(own): model for own, model in zip(ours, theirs, strict=False) if own is not None})
         return found
 
@@ -60,7 +60,7 @@ class MegatronOptimizers(Framework):
 
     @classmethod
     def optimizer_scalars(cls, objects: Sequence[object]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Loss scales and overflow flags: a few bytes that forward and backward read, so that they stay where they are."""
+        """Loss scales and overflow flags: a few bytes, which stay on the device because forward and backward passes read them."""
         for obj in filter(_OPTIMIZER.is_of, objects):
             for owner in (obj, getattr(obj, "grad_scaler", None)):
                 for name, value in getattr(owner, "__dict__", {}).items():

@@ -1,1 +1,1 @@
-"""What torch itself wraps around modules: DDP, FSDP1, FSDP2, compiled and checkpointed modules."""
+"""torch's own wrappers around modules: DDP, FSDP1, FSDP2, compiled and checkpointed modules."""

@@ -1,8 +1,8 @@
 """torch's DistributedDataParallel: the buckets in which its reducer averages gradients.
 
-With `gradient_as_bucket_view=True` gradients are views of the buckets, and a bucket's storage moves with them: the reducer, which holds
-the same storage, follows. Nothing else leads to a bucket, so one is known from the first time that a gradient shows it. The others, and
-those of a reducer that keeps gradients apart, stay where they are, and are named.
+With `gradient_as_bucket_view=True` gradients are views of the buckets. A bucket's storage then moves with them, and stays valid for the
+reducer, which has the same storage. placement can find a bucket only through a gradient, so it knows a bucket once a gradient is a view
+of it. Other buckets, and those of a reducer with gradients of their own, stay on the device and are reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from placement.tensors.plain import nested_tensors
 
 
 class DDP(Framework):
-    """Every `DistributedDataParallel` of a module tree."""
+    """All `DistributedDataParallel` modules of a module tree."""
 
     wrappers = (Wrapper(Named("torch.nn.parallel.distributed", "DistributedDataParallel"), "module"),)
 
@@ -38,7 +38,7 @@ class DDP(Framework):
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(getattr(part, "mixed_precision", None) is not None for part in self._parts()):
             return (
-                "DistributedDataParallel(mixed_precision=...) puts copies in place of its parameters between a forward pass and its "
+                "DistributedDataParallel(mixed_precision=...) replaces its parameters by copies between a forward pass and its "
                 "backward pass; use torch.autocast, or FSDP2 with a MixedPrecisionPolicy, or register it with external=True to have it "
                 "tracked and never moved"
             )
@@ -48,11 +48,11 @@ class DDP(Framework):
     def lost_by_conversion(self) -> str | None:
         return (
             "DistributedDataParallel no longer averages its gradients, because torch drops its hooks when a parameter changes dtype or "
-            "device: wrap the module anew, and register it again"
+            "device: wrap the module again, and register it again"
         )
 
     def tensors(self) -> Iterator[Owned]:
-        """Buckets, and what communication hooks keep from step to step (PowerSGD: errors, which belong to the training state)."""
+        """The known buckets, and tensors that communication hooks keep from step to step (PowerSGD's errors are training state)."""
         for reducer in self._reducers:
             yield from (Owned(f"{reducer.path}reducer.bucket.{index}", bucket, True) for index, bucket in enumerate(reducer.buckets()))
             for index, state in enumerate(reducer.hook_states()):
@@ -76,17 +76,17 @@ class DDP(Framework):
 
 
 class _Reducer:
-    """The reducer of one `DistributedDataParallel`, as far as it can be seen from outside."""
+    """The reducer of one `DistributedDataParallel`, as far as Python code can see it."""
 
     def __init__(self, path: str, part: Any) -> None:
         self.path = path
         self.part = weakref.ref(part)
         self._nbytes = int(part._get_ddp_logging_data()["total_parameter_size_bytes"])
         self._seen: list[weakref.ref[torch.Tensor]] = []
-        """Buckets that gradients have shown, in the order of the parameters; the reducer makes new ones after its first iteration."""
+        """The buckets found through gradients so far, in the parameters' order. The reducer replaces them after its first iteration."""
 
     def buckets(self) -> list[torch.Tensor]:
-        """The buckets that are known now: those that gradients show, and those that they showed and that the reducer still has."""
+        """The buckets that are known now: those that gradients are views of, and those found earlier that still exist."""
         part = self.part()
         if part is None or not part.gradient_as_bucket_view:
             return []
@@ -104,7 +104,7 @@ class _Reducer:
             return
         nbytes = self._nbytes - sum(bucket.nbytes for bucket in self.buckets())
         if nbytes > 0:
-            why = "not shown by any gradient yet" if part.gradient_as_bucket_view else "gradient_as_bucket_view=False"
+            why = "no gradient is a view of them yet" if part.gradient_as_bucket_view else "gradient_as_bucket_view=False"
             yield f"{self.path}reducer's buckets ({why})", nbytes
         used = part.reducer._get_local_used_map()
         if used is not None:
@@ -116,7 +116,7 @@ class _Reducer:
 
 
 def _fields_of(state: Any) -> dict[str, Any]:
-    """The fields of an object, in slots or not."""
+    """The fields of an object, including those in slots."""
     slots = [name for cls in type(state).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
     return {**{name: getattr(state, name) for name in slots if hasattr(state, name)}, **getattr(state, "__dict__", {})}
 

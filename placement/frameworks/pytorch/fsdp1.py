@@ -1,7 +1,7 @@
-"""torch's FSDP1: flat parameters, each rank's shard of them, and what was gathered from all ranks for computing.
+"""torch's FSDP1: flat parameters, each rank's shard of them, and the memory gathered from all ranks for computing.
 
-The module shows a flat parameter, or views of it under the original names. Behind both lies the local shard, which is what moves. What
-was gathered is given up before a move: the root keeps its own after a forward pass, every part does under SHARD_GRAD_OP.
+The module shows a flat parameter, or views of it under the original names. Both are in the memory of the local shard, which moves.
+Gathered memory is freed before a move: the root keeps its own after a forward pass, and under SHARD_GRAD_OP every unit does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
 class FSDP1(Framework):
-    """Every `FullyShardedDataParallel` of a module tree; those without parameters of their own have no handle."""
+    """All `FullyShardedDataParallel` modules (units) of a module tree. A unit without parameters of its own has no FSDP1 handle."""
 
     wrappers = (Wrapper(Named("torch.distributed.fsdp", "FullyShardedDataParallel"), "_fsdp_wrapped_module"),)
 
     def __init__(self, parts: dict[str, Any]) -> None:
-        # Kept, because walking a large model takes as long as everything else here: wrapping comes before registering.
+        # Found once, because walking a large model takes as long as all other work here. Wrapping comes before registering.
         self._parts = [(f"{path}." if path else "", weakref.ref(part)) for path, part in parts.items()]
 
     @classmethod
@@ -43,8 +43,8 @@ class FSDP1(Framework):
     def refusal(self, compute_device: torch.device) -> str | None:
         if any(handle._offload_params for _, handle in self._handles()):
             return (
-                "some of its FSDP1 units are under CPUOffload(offload_params=True) and some are not, so it is neither torch's to place nor "
-                "ours; wrap all units alike, or register it with external=True to have it tracked and never moved"
+                "some of its FSDP1 units are under CPUOffload(offload_params=True) and some are not, so neither torch nor placement moves "
+                "all of it; wrap all units alike, or register it with external=True to have it tracked and never moved"
             )
         summoned = self._summoned()
         return f"the full parameters of {summoned} are summoned; register it outside FSDP.summon_full_params" if summoned else None
@@ -64,11 +64,11 @@ class FSDP1(Framework):
         """Reshard every unit.
 
         Raises:
-            PhaseError: full parameters are summoned: what may have been written to them would be lost.
+            PhaseError: full parameters are summoned; values written to them would be lost.
         """
         if summoned := self._summoned():
             raise PhaseError(
-                f"the full parameters of {summoned} are summoned, and what was written to them is not in its shards yet: leave "
+                f"the full parameters of {summoned} are summoned, and values written to them are not in the shards yet: leave "
                 "FSDP.summon_full_params before the phase ends, and enter it inside one phase"
             )
         wrappers = [part for _, alive in self._parts if (part := alive()) is not None]
@@ -82,14 +82,14 @@ class FSDP1(Framework):
         for _, handle in self._handles():
             flat = handle.flat_param
             if handle._use_orig_params and all(parameter.grad is None for parameter in flat._params):
-                flat.grad = None  # as the next forward pass would: zero_grad() reaches the views alone
+                flat.grad = None  # as the next forward pass would do, because zero_grad() reaches only the views
             if _is_gathered(handle):
                 handle.reshard(handle.uses_sharded_strategy)
                 handle.post_reshard()
                 handle._prefetched = False
 
     def follow_parameters(self) -> None:
-        """Of what lies on other ranks this one shows tensors without elements, in the dtype of the flat parameter."""
+        """Give empty parameters the flat parameter's dtype. FSDP1 shows parameters that are on other ranks as empty tensors."""
         for _, handle in self._handles():
             flat = handle.flat_param
             for parameter in (*flat._params, *flat._shared_params) if handle._use_orig_params else ():
@@ -101,7 +101,7 @@ class FSDP1(Framework):
         return "FSDP1 gathers every parameter on the device for it"
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
-        """For a view of what was gathered the original parameter; for every view the flat one where that is all there is."""
+        """The original parameter for each view of gathered memory; without original parameters, the flat parameter for every view."""
         found: dict[int, torch.Tensor] = {}
         for _, handle in self._handles():
             flat = handle.flat_param
@@ -114,7 +114,7 @@ class FSDP1(Framework):
         return found
 
     def tensors(self) -> Iterator[Owned]:
-        """Flat parameters, which are hidden behind the original ones, what they have as fields, and the views of the last forward pass."""
+        """Flat parameters, which the module may hide, the tensors in their fields, and the views of the last forward pass."""
         for path, handle in self._handles():
             flat = handle.flat_param
             yield Owned(f"{path}_flat_param", flat)
@@ -122,18 +122,18 @@ class FSDP1(Framework):
                 if isinstance(tensor := getattr(flat, field, None), torch.Tensor):
                     yield Owned(f"{path}_flat_param.{field}", tensor, transient)
             for index, parameter in enumerate(flat._params or ()):
-                # Without synchronisation FSDP1 points a view of the last gradient to another one by `.data`, and the view keeps its base.
+                # Under no_sync() FSDP1 sets the `.data` of a view of the last gradient to another one; the view still keeps its base alive.
                 if parameter.grad is not None and (base := parameter.grad._base) is not None:
                     yield Owned(f"{path}_flat_param._params.{index}.grad._base", base, True)
             for index, view in enumerate(getattr(flat, "_tensors", None) or ()):
-                if view is not None:  # `.data`: autograd refuses every look at a view of several once a step has written their base
+                if view is not None:  # `.data`, because autograd refuses any use of such views after a step has written to their base
                     yield Owned(f"{path}_flat_param._tensors.{index}", view.data)
 
     def weights(self) -> Mapping[int, Mapping[str, Weight | None]]:
         return flat_weights(handle for _, handle in self._handles())
 
     def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        """This rank's shards of gradients that a backward pass without synchronisation (`no_sync()`) has put aside."""
+        """This rank's shards of gradients that FSDP1 keeps apart in a backward pass without synchronisation (`no_sync()`)."""
         for _, handle in self._handles():
             if isinstance(saved := getattr(handle.flat_param, "_saved_grad_shard", None), torch.Tensor):
                 yield saved
@@ -143,7 +143,7 @@ class FSDP1(Framework):
             vars(handle.flat_param).pop("_saved_grad_shard", None)
 
     def _handles(self) -> Iterator[tuple[str, Any]]:
-        """Path prefix and handle of every unit."""
+        """Path prefix and FSDP1 handle of every unit."""
         for path, alive in self._parts:
             part = alive()
             if part is not None and part._handle is not None:
@@ -156,9 +156,9 @@ class FSDP1(Framework):
 
 
 def _end_iteration(handle: Any) -> None:
-    """A forward or backward that an exception broke off is over: torch would compute with what it still takes to be gathered.
+    """End a forward or backward pass that an exception interrupted. Else torch would compute with memory that is no longer gathered.
 
-    Gradients that were not reduced are incomplete, and where `zero_grad()` does not reach: they go. Those of a shard stay.
+    Gradients that were not reduced yet are dropped: they are incomplete, and `zero_grad()` does not reach them. Gradients of shards stay.
     """
     flat, states = handle.flat_param, type(handle._training_state)
     if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._local_shard.size():
@@ -180,11 +180,11 @@ def _end_iteration(handle: Any) -> None:
 
 
 def _is_gathered(handle: Any) -> bool:
-    """Whether anything lies in memory that is there for computing only, or is shown from there."""
+    """Whether memory that exists only for computing is allocated, or is shown by the module."""
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", None)
     if shard is None:
-        return False  # before the first forward pass nothing is
+        return False  # nothing is gathered before the first forward pass
     return handle._skipped_use_sharded_views or flat.data_ptr() != shard.data_ptr() or any(storage.nbytes() for storage in _gathered(flat))
 
 
@@ -195,5 +195,5 @@ def _gathered(flat: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _shows(tensor: torch.Tensor, handle: Any) -> bool:
-    """Whether a tensor that a module has in a parameter's place is a view of what was gathered."""
+    """Whether a tensor that a module has in a parameter's place is a view of gathered memory."""
     return tensor.untyped_storage()._cdata in {storage._cdata for storage in _gathered(handle.flat_param)}

@@ -1,7 +1,7 @@
-"""Weights that lie in a flat parameter of torch's FSDP1: gathered piece by piece from the local shards.
+"""Weights inside a flat parameter of torch's FSDP1, gathered piece by piece from the local shards.
 
-Nothing is unsharded for it. Each rank's shard is one span of the flat parameter, so every rank knows who has which piece of a
-weight; the owners broadcast them into a tensor of that weight's size, from the device or from the host copy.
+FSDP1's unshard is not used. Each rank's shard is one span of the flat parameter, so every rank knows which rank has which piece of a
+weight. These ranks broadcast their pieces, from the device or from the host copy, into a tensor of that weight's size.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class FlatWeight(Weight):
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         flat, handle = self._handle.flat_param, self._handle
-        # `_local_shard` appears with the first forward pass; before it the parameter itself is the shard.
+        # `_local_shard` is created by the first forward pass. Before that, the parameter itself is the shard.
         shard = getattr(flat, "_local_shard", flat).detach()
         full = torch.empty(self.shape.numel(), dtype=dtype, device=reader.device)
         under_way = []
         for rank in range(handle.world_size) if self.is_collective else (handle.rank,):
-            # In elements: where this rank's shard begins in the flat parameter, and what of this weight it has.
+            # In elements of the flat parameter: where the rank's shard begins, and the span of this weight that it has.
             begin = rank * shard.numel() if handle.uses_sharded_strategy else 0
             first, last = max(self._start, begin), min(self._start + full.numel(), begin + shard.numel())
             if first >= last:
@@ -49,7 +49,7 @@ class FlatWeight(Weight):
             piece = full[first - self._start : last - self._start]
             if rank == handle.rank:
                 reader.fill(piece, shard[first - begin : last - begin])
-            if self.is_collective:  # as bytes: a backend need not know the type
+            if self.is_collective:  # as bytes, because a backend may not support the dtype
                 under_way.append(dist.broadcast(piece.view(torch.uint8), group=handle.process_group, group_src=rank, async_op=True))
         for work in under_way:
             work.wait()
@@ -68,14 +68,14 @@ class FlatWeight(Weight):
 
 
 def _as_laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The elements of a value in the order in which they lie in memory with these strides."""
+    """The elements of a value in the order in which they are in memory with these strides."""
     flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
     flat.as_strided(value.shape, stride).copy_(value)
     return flat
 
 
 def flat_weights(handles: Iterable[Any]) -> dict[int, dict[str, Weight | None]]:
-    """By the identity of a module and the name there, every original parameter; None for what shows a flat parameter."""
+    """The weight for each original parameter, by identity of its module and name there; None for names that show a flat parameter."""
     found: dict[int, dict[str, Weight | None]] = {}
     for handle in handles:
         flat = handle.flat_param

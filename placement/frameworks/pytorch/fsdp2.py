@@ -1,8 +1,8 @@
-"""FSDP2: what `torch.distributed.fsdp.fully_shard` made of a module.
+"""FSDP2: modules that `torch.distributed.fsdp.fully_shard` was applied to.
 
-A sharded parameter is a DTensor whose local tensor is cut from a padded storage; the group keeps a flat view of all of that
-storage, and gathers from it. So the storage is what has a place, and nothing is rebound: a new local tensor without
-`reset_sharded_param()` would leave the group gathering old values for ever, and `parameter.data =` does nothing at all.
+A sharded parameter is a DTensor whose local tensor is a view of a padded storage. FSDP2's parameter group has a flat view of the same
+storage, and gathers from it. So placement moves the storage, and does not replace any tensor: after a new local tensor without
+`reset_sharded_param()` the group would go on gathering the old values, and `parameter.data =` has no effect at all.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MODULE = "torch.distributed.fsdp"
 
 
 class FSDP2(Framework):
-    """Every part of a module tree that `fully_shard` was applied to.
+    """All parts of a module tree that `fully_shard` was applied to.
 
-    Between phases all of them are sharded. Torch leaves the root unsharded after a forward, so `parameters()` shows tensors then
-    that are gone at the next reshard, which is not recursive either: each part is told.
+    `ready` reshards all of them. Torch leaves the root unsharded after a forward pass, so that `parameters()` shows tensors that
+    disappear at the next reshard. A reshard is not recursive, so it is done for each part.
     """
 
     @classmethod
     def places_state_of(cls, parameters: Sequence[torch.Tensor], compute_device: torch.device) -> str | None:
-        """Parameters whose local part lies on the CPU beside an accelerator are under CPUOffloadPolicy."""
+        """The reason why FSDP2 moves the optimizer's state: all local parts are on the CPU although there is an accelerator."""
         local = [getattr(parameter, "_local_tensor", None) for parameter in parameters]
         if compute_device.type != "cpu" and local and all(part is not None and part.device.type == "cpu" for part in local):
             return "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU"
@@ -50,7 +50,7 @@ class FSDP2(Framework):
             return None
         return (
             f"FSDP2 keeps some of its parts on the CPU (CPUOffloadPolicy at {_listed(offloaded)}) and others not ({_listed(others)}), so "
-            "it can be neither moved nor left alone. What to do: fully_shard every part with the same offload_policy"
+            "neither FSDP2 nor placement moves all of it. What to do: fully_shard every part with the same offload_policy"
         )
 
     @property
@@ -64,7 +64,7 @@ class FSDP2(Framework):
 
     def ready(self) -> None:
         if any(state._state_ctx.post_backward_final_callback_queued for state in self._states()):
-            self.drop_unreduced()  # of a backward that broke off: incomplete, and where `zero_grad()` does not reach
+            self.drop_unreduced()  # a backward pass was interrupted: its gradients are incomplete, and `zero_grad()` does not reach them
         for state in self._states():
             _end_iteration(state)
             for group in _groups_of(state):
@@ -90,7 +90,7 @@ class FSDP2(Framework):
         return found
 
     def tensors(self) -> Iterator[Owned]:
-        """The padded storages, and gradients that no reduction has brought to their parameters yet."""
+        """The padded storages, and gradients that are not reduced yet."""
         for label, each in self._parameters():
             yield Owned(f"{label}.padded", each._sharded_param_data)
             for gradient in _unreduced(each):
@@ -113,10 +113,10 @@ class FSDP2(Framework):
     def replaced(self) -> Iterator[tuple[str, int]]:
         return ((label, each._sharded_param_data.nbytes) for label, each in self._parameters() if _is_replaced(each))
 
-    # --- what torch keeps
+    # --- torch's own records
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Name and record of every sharded parameter."""
+        """Name and `FSDPParam` (torch's record) of every sharded parameter."""
         paths = self._paths()
         for path, group in self._groups():
             for each in group.fsdp_params:
@@ -127,7 +127,7 @@ class FSDP2(Framework):
         return {} if root is None else {id(part): path for path, part in root.named_modules()}
 
     def _sharded(self) -> Iterator[tuple[str, Any]]:
-        """Path and state of every part, each state once: several modules may share one."""
+        """Path and FSDP2 state of every part. Modules that share a state appear once."""
         root = self._root()
         seen: set[int] = set()
         part: Any
@@ -144,7 +144,7 @@ class FSDP2(Framework):
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """A part's parameter groups. Torch had at most one a part, later several, and then the singular name raises."""
+    """A part's parameter groups. Earlier versions of torch have at most one; in later ones, which have several, the old name raises."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -160,7 +160,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def _unreduced(parameter: Any) -> Iterator[torch.Tensor]:
-    """Gradients of the unsharded parameter: accumulated by a backward that was told not to communicate."""
+    """Gradients of the unsharded parameter, which backward passes accumulate while communication is turned off."""
     if parameter.unsharded_accumulated_grad is not None:
         yield parameter.unsharded_accumulated_grad
     unsharded = getattr(parameter, "_unsharded_param", None)
@@ -169,7 +169,10 @@ def _unreduced(parameter: Any) -> Iterator[torch.Tensor]:
 
 
 def _follow(parameter: Any) -> None:
-    """Take over what the module shows, as torch does after `_apply`; but of an empty shard torch would make new padding."""
+    """Make torch's record follow the parameter that the module shows, as torch does after `_apply`.
+
+    An empty shard is treated here, because torch would allocate new padding for it.
+    """
     shown, padded = parameter._module_info.module._parameters[parameter._module_info.param_name], parameter._sharded_param_data
     if shown._local_tensor.numel():
         parameter.reset_sharded_param()
@@ -180,7 +183,7 @@ def _follow(parameter: Any) -> None:
 
 
 def _is_replaced(parameter: Any) -> bool:
-    """Whether the module's parameter is not the one any more that the group gathers from."""
+    """Whether the module's parameter has other memory than that from which the group gathers."""
     shown = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
     if shown is getattr(parameter, "_unsharded_param", None) or shown is getattr(parameter, "_sharded_post_forward_param", None):
         shown = parameter.sharded_param
@@ -194,10 +197,10 @@ def _is_replaced(parameter: Any) -> bool:
 
 
 def _end_iteration(state: Any) -> None:
-    """A forward or backward that an exception broke off is over: nothing computes across a phase transition.
+    """End a forward or backward pass that an exception interrupted. No computation goes on across a phase transition.
 
-    Torch goes on from where it was otherwise: in state FORWARD `reshard()` leaves a part unsharded, and after PRE_BACKWARD the next
-    step trains nothing. Its own `reset_iter_state()` drops gradients that the user accumulates; they stay here.
+    Otherwise torch would go on from the old state: in FORWARD, `reshard()` leaves a part unsharded, and after PRE_BACKWARD, the next
+    step trains nothing. torch's own `reset_iter_state()` is not used, because it drops gradients that the user accumulates.
     """
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
@@ -207,7 +210,7 @@ def _end_iteration(state: Any) -> None:
     context, stream = state._comm_ctx, state._device_handle.current_stream()
     if not hasattr(context, "all_gather_state"):
         return  # nothing has run yet
-    # Memory that torch holds until other streams are through with it: of one reduction in earlier versions, later of several.
+    # Torch holds memory until other streams have finished with it: for one reduction in earlier versions, for several in later ones.
     reductions = getattr(context, "reduce_scatter_states", None)
     for each in (context.all_gather_state, *([context.reduce_scatter_state] if reductions is None else reductions)):
         if each is not None and each.event is not None:
@@ -220,7 +223,7 @@ def _end_iteration(state: Any) -> None:
 
 
 def _give_up(group: Any) -> None:
-    """What a group gathered goes, and what it still waits for; the next forward gathers again."""
+    """Free what a group has gathered, after waiting for its communication. The next forward pass gathers again."""
     stream = group.device_handle.current_stream()
     if (pending := group._all_gather_result) is not None:  # prefetched and not used
         if pending.all_gather_event is not None:
@@ -233,5 +236,5 @@ def _give_up(group: Any) -> None:
     group._all_reduce_state = None
     group._training_state = type(group._training_state).IDLE
     group.reshard()
-    for each in group.fsdp_params:  # of a reshard to a smaller mesh; torch keeps it until the next one
+    for each in group.fsdp_params:  # from a reshard to a smaller mesh, which torch keeps until the next reshard
         each._sharded_post_forward_param = each._sharded_post_forward_param_data = None

@@ -1,4 +1,4 @@
-"""What torch itself wraps around modules and optimizers, beside its ways of sharding."""
+"""torch's own wrappers around modules and optimizers, except data parallelism and sharding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchWrappers(Framework):
 
     @classmethod
     def refuse_part(cls, part: torch.nn.Module) -> tuple[str, str] | None:
-        """Refuse fake quantisation by channel that has seen no data: its first forward resizes buffers, whose places have a size."""
+        """Refuse fake quantisation by channel before its first forward pass, which would resize buffers. Adopted tensors cannot grow."""
         if not is_a(part, "torch.ao.quantization.fake_quantize", "FakeQuantize"):
             return None
         seen = getattr(getattr(part, "activation_post_process", None), "min_val", None)
