@@ -10,14 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from placement.core.errors import CoordinatorLost, PhaseError, PolicyError
+from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan, State
+from placement.core.states import IDLE, Plan
 from placement.devices.base import Device
 from placement.group.vote import GroupVote, describe
+from placement.phases.enclosing_plans import EnclosingPlans
 from placement.phases.executor import PhaseRequest, PlanExecutor
-from placement.phases.open_phase import Opener, OpenPhase, check_holder, innermost
+from placement.phases.open_phase import Opener, OpenPhase, check_holder
 from placement.phases.reconciler import Reconciler
 from placement.phases.transition_lock import TransitionLock
 from placement.planning import plan_checks
@@ -57,6 +58,7 @@ class PhaseStack:
         self._handles = self.registry.handles
         self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
         self._planner = self.executor.planner
+        self._plans = EnclosingPlans(self._planner, self._handles)
         self.lock = TransitionLock(device, self._vote, self._sweep, lambda: all(each.is_abandoned for each in self.open_phases))
         self.is_closing = False
         """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
@@ -73,7 +75,7 @@ class PhaseStack:
         with self.lock.transition():
             check_holder(self.open_phases, name)
             open_phases, outer = self.open_phases, self.phase_name
-            enclosing, kept = self._plan_around(open_phases), self.kept
+            enclosing, kept = self._plans.around(open_phases, self.kept), self.kept
             began = time.monotonic()
             try:
                 self._journal.enter_phase(name)
@@ -88,14 +90,14 @@ class PhaseStack:
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = open_phases, None, kept
                 self._journal.enter_phase(outer)
-                self._went_back(error, self._with_kept(enclosing))
+                self._went_back(error, self._plans.with_kept(enclosing, self.kept))
                 raise
 
     def switch(self, phase: Opener, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.open_phases[:-1]
-            enclosing, kept = self._plan_around(below), self.kept
+            enclosing, kept = self._plans.around(below, self.kept), self.kept
             began = time.monotonic()
             self._finish(opened)
             try:
@@ -112,7 +114,7 @@ class PhaseStack:
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name)
-                self._went_back(error, self._with_kept(opened.plan))
+                self._went_back(error, self._plans.with_kept(opened.plan, self.kept))
                 raise
 
     def leave(self, phase: Opener, error: BaseException | None) -> None:
@@ -128,9 +130,9 @@ class PhaseStack:
             try:
                 self._finish(opened)
                 self._expire_keeps()
-                plan, failures = self._plan_after(below)
+                plan, failures = self._plans.after(below, self.kept)
                 self.kept = self._worth_keeping(opened)
-                plan = self._with_kept(plan)
+                plan = self._plans.with_kept(plan, self.kept)
                 is_patient = error is None or isinstance(error, Exception)
                 failures += self.executor.retreat(plan, _named(below), patiently=is_patient, load=TOGETHER if error is None else ALONE)
                 failures = self._vote.left(describe("leave", opened.name, None), plan, failures, error)
@@ -138,7 +140,7 @@ class PhaseStack:
             except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:
                     self._expire_keeps()
-                    self.executor.retreat(self._plan_after(below)[0], _named(below))
+                    self.executor.retreat(self._plans.after(below, self.kept)[0], _named(below))
                 finally:
                     self._vote.failed(stopped)
                 raise
@@ -185,23 +187,9 @@ class PhaseStack:
 
     # --- where everything belongs
 
-    def _plan_after(self, below: tuple[OpenPhase, ...]) -> tuple[Plan, list[Exception]]:
-        """The plan that applies after leaving to `below`. If the policy gives none: a plan that offloads everything, and the error."""
-        try:
-            return self._plan_around(below), []
-        except PolicyError as error:
-            return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
-
     def base_plan(self) -> Plan:
         """The plan that applies now, kept handles included: that of the innermost open phase, or the idle plan outside every phase."""
-        return self._with_kept(self._plan_around(self.open_phases))
-
-    def _plan_around(self, below: tuple[OpenPhase, ...]) -> Plan:
-        """The plan that applies while the phases `below` are open, without kept handles."""
-        return below[-1].plan if below else self._planner.idle(self.kept)
-
-    def _with_kept(self, plan: Plan) -> Plan:
-        return plan_checks.with_kept(plan, self.kept, self._handles)
+        return self._plans.with_kept(self._plans.around(self.open_phases, self.kept), self.kept)
 
     def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
         """Move a newly registered handle where the open phase wants it.
@@ -215,7 +203,7 @@ class PhaseStack:
         open_phases = self.open_phases
         plans = [each.plan for each in open_phases]
         try:
-            self._extend_plans(handle)
+            self._plans.extend(open_phases, handle, self.kept)
             self.executor.join(handle, self.base_plan(), self.phase_name, self.kept, agree)
         except BaseException:
             for each, plan in zip(open_phases, plans, strict=True):
@@ -280,19 +268,6 @@ class PhaseStack:
         finally:
             self.is_closing = False
 
-    def _extend_plans(self, handle: Handle) -> None:
-        """Add a new handle to the plan of every open phase. Its owners are planned anew, too: with an optimizer they can be trained."""
-        joining = {handle.name, *(owner.name for owner in handle.owners)}
-        below = self._planner.idle(self.kept)
-        for index, each in enumerate(self.open_phases):
-            asked = self._planner.plan(each.name, innermost(self.open_phases[:index]), self.kept)
-            meant = plan_checks.still_meant(each.only, self._handles)
-            streamed = each.plan.streamed | (below.streamed & {handle.name})
-            dropped = each.plan.dropped | (below.dropped & {handle.name})
-            parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
-            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts)
-            each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)
-
     def _require_open(self, phase: Opener, what: str) -> OpenPhase:
         opened = phase._open
         if opened is None or opened not in self.open_phases:
@@ -352,7 +327,7 @@ class PhaseStack:
         while self.open_phases and self.open_phases[-1].is_abandoned:
             gone, below = self.open_phases[-1], self.open_phases[:-1]
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
-            failures = self.executor.retreat(self._plan_after(below)[0], _named(below))
+            failures = self.executor.retreat(self._plans.after(below, self.kept)[0], _named(below))
             self._vote.abandoned(gone.name)
             self.open_phases = below  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(self.phase_name)

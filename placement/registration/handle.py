@@ -206,14 +206,14 @@ class Handle:
         with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA.
 
         Args:
-                bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
-                dtype: the dtype to which floating-point weights are cast; None: they keep theirs.
-                adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
-                    is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
+            bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
+            dtype: the dtype to which floating-point weights are cast; None: they keep theirs.
+            adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
+                is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
 
         Raises:
-                PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
-                RegistrationError: a weight cannot be published; the message says which one, and what to do.
+            PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
+            RegistrationError: a weight cannot be published; the message says which one, and what to do.
             ValueError: `adapters` does not fit the module.
         """
         from placement.publish import buckets
@@ -293,7 +293,7 @@ class Handle:
         """Compare the declared with the measured figures of this handle.
 
         Raises:
-                IntegrityError: they disagree; the message has the numbers.
+            IntegrityError: they disagree; the message has the numbers.
         """
         if self.broken is not None:
             return

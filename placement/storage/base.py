@@ -265,7 +265,7 @@ def check_ranges(name: str, state: State, ranges: Sequence[Range], *, on_device:
     """Compare the memory behind ranges with what the state needs: every chunk on the device, or none.
 
     Raises:
-            IntegrityError: a range has other chunks, a slab that is too short, or storages that never moved in.
+        IntegrityError: a range has other chunks, a slab that is too short, or storages that never moved in.
     """
     for index, r in enumerate(ranges):
         sizes = tuple(r.chunks[position].nbytes for position in sorted(r.chunks))

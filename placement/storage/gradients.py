@@ -53,7 +53,7 @@ class Gradients:
         """Set every gradient to None. Ranges that this empties are dropped at the next move.
 
         Args:
-                zero_buffers: also zero the framework's gradient buffers, which it keeps. Only while they are on the device.
+            zero_buffers: also zero the framework's gradient buffers, which it keeps. Only while they are on the device.
         """
         for owner in self._adapter.with_gradients():
             owner.grad = None

@@ -38,8 +38,8 @@ class ObjectStorages:
     """The ranges of one object on one device.
 
     Args:
-            owner: the owner of these ranges in the process's table (`RANGES`). It holds this object.
-            scanner: finds new storages and gives them places; None: in ranges of this process alone.
+        owner: the owner of these ranges in the process's table (`RANGES`). It holds this object.
+        scanner: finds new storages and gives them places; None: in ranges of this process alone.
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, scanner: StorageScanner | None = None) -> None:
@@ -314,7 +314,10 @@ class ObjectStorages:
     # --- dropping ranges
 
     def dead(self) -> list[Range]:
-        """The ranges in which no adopted storage is alive and no owned tensor lies (one taken over from a state dict may)."""
+        """The ranges that nobody uses: every adopted storage has died, and no tensor of the object lies in them.
+
+        A tensor lies in a range without having been adopted there where a state dict was loaded back: that keeps the range.
+        """
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []

@@ -53,9 +53,9 @@ class RangeLayout:
 
     Attributes:
         addresses: the range.
-            offsets: the place of each claim, in bytes from `addresses.base`.
-            nbytes: used length of the range.
-            ways: the way in which each claim gets to its place.
+        offsets: the place of each claim, in bytes from `addresses.base`.
+        nbytes: used length of the range.
+        ways: the way in which each claim gets to its place.
     """
 
     def __init__(self, device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses]) -> None:
@@ -155,11 +155,11 @@ def move_out(
     Args:
         aliases: every tensor known to use the storage.
         fill: writes the bytes into a uint8 tensor of the storage's size on `target_device`.
-            homes: the new memory of each storage, by its old address. Given the same dictionary, an interrupted call can be repeated: the
-                aliases that it had not reached get the same memory as the others.
+        homes: the new memory of each storage, by its old address. Given the same dictionary, an interrupted call can be repeated: the
+            aliases that it had not reached get the same memory as the others.
 
-        Raises:
-            torch.OutOfMemoryError: no memory on the target; nothing changed.
+    Raises:
+        torch.OutOfMemoryError: no memory on the target; nothing changed.
     """
     nbytes = storage.nbytes()
     if nbytes == 0:

@@ -104,7 +104,7 @@ class StorageScanner:
     """Finds and takes in the new storages of one object: at registration, at its offloads, and when it is loaded.
 
     Args:
-            owner: the owner of the new ranges in the process's table (`RANGES`).
+        owner: the owner of the new ranges in the process's table (`RANGES`).
     """
 
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner) -> None:
@@ -254,7 +254,7 @@ class StorageScanner:
         """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
 
         Raises:
-                HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
+            HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
         """
         if sizes:
             nbytes = used_bytes(range_layout.expected_bytes(self._device, sizes))

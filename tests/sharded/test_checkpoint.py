@@ -91,7 +91,7 @@ def test_fsdp1_is_saved_in_the_phase_for_it_and_loaded_by_torch(use_orig_params:
     for unborn, offloaded, in_background, load in two_ranks.run(worker.fsdp1, str(tmp_path), use_orig_params):
         assert "'actor.optimizer' steps parameters whose state is not born yet" in unborn
         assert "save it inside manager.phase('checkpoint')" in offloaded
-        assert "save() it" in in_background
+        assert "use save()" in in_background
         assert "Inside manager.phase('restore'): state = {'actor': get_model_state_dict(...)}" in load
         assert "set_model_state_dict" in load
 

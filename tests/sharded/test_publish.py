@@ -212,7 +212,7 @@ def test_a_bucket_is_valid_until_the_next_iteration_and_says_so_afterwards() -> 
         *kept, last = actor.weights(bucket_bytes=1000)
         assert len(kept) > 3
         for bucket in kept:
-            with pytest.raises(PhaseError, match="valid until the next iteration"):
+            with pytest.raises(PhaseError, match="before asking for the next one"):
                 dict(bucket)
         assert last[-1][0] == actor.weights_info()[-1].name
         first = next(iter(actor.weights()))  # the generator is gone at once, what it gave is not

@@ -57,7 +57,7 @@ def test_ddp_whose_hooks_torch_has_dropped(two_ranks: Ranks) -> None:
     """With other gradients on every rank nobody would notice."""
     for told in two_ranks.run(worker.names_what_is_lost, ddp_worker.Variant().program, "double"):
         assert "DistributedDataParallel no longer averages its gradients" in told
-        assert "wrap the module anew" in told
+        assert "wrap the module again" in told
 
 
 @pytest.mark.parametrize("way", ["to", "half"])

@@ -1,4 +1,4 @@
-"""Docstrings name their subject: none begins with "Of ...", "By ..." or a relative clause ("What the ...", "Who ...")."""
+"""Docstrings name their subject, and their sections are indented as they should be."""
 
 from __future__ import annotations
 
@@ -9,38 +9,56 @@ from pathlib import Path
 
 import pytest
 
+import placement.policies
 from bench.code_paths import ROOT
 
-REPOSITORY = ROOT.parent
+POLICIES = Path(placement.policies.__file__).resolve().parent
+"""In a checkout a folder of its own, in an installed package one inside."""
 _RIDDLE = re.compile(r"(Of|By|What|Who|Whom|Whose)\s")
+_SECTIONS = {"Args:", "Attributes:", "Raises:", "Returns:", "Yields:"}
 
 
-def modules() -> list[Path]:
-    """Every module of placement and of policies."""
-    rooms = [each for each in sorted(ROOT.iterdir()) if each.name != "policies"]
-    rooms.append(REPOSITORY / "policies")
-    return [path for room in rooms for path in (sorted(room.rglob("*.py")) if room.is_dir() else [room]) if path.suffix == ".py"]
+def modules() -> dict[str, Path]:
+    """Every module of placement and of policies, by its path from there."""
+    found = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py")}
+    return found | {f"policies/{path.name}": path for path in POLICIES.glob("*.py")}
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of every string that stands alone: docstrings of modules, classes, functions and attributes."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value.lstrip()
+            yield node.lineno, node.value.value
 
 
 def riddles(source: str) -> list[tuple[int, str]]:
-    return [(line, text.partition("\n")[0]) for line, text in docstrings(source) if _RIDDLE.match(text)]
+    """Docstrings that begin with "Of ...", "By ..." or a relative clause ("What the ...", "Who ...")."""
+    return [(line, text.lstrip().partition("\n")[0]) for line, text in docstrings(source) if _RIDDLE.match(text.lstrip())]
+
+
+def misplaced(source: str) -> list[tuple[int, str]]:
+    """Section headers that are not at their docstring's indentation, and first entries that are not four columns inside."""
+    found = []
+    for first, text in docstrings(source):
+        lines = text.split("\n")
+        column = len(lines[-1])  # of the closing quotes, which stand alone where there are sections
+        for number, (line, following) in enumerate(zip(lines, lines[1:], strict=False), first):
+            indents = [len(each) - len(each.lstrip()) for each in (line, following)]
+            if line.strip() in _SECTIONS and indents != [column, column + 4]:
+                found.append((number, line.strip()))
+    return found
 
 
 def test_no_docstring_begins_without_its_subject() -> None:
-    found = [f"{path.relative_to(REPOSITORY)}:{line}: {text}" for path in modules() for line, text in riddles(path.read_text())]
-    assert found == []
+    assert [f"{name}:{line}: {text}" for name, path in modules().items() for line, text in riddles(path.read_text())] == []
+
+
+def test_sections_of_docstrings_are_indented() -> None:
+    assert [f"{name}:{line}: {text}" for name, path in modules().items() for line, text in misplaced(path.read_text())] == []
 
 
 def test_most_modules_are_looked_at() -> None:
-    looked_at = {path.relative_to(REPOSITORY).as_posix() for path in modules()}
-    assert {"placement/core/states.py", "placement/observe/dashboards/worker.py", "policies/base.py"} <= looked_at
+    assert {"core/states.py", "observe/dashboards/worker.py", "policies/base.py"} <= modules().keys()
 
 
 @pytest.mark.parametrize("text", ["Of the plan.", "By name, the module.", "What the client gets.", "Who is meant."])
@@ -52,3 +70,10 @@ def test_a_docstring_without_subject_is_found_wherever_it_stands(text: str) -> N
 
 def test_a_docstring_with_subject_is_not_found() -> None:
     assert riddles('"""Offloaded handles."""\n\n\nx = "Of a value, which is no docstring"\n') == []
+
+
+def test_a_misplaced_section_is_found() -> None:
+    right = 'def f(a):\n    """Do.\n\n    Args:\n        a: one.\n    """\n'
+    assert misplaced(right) == []
+    assert [text for _, text in misplaced(right.replace("        a: one", "            a: one"))] == ["Args:"]
+    assert [text for _, text in misplaced(right.replace("    Args:", "        Args:"))] == ["Args:"]

@@ -25,7 +25,7 @@ from placement.storage.range import PlacedStorage, Range
 from placement.tensors.owned import Adapter, Owned
 
 
-class Place(NamedTuple):
+class GradientPlace(NamedTuple):
     """The range and the bytes of one gradient."""
 
     range: Range
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 class Found(NamedTuple):
     """The gradients of one object that were written while they were offloaded."""
 
-    zeroed: list[Place]
+    zeroed: list[GradientPlace]
     written: list[str]
     """Names of the gradients that were written otherwise than zeroed."""
 
@@ -87,10 +87,10 @@ class GradientWrites:
         self.forget()
         self.note(ranges)
 
-    def _shown(self, place: Place) -> torch.Tensor:
+    def _shown(self, place: GradientPlace) -> torch.Tensor:
         return self._device.view(place.range.layout.addresses, place.offset, place.nbytes)
 
-    def _transient(self, ranges: Sequence[Range]) -> Iterator[tuple[Owned, Place]]:
+    def _transient(self, ranges: Sequence[Range]) -> Iterator[tuple[Owned, GradientPlace]]:
         """The transient tensors that lie in one of the ranges, and their places."""
         transient = {
             entry.ref.cdata: (r, entry) for r in ranges if r.transient and r.is_alive for entry in r.placed if not entry.ref.expired()
@@ -101,7 +101,7 @@ class GradientWrites:
                 yield owned, _place(owned.tensor, *where)
 
 
-def _place(tensor: torch.Tensor, r: Range, entry: PlacedStorage) -> Place:
+def _place(tensor: torch.Tensor, r: Range, entry: PlacedStorage) -> GradientPlace:
     """The bytes from a tensor's first element to its last."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return Place(r, entry.offset + int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize)
+    return GradientPlace(r, entry.offset + int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize)

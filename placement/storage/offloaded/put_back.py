@@ -24,7 +24,7 @@ def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place
 
     Args:
         claims: each has at least one tensor whose place is known.
-            outlines: the registered outlines of wrappers, by the names of their parts.
+        outlines: the registered outlines of wrappers, by the names of their parts.
     """
     homes: dict[int, torch.UntypedStorage] = {}
     converted = False

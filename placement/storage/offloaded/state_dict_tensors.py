@@ -42,8 +42,8 @@ class StateDictTensors:
         Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
 
         Args:
-                address: the first address of the new storage. Storages at one address have one size.
-                make: makes a tensor over the new storage, if there is none yet.
+            address: the first address of the new storage. Storages at one address have one size.
+            make: makes a tensor over the new storage, if there is none yet.
         """
         with torch.no_grad():
             known = self._storages.get(address)

@@ -31,7 +31,7 @@ class Ranks(abc.ABC):
         """Send words to all ranks under the topic `what`. Returns the words of each rank on this topic, by rank.
 
         Raises:
-                GroupError: a rank failed in the meantime, or did not answer in time.
+            GroupError: a rank failed in the meantime, or did not answer in time.
             CoordinatorLost: the group cannot be reached.
         """
 
@@ -61,8 +61,8 @@ class TorchRanks(Ranks):
     """Ranks that gather by a torch.distributed process group.
 
     Args:
-            process_group: a group of the same ranks, in the same order.
-            deadline_seconds: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead).
+        process_group: a group of the same ranks, in the same order.
+        deadline_seconds: the limit for one collective, where its backend keeps to it (gloo does; NCCL has its watchdog instead).
     """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup, shares: Shares, deadline_seconds: float) -> None:

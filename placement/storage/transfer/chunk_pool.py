@@ -12,8 +12,9 @@ from placement.devices.base import Chunk, Device
 class ChunkPool:
     """The chunk pool of one phase transition.
 
-    No chunk goes back to the driver before `release`, except to make room for chunks of other sizes. So a phase transition that fails can
-    map back the chunks that were given up, and allocates nothing. A chunk that an interrupt drops is freed when it is garbage-collected.
+    No chunk goes back to the driver before `release`, so a phase transition that fails maps back the chunks that were given up and asks the
+    driver for nothing. There is one exception: for a size that the pool does not have, chunks of other sizes make room. Going back then
+    frees the chunk that took their room before it asks the driver for theirs. A chunk that an interrupt drops is freed once collected.
 
     Args:
         room_bytes: device bytes that the driver may be asked for before any chunk goes back to it. The budget leaves so much.
@@ -77,7 +78,7 @@ class ChunkPool:
     def _one(self, size: int) -> Chunk:
         if held := self._chunks.get(size):
             return held.popitem(last=False)[1]
-        # Chunks of other sizes may hold the memory that is needed. A handle that goes back later can free ours for a chunk of its size.
+        # Chunks of other sizes may hold the memory that is needed. Going back frees the chunk made here before it needs theirs again.
         while self and self.room_bytes < size:
             self._make_way()
         try:

@@ -22,6 +22,7 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
 from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.fingerprint import changed_chunks
 from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Span, Verifier
@@ -241,27 +242,27 @@ class Exchange:
         return moved
 
     def _enqueue(self, leaving: _Leaving) -> Iterator[None]:
-        """Find changed chunks, enqueue their copies, and cut all into batches. Yields after each part; the first is short."""
+        """Find the chunks that are not clean, enqueue their copies, and cut all into batches. Yields after each part."""
         holding = leaving.holding
         dropped = set(leaving.dropped or ())
         ranges = [r for r in holding.ranges if r not in dropped]
         leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
         for r in ranges:
-            known = None if r.prints is None else r.prints.cpu()
+            host_prints = None if r.prints is None else r.prints.cpu()
             # Not the transient ranges: a readonly module's gradients may change.
-            is_kept = r.is_shared or (holding.readonly and known is not None and not r.transient)
+            keeps_host_copy = r.is_shared or (holding.readonly and host_prints is not None and not r.transient)
             count = len(r.chunk_sizes)
-            now = torch.empty(count, dtype=torch.int64, device="cpu")
-            leaving.on_host[r] = known if is_kept and known is not None else now
-            if not is_kept:
-                leaving.prints.append((r, now))
+            device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
+            leaving.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
+            if not keeps_host_copy:
+                leaving.prints.append((r, device_prints))
             last, asked = 0, self._ask(holding, r, 0, _LEAD)
             while last < count:
                 first, answer = last, asked()
                 last = first + len(answer)
-                now[first:last] = answer
-                dirty = [True] * len(answer) if known is None else (answer != known[first:last]).tolist()
-                if is_kept:
+                device_prints[first:last] = answer
+                dirty = changed_chunks(None if host_prints is None else host_prints[first:last], answer)
+                if keeps_host_copy:
                     leaving.rewritten_chunks += sum(dirty)
                     dirty = [False] * len(answer)
                 elif any(dirty):

@@ -54,6 +54,16 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 @functools.cache
+def changed_chunks(host: torch.Tensor | None, device: torch.Tensor) -> list[bool]:
+    """Decide which chunks are clean: for each chunk, whether its bytes on the device differ from the host copy, and have to be copied.
+
+    Args:
+        host: the fingerprints of the host copy's chunks, int64 on the CPU; None: they are not known, and every chunk counts as changed.
+        device: the fingerprints that the same chunks have on the device now, int64 on the CPU.
+    """
+    return [True] * len(device) if host is None else [bool(each) for each in (device != host).tolist()]
+
+
 def _kernel(device: torch.device) -> ModuleType | None:
     """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile (it needs a C compiler)."""
     if importlib.util.find_spec("triton") is None:

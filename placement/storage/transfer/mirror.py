@@ -6,6 +6,7 @@ import torch
 
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
+from placement.storage.transfer.fingerprint import changed_chunks
 
 
 def mirror(holding: ManagedStorage) -> None:
@@ -22,13 +23,13 @@ def mirror(holding: ManagedStorage) -> None:
     for r in holding.ranges:
         if r.transient or r.claims is not None:
             continue
-        known = None if r.prints is None else r.prints.cpu()
-        now = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
-        changed = [index for index in range(len(now)) if known is None or int(now[index]) != int(known[index])]
+        host_prints = None if r.prints is None else r.prints.cpu()
+        device_prints = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
+        changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
         if changed:
             r.prints = None  # from here on the slab has neither the old content nor the new
             holding.device.copy(r.copies(changed), "to_host")
-        prints.append((r, now))
+        prints.append((r, device_prints))
     holding.device.wait(holding.device.mark("to_host"))
-    for r, now in prints:
-        r.prints = now
+    for r, device_prints in prints:
+        r.prints = device_prints

@@ -1,0 +1,195 @@
+"""The bytes of an object that placement moves, as they are: how many there are, whether they agree, and reading the host copy.
+
+`ManagedStorage` adds how they come and go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from placement.core.errors import IntegrityError
+from placement.core.states import State
+from placement.devices.base import Device
+from placement.storage.base import Storage, check_ranges
+from placement.storage.gradients import Gradients
+from placement.storage.object_storages import ObjectStorages
+from placement.storage.range import Range
+from placement.storage.transfer.host_read_locks import HostReadLocks
+from placement.tensors.owned import Adapter
+
+
+def _no_calls() -> None:
+    """Do nothing: the default for an object that cannot be called."""
+
+
+class HeldStorage(Storage):
+    """The bytes of one object: its ranges (see `ObjectStorages`) and which side is authoritative."""
+
+    on_device = False
+    """The decision: whether the bytes on the device are the authoritative ones. If so, every range has memory behind it."""
+    lost: str | None = None
+    """Which values are lost, and since when; None while no value is lost. A storage with lost values is not moved any more."""
+    is_leaving = False
+    """Whether an `unadopt` has begun. If it was interrupted, it must be called again before anything moves."""
+
+    def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool) -> None:
+        self.device = device
+        self.adapter = adapter
+        self.name = name
+        self.readonly = readonly
+        self.storages = ObjectStorages(device, adapter, name, self)
+        self.refuse_calls: Callable[[], None] = _no_calls
+        """Called before `on_device` becomes False. From then on the object's calls, which need the bytes on the device, are refused."""
+        self.allow_calls: Callable[[], None] = _no_calls
+        """Called when the object is on the device and everything is consistent with that."""
+        self.host_read_locks = HostReadLocks()
+        self.offloaded_timestamp_seconds = time.time()
+        """When the host copy last became the authoritative one (Unix time)."""
+        self._dropped: tuple[Range, ...] | None = None
+        """Gradient ranges that are dropped when this offload is committed; None: gradients are saved."""
+        self.is_consistent = True
+        """Whether everything agrees with `on_device`. False from before the first change of a move to the end of `make_consistent`."""
+        self._is_vacating = False
+        """Whether an offload that is not committed yet may have given up chunks."""
+        self._is_copying = False
+        """Whether a load that is not committed yet may have copies under way."""
+        self._may_have_stray_references = True
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return self.storages.by_address.ranges
+
+    @property
+    def is_offloaded(self) -> bool:
+        return not self.on_device
+
+    @property
+    def gradients(self) -> Gradients:
+        return self.storages.gradients
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether values must be read from the host copy, because they have left the device or are about to leave it."""
+        return not self.on_device or self._is_vacating
+
+    # --- measuring
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes that the object needs in order to be resident, including state that steps have still to create."""
+        return self.storages.device_bytes + self.unadopted_bytes + self.unborn_bytes
+
+    @property
+    def unborn_bytes(self) -> int:
+        """The part of `num_bytes` for state that steps have still to create, as of the last `measure_unadopted`."""
+        return self.storages.unborn_bytes
+
+    @property
+    def born_bytes(self) -> int:
+        """The part of `unborn_bytes` that steps have created since. It is not in `resident_bytes` before the next `measure_unadopted`."""
+        return self.storages.born_bytes if self.on_device else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the chunks behind the ranges, plus `unadopted_bytes`."""
+        return self.storages.chunk_bytes + self.unadopted_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the chunks behind the ranges."""
+        return self.storages.chunk_bytes
+
+    @property
+    def unadopted_bytes(self) -> int:
+        """Bytes that the object owns on the device in torch's own memory, as of the last `measure_unadopted`."""
+        return self.storages.unadopted_bytes if self.on_device else 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self.storages.host_bytes
+
+    @property
+    def host_pageable_bytes(self) -> int:
+        return self.storages.host_pageable_bytes
+
+    @property
+    def kept_by_framework(self) -> tuple[tuple[str, int], ...]:
+        return self.storages.kept_by_framework
+
+    def framework_memory(self) -> Iterator[tuple[str, int]]:
+        return self.adapter.kept_by_framework()
+
+    def measure(self) -> None:
+        """Update `born_bytes`: see whether an optimizer's steps have created state. Looks at no tensor."""
+        if self.on_device:
+            self.storages.measure_births()
+
+    def measure_unadopted(self) -> None:
+        self.storages.look()
+
+    # --- checks
+
+    def is_consistent_in(self, state: State) -> bool:
+        on_device = self.on_device if state is State.SYNCING else state is not State.CPU_OFFLOADED
+        return self.is_consistent and self.on_device is on_device
+
+    def check(self, name: str, state: State) -> None:
+        if state is State.CPU_OFFLOADED and self.on_device:
+            raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
+        is_streaming = state is State.SYNCING and not self.on_device
+        check_ranges(name, state, self.ranges, on_device=state is not State.CPU_OFFLOADED and not is_streaming)
+
+    @property
+    def leftovers(self) -> str | None:
+        return f"{self.resident_bytes:,} bytes on the device" if self.resident_bytes else None
+
+    # --- the host copy
+
+    def has_place(self, tensor: torch.Tensor) -> bool:
+        return self.storages.by_address.find(tensor) is not None
+
+    def wait_for_readers(self) -> None:
+        if not self.on_device:
+            self.host_read_locks.wait()
+
+    def note_written(self) -> None:
+        if not self.on_device:
+            for r in self.ranges:
+                r.prints = None
+
+    def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""
+        return self.storages.state_dict_tensors.readable(tensor, self.storages.by_address)
+
+    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Like `over_host`, for a caller that may also write there. None while the values are on the device."""
+        host = self.over_host(tensor) if self.is_on_host else None
+        if host is not None:
+            self.storages.state_dict_tensors.note_shown(self.storages.by_address, [host])
+        return host
+
+    def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Like `over_host`, but after `mirror` and in either state; None for a tensor that the host copy does not have now."""
+        place = self.storages.by_address.find(tensor)
+        if place is None or (self.on_device and (place[0].transient or place[0].claims is not None)):
+            return None
+        return self.over_host(tensor)
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
+        return self.storages.state_dict_tensors.hand_out(tensor, self.storages.by_address, from_host=self.is_on_host)
+
+    def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Like `hand_out`, but returns a tensor that was handed out before as it is."""
+        return tensor if self.storages.state_dict_tensors.knows(tensor) else self.hand_out(tensor)
+
+    def drifted(self) -> list[tuple[str, int]]:
+        """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
+
+        While the object is on the device, a new tensor is no drift. But a module's new tensor with the name of an adopted one is: it was
+        put in its place. An optimizer's is not, because loading a state dict replaces its state.
+        """
+        return self.storages.drifted(on_device=self.on_device)
