@@ -43,6 +43,10 @@ _IMPORTS = {
 """What ranks of these import that takes seconds."""
 
 
+_SPLIT = ("tests/faults/test_interrupts.py", "tests/faults/test_allocations.py")
+"""Files that take minutes, of tests that share nothing: each test runs where there is room."""
+
+
 def scope_of(place: str) -> str:
     """What runs in one process: a file, or a group of files."""
     return "ray" if place.startswith("tests/ray/") else _SCOPES.get(place, place)
@@ -92,6 +96,7 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
-            return scope_of(super()._split_scope(nodeid))
+            place = super()._split_scope(nodeid)
+            return nodeid if place in _SPLIT else scope_of(place)
 
     return Scheduling(config, log)

@@ -53,7 +53,6 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return _by_torch(words, sizes)
 
 
-@functools.cache
 def changed_chunks(host: torch.Tensor | None, device: torch.Tensor) -> list[bool]:
     """Decide which chunks are clean: for each chunk, whether its bytes on the device differ from the host copy, and have to be copied.
 
@@ -64,6 +63,7 @@ def changed_chunks(host: torch.Tensor | None, device: torch.Tensor) -> list[bool
     return [True] * len(device) if host is None else [bool(each) for each in (device != host).tolist()]
 
 
+@functools.cache
 def _kernel(device: torch.device) -> ModuleType | None:
     """The Triton kernel's module; None where torch came without Triton, or Triton cannot compile (it needs a C compiler)."""
     if importlib.util.find_spec("triton") is None:
