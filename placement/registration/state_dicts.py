@@ -30,8 +30,8 @@ class StateDictCall(MethodCall):
     """
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any) -> None:
+        self._handle = handle  # before the call is in place of the method: an interrupt in between must not leave it incomplete
         super().__init__(handle, target, "state_dict")
-        self._handle = handle
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()

@@ -27,8 +27,24 @@ from placement import checkpoint
 from placement.devices import adoption
 from placement.storage.offloaded.host_reads import is_reading
 from placement.tensors.plain import nested_tensors
+from placement.testing import SimulatedDevice
 from tests.faults.harness import FaultyWorker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
+
+pytestmark = pytest.mark.leaves_behind("each of thousands of cases is looked at by the harness when it ends")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_done_for_the_first_time() -> None:
+    """A process looks for frameworks once, at its first registration: no later case would come to these bytecodes again."""
+    manager = placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    model = nn.Linear(2, 2)
+    manager.register("actor", model, role="actor")
+    manager.register("optimizer", torch.optim.AdamW(model.parameters()))
+    with manager.phase("train"):
+        pass
+    manager.close()
+
 
 CAPACITY_BYTES = 256 * 1024
 EVERY_POINT = os.environ.get("SWEEP") == "all"
