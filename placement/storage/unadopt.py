@@ -32,7 +32,8 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from, a
     # shard of an optimizer in the module's buffer, and the parameters of an optimizer that outlives the module.
     own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-    for tensor in (*own, *borrowed(), *stepped()):
+    outliving = () if everything else stepped()  # asks every optimizer of the process: only where the module itself is gone
+    for tensor in (*own, *borrowed(), *outliving):
         known = aliases.setdefault(tensor.untyped_storage()._cdata, [])
         if all(each is not tensor for each in known):
             known.append(tensor)
