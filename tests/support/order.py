@@ -43,8 +43,9 @@ _IMPORTS = {
 """What ranks of these import that takes seconds."""
 
 
-_SPLIT = ("tests/faults/test_interrupts.py", "tests/faults/test_allocations.py")
-"""Files that take minutes, of tests that share nothing: each test runs where there is room."""
+_SPLIT = ("tests/faults/test_allocations.py",)
+"""Files that take minutes, of tests that share nothing: each test runs where there is room. (The interrupt sweeps share which bytecodes an
+earlier one has interrupted: apart, each of them would begin anew.)"""
 
 
 def scope_of(place: str) -> str:
