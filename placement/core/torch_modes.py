@@ -15,6 +15,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+# `_disable_current_modes` imports these two when it is called. A manager that is collected is closed by a finalizer, and a collection can
+# happen while another import is half done, this very one included: an import by the finalizer would then raise ImportError.
+import torch._subclasses.functional_tensor
+import torch._subclasses.schema_check_mode
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
