@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable
 from types import FrameType
 
 import placement
+from tests.support.bytecodes import BytecodeTrace
 
 OURS = tuple(os.path.join(os.path.dirname(placement.__file__), room, "") for room in ("devices", "storage"))
 
 
 class Interrupter:
-    """A trace function that counts the bytecodes of our frames, and raises KeyboardInterrupt at one of them."""
+    """Counts the bytecodes of our frames, and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, point: int | None) -> None:
         self.point = point
         self.seen: list[tuple[object, int]] = []
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupter | None:
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            if len(self.seen) == self.point:
-                raise KeyboardInterrupt
-            self.seen.append((frame.f_code, frame.f_lasti))
-        return self
+    def _visit(self, frame: FrameType) -> None:
+        if len(self.seen) == self.point:
+            raise KeyboardInterrupt
+        self.seen.append((frame.f_code, frame.f_lasti))
 
     def run(self, operation: Callable[[], object]) -> bool:
         """Whether the operation was cut. What it made dies untraced."""
-        previous, made = sys.gettrace(), None
+        made = None
         gc.disable()  # what a collection calls of ours would be counted in one run and not in the next
-        sys.settrace(self)
         try:
-            made = operation()
+            with BytecodeTrace(lambda code: code.co_filename.startswith(OURS), self._visit):
+                made = operation()
         except KeyboardInterrupt:
             return True
         finally:
-            sys.settrace(previous)
             gc.enable()
             del made
         return False
@@ -60,6 +54,7 @@ def at_each_point(attempt: Callable[[Interrupter], bool]) -> int:
     survey = Interrupter(None)
     assert not attempt(survey)
     points = survey.first_and_last_visits()
+    assert points, "no bytecode of ours was traced"
     for point in points:
         assert attempt(Interrupter(point)), "the interrupt was not raised"
     return len(points)

@@ -21,6 +21,7 @@ from placement.devices.cuda.device import CudaDevice
 from placement.devices.host.reserve import SPAN_BYTES
 from placement.storage import range_layout
 from placement.storage.range_layout import Claim, RangeLayout
+from tests.support.bytecodes import BytecodeTrace
 
 pytestmark = pytest.mark.gpu
 
@@ -441,25 +442,17 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
     """Run with a KeyboardInterrupt at the `at`-th opcode of placement's own frames; False if it ended before."""
     left = at
 
-    def trace(frame, event, arg):
+    def count(frame):
         nonlocal left
-        if not {"devices", "storage"} & set(frame.f_code.co_filename.split("/")):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left == -1:
-                raise KeyboardInterrupt
-        return trace
+        left -= 1
+        if left == -1:
+            raise KeyboardInterrupt
 
-    sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, opcodes are traced only if a frame asks for it beforehand
-    sys.settrace(trace)
     try:
-        call()
+        with BytecodeTrace(lambda code: not {"devices", "storage"}.isdisjoint(code.co_filename.split("/")), count):
+            call()
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(None)
     return False
 
 
@@ -495,22 +488,22 @@ def test_nccl_hook_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatc
 SCRIPT = """
 import os, sys
 import torch
-from placement.storage import adoption as adopt
 from placement.devices.cuda.device import CudaDevice
+from placement.storage import range_layout
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
-adoption = adopt.prepare(device, [adopt.Claim("kept", kept.untyped_storage(), (kept,))])
-slab = device.host(adoption.nbytes)
-adoption.move_in(0)
-assert adoption.is_in(0)
+layout = range_layout.prepare(device, [range_layout.Claim("kept", kept.untyped_storage(), (kept,))])
+slab = device.host(layout.nbytes)
+layout.move_in(0)
+assert layout.is_in(0)
 assert bool(kept.isnan().all())
-chunk = device.create(adoption.nbytes)
-device.map(adoption.addresses, [chunk])
+chunk = device.create(layout.nbytes)
+device.map(layout.addresses, [chunk])
 kept.fill_(3.0)
 if "fork" in sys.argv:
     child = os.fork()
     if child == 0:
-        del kept, adoption, slab, chunk, device
+        del kept, layout, slab, chunk, device
         import gc; gc.collect()
         sys.exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from placement.testing import assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point
 from tests.group.lease_processes import Processes
 from tests.group.lease_worker import Doomed, GpuSharer, use
+from tests.support.bytecodes import BytecodeTrace
 
 # A file that is cut off before it has a name is closed by its death, and Python says so.
 pytestmark = pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")
@@ -47,19 +46,11 @@ def points_of(work: Callable[[], object]) -> list[Point]:
     """The bytecodes of a lease that `work` comes past, in order, each once."""
     seen: dict[Point, None] = {}
 
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if not any(part in frame.f_code.co_filename for part in _CODE):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            seen[frame.f_code, frame.f_lasti] = None
-        return trace
+    def note(frame: FrameType) -> None:
+        seen[frame.f_code, frame.f_lasti] = None
 
-    sys.settrace(trace)
-    try:
+    with BytecodeTrace(lambda code: any(part in code.co_filename for part in _CODE), note):
         work()
-    finally:
-        sys.settrace(None)
     return list(seen)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from placement.devices.cuda.pool_plan import plan
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import range_layout
 from placement.storage.range_layout import Claim
+from tests.support.bytecodes import BytecodeTrace
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot swap storages")
@@ -196,28 +197,15 @@ def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
         at += 1
         left, reached = at, False
 
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
+        def count(frame: FrameType) -> None:
             nonlocal left, reached
-            if not frame.f_code.co_filename.endswith("storage/range_layout.py"):
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                left -= 1
-                if left < 0:
-                    reached = True
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
+            left -= 1
+            if left < 0 and not reached:
+                reached = True
+                raise KeyboardInterrupt
 
-        previous = sys.gettrace()
-        sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, opcodes are traced only if a frame asks for it beforehand
-        sys.settrace(trace)
-        try:
+        with suppress(KeyboardInterrupt), BytecodeTrace(lambda code: code.co_filename.endswith("storage/range_layout.py"), count):
             call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(previous)
         yield reached
 
 
