@@ -24,6 +24,9 @@ from bench._results import FOLDER, read
 from bench.code_paths import imports, modules
 from placement.cli import COMMANDS
 from placement.core.machine import diagram
+from placement.devices.base import Device
+from placement.engines.base import Engine
+from placement.frameworks.base import Framework
 from placement.observe.collector import SnapshotCollector
 from placement.testing import SimulatedDevice
 from tests.docs.pages import DOCS, PAGES, README, ROOT, between, prose_with_code, rows
@@ -214,6 +217,19 @@ def test_members_that_are_chosen_exist() -> None:
             source = inspect.getsource(known)
             assert [each for each in chosen[name] if not hasattr(known, each) and f"self.{each}" not in source] == [], name
     assert "placement.Handle" in chosen
+
+
+# --- contracts that users implement
+
+
+@pytest.mark.parametrize(
+    ("page", "contract"), [("framework", Framework), ("device", Device), ("engine", Engine), ("policy", placement.Policy)]
+)
+def test_a_contract_has_nothing_that_its_page_leaves_out(page: str, contract: type) -> None:
+    names = {name for name in [*vars(contract), *contract.__annotations__] if not name.startswith("_")}
+    text = (DOCS / "extend" / f"{page}.md").read_text()
+    assert len(names) > 1
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
 
 
 # --- names of metrics, commands and settings, wherever a page has them
