@@ -205,7 +205,7 @@ class Manager:
 
     def _trying_to_register(self, replicated: bool | ProcessGroup) -> AbstractContextManager[None]:
         """Tell the group if registering a replicated handle fails here, even if it is refused before any work begins."""
-        return nullcontext() if replicated is False else self._stack.lock.attempt(self._replication.together, begins=True, own=True)
+        return nullcontext() if replicated is False else self._stack.lock.attempt(self._replication.vote, begins=True, own=True)
 
     def unregister(self, handle: Handle | str) -> None:
         """Stop managing a handle. Its tensor objects stay, in ordinary memory: on the device if the handle is there, else on the host.

@@ -101,11 +101,11 @@ class Group(Membership):
             least_bytes, self.budget_rank = basis
             return least_bytes
 
-    def confer(self, what: str, words: str) -> list[str]:
+    def confer(self, what: str, text: str) -> list[str]:
         """Exchange texts within a change, after `propose` and before `agree`. Returns each rank's text about `what`, by rank.
 
         Args:
-            words: this rank's text, at most 64 KiB.
+            text: this rank's text, at most 64 KiB.
 
         Raises:
             GroupError: a rank failed, or did not come in time.
@@ -114,7 +114,7 @@ class Group(Membership):
         with self._reaching_the_board(what):
             deadline = time.monotonic() + self.deadline_seconds
             self._said.append(self._key(what, self.rank))
-            self._board.put(self._said[-1], words.encode())
+            self._board.put(self._said[-1], text.encode())
             keys = [self._key(what, rank) for rank in range(self.world_size)]
             while (found := self._board.look(keys)) is None:
                 if (decided := self._board.look([self._key("decision")])) is not None:

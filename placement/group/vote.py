@@ -24,8 +24,8 @@ class _Told(dict[str, int]):
         return _Told, ()
 
 
-class _Attempt:
-    """The state of one phase transition while it is tried.
+class _Epoch:
+    """The epoch of one phase transition, as this rank knows it.
 
     Attributes:
         catches_up: this rank is about to enter its first phase and has not proposed yet, so it may have skipped phase transitions.
@@ -47,9 +47,9 @@ class GroupVote:
     def __init__(self, group: Group | None) -> None:
         self._group = None if group is None else checked(group)
         self._key = secrets.token_hex(8)
-        self._words = 0
+        self._epochs_used = 0
         """The number of epochs in which this rank has written to its group."""
-        self._attempt: _Attempt | None = None
+        self._epoch: _Epoch | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -77,11 +77,11 @@ class GroupVote:
             catches_up: whether the first phase is entered, so that epochs that the others gave up without this rank are passed over.
             error: the exception with which a phase is left; the other ranks may know it already.
         """
-        self._attempt = _Attempt(catches_up=catches_up, has_failed=error is not None and self._is_told(error))
+        self._epoch = _Epoch(catches_up=catches_up, has_failed=error is not None and self._is_told(error))
         try:
             yield
         finally:
-            self._attempt = None
+            self._epoch = None
 
     def propose(self, action: str, ask_budget: Callable[[], int] = lambda: 0) -> LeastBudget | None:
         """Propose an entry or a switch before its plan is made. Returns the least budget of all ranks; None without a group.
@@ -93,7 +93,7 @@ class GroupVote:
         if self._group is None:
             return None
         with self._hearing():
-            self._words += 1
+            self._epochs_used += 1
             catches_up = self._may_catch_up()
             return LeastBudget(self._group.propose(action, ask_budget(), catches_up=catches_up), self._group.budget_rank)
 
@@ -125,13 +125,13 @@ class GroupVote:
         Returns:
             The error to raise in place of `error`; None to raise `error` itself.
         """
-        attempt = self._attempt
-        if self._group is None or self._is_told(error) or (attempt is not None and attempt.has_left):
+        epoch = self._epoch
+        if self._group is None or self._is_told(error) or (epoch is not None and epoch.has_left):
             return None
-        if attempt is not None and attempt.has_failed:
+        if epoch is not None and epoch.has_failed:
             self._mark(error)
             return None
-        self._words += 1
+        self._epochs_used += 1
         self._mark(error)
         blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
         try:
@@ -140,8 +140,8 @@ class GroupVote:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
             told = None
-        if attempt is not None:
-            attempt.has_failed = True
+        if epoch is not None:
+            epoch.has_failed = True
         if told is not None:
             self._mark(told)
         return told if isinstance(error, Exception) else None
@@ -163,8 +163,8 @@ class GroupVote:
             else:
                 self.propose(action)
                 self.agree(plan)
-                if self._attempt is not None:
-                    self._attempt.has_left = True
+                if self._epoch is not None:
+                    self._epoch.has_left = True
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
         except BaseException as interrupt:  # the others must not wait for this rank
@@ -174,24 +174,24 @@ class GroupVote:
 
     def abandoned(self, name: str) -> None:
         """Report that a phase was dropped while open, so that the other ranks do not wait for this one."""
-        attempt, self._attempt = self._attempt, None  # the report takes an epoch of its own, even during another phase transition
+        epoch, self._epoch = self._epoch, None  # the report takes an epoch of its own, even during another phase transition
         try:
             self.failed(PhaseError(f"phase {name!r} was abandoned"), waits=False)
         finally:
-            self._attempt = attempt
+            self._epoch = epoch
 
     def _may_catch_up(self) -> bool:
-        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once an attempt."""
-        if self._attempt is None or not self._attempt.catches_up:
+        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once an epoch."""
+        if self._epoch is None or not self._epoch.catches_up:
             return False
-        self._attempt.catches_up = False
+        self._epoch.catches_up = False
         return True
 
     def heard(self, told: GroupError | CoordinatorLost) -> None:
         """Note that the group raised this error: the epoch has ended, and all ranks know it."""
         self._mark(told)
-        if self._attempt is not None:
-            self._attempt.has_failed = True
+        if self._epoch is not None:
+            self._epoch.has_failed = True
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
@@ -209,11 +209,11 @@ class GroupVote:
         group, because an exception may pass through phases of several managers.
         """
         told: _Told = vars(error).get(_TOLD, _Told())
-        return told.get(self._key) == self._words
+        return told.get(self._key) == self._epochs_used
 
     def _mark(self, error: BaseException) -> None:
         # The exception holds the note: a table here would keep its frames and the model alive. A frozen exception refuses setattr.
-        vars(error).setdefault(_TOLD, _Told())[self._key] = self._words
+        vars(error).setdefault(_TOLD, _Told())[self._key] = self._epochs_used
 
 
 def checked(group: Group) -> Group:

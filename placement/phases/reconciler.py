@@ -64,7 +64,7 @@ class Reconciler:
         plan: Plan,
         room_bytes: int,
         agree: Callable[[Plan], None] | None = None,
-        begin: Callable[[str], object] = lambda _: None,
+        go_on: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
@@ -76,7 +76,7 @@ class Reconciler:
             agree: asks the group. Called when everything has moved and can still go back without new memory, and again after each
                 step with engines. If it raises, everything goes back, except on CoordinatorLost, which leaves everything as it is.
                 None: nobody is asked, and this rank loads shared handles alone.
-            begin: called before each further step, with its description.
+            go_on: called before each further step, with its description.
 
         Raises:
             Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
@@ -95,7 +95,7 @@ class Reconciler:
         try:
             if True in [self._engines.leave(engine, plan) for engine in engines]:
                 agree(plan)
-                begin("move what is left")
+                go_on("move what is left")
             self._march(handles.values(), lambda handle: target_of(handle, plan))
             for complaint in self._mover.transition.take_complaints():
                 raise complaint
@@ -115,7 +115,7 @@ class Reconciler:
             raise
         self._mover.end()
         if any(self._engines.lacks(engine, plan) for engine in engines):
-            begin("load engines")
+            go_on("load engines")
             for engine in engines:
                 self._engines.come(engine, plan)
             agree(plan)

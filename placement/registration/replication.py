@@ -51,8 +51,8 @@ class GroupRanks(TorchRanks):
         """Use a new group from now on."""
         self._group = group
 
-    def confer(self, what: str, words: str) -> list[str]:
-        return self._group.confer(what, words)
+    def confer(self, what: str, text: str) -> list[str]:
+        return self._group.confer(what, text)
 
     def agree(self, plan: Plan) -> None:
         """See `Group.agree`."""
@@ -64,13 +64,13 @@ class Replication:
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self.together = GroupVote(group)
+        self.vote = GroupVote(group)
         self._shared: weakref.WeakSet[GroupRanks] = weakref.WeakSet()
         """The ranks object of each replicated handle."""
 
     def rejoin(self, group: Group) -> None:
         """Use a new group from now on, for every replicated handle."""
-        self.together.rejoin(group)
+        self.vote.rejoin(group)
         self._group = group
         for ranks in self._shared:
             ranks.rejoin(group)
@@ -95,16 +95,16 @@ class Replication:
                 f"{name!r}: replicated=True needs a group of ranks: make the manager with Manager(group=StoreGroup(...)), {_ADVICE}"
             )
         try:
-            self.together.go_on(f"register {name} replicated")
+            self.vote.go_on(f"register {name} replicated")
             ranks = self._ranks(name, target, readonly, replicated)
             yield ranks
             if ranks is None:
-                self.together.agree(Plan({}))
+                self.vote.agree(Plan({}))
         except GroupError as told:
-            self.together.heard(told)  # `confer` and `agree` ask the group past the vote, which has to learn the outcome
+            self.vote.heard(told)  # `confer` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
         except BaseException as error:
-            self.together.failed(error)
+            self.vote.failed(error)
             raise
 
     def _ranks(self, name: str, target: Any, readonly: bool, replicated: bool | torch.distributed.ProcessGroup) -> GroupRanks | None:

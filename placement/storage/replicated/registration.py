@@ -39,7 +39,7 @@ def words_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
 
 
 def _prints_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
-    """The fingerprints of each rank: int64, one row a rank, in the shared memory behind the words."""
+    """The fingerprints of each rank: int64, one row a rank, in the shared memory behind `words_of`."""
     return slab.extra[8 * world_size :].view(torch.int64).view(world_size, -1)
 
 
@@ -74,10 +74,10 @@ class SharedScanner(StorageScanner):
         prints = _fingerprints(claims)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))
         with ExitStack() as files:  # the file stays open until every rank has mapped it
-            file, words = -1, ""
+            file, path = -1, ""
             if shares.rank == 0:
-                file, words = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
-            said = ranks.confer("layout", f"{_layout(device, claims, layout)} {words}")
+                file, path = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
+            said = ranks.confer("layout", f"{_layout(device, claims, layout)} {path}")
             self._check_layouts([each.partition(" ")[0] for each in said])
             if shares.rank != 0:
                 file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
@@ -91,9 +91,9 @@ class SharedScanner(StorageScanner):
         slab.pin()
         return SharedRange(device, layout, slab, tuple(claims), shares)
 
-    def _file_of_rank_0(self, words: str) -> AbstractContextManager[int]:
+    def _file_of_rank_0(self, path: str) -> AbstractContextManager[int]:
         try:
-            return opened_file(words)
+            return opened_file(path)
         except (OSError, ValueError) as error:
             raise RegistrationError(
                 f"{self._name!r} cannot be replicated: this rank cannot open the memory of rank 0 ({error}). The ranks must be on one "
