@@ -1,0 +1,67 @@
+"""The one manager of a process. Actor, reference and critic of a colocated worker share its GPU, so they share the manager."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from placement.core.errors import PhaseError
+from placement.group import Group, StoreGroup
+from placement.manager import Manager
+
+_lock = threading.Lock()
+_made: list[Manager] = []
+_numbers = itertools.count()
+
+
+def manager() -> Manager:
+    """The manager that verl's engines in this process share, made at the first call with the settings in `PLACEMENT_*`.
+
+    All ranks of the worker group change phase together. With `PLACEMENT_DISCOVERY` set it serves its metrics, too.
+
+    Raises:
+        ValueError: a `PLACEMENT_*` variable is wrong.
+        PlacementError: the device does not exist.
+    """
+    with _lock:
+        if not _made:
+            made = Manager.from_settings(group=_group())
+            _made.append(made)
+            if made.settings.discovery is not None:
+                made.serve()
+        return _made[0]
+
+
+def use_manager(made: Manager) -> None:
+    """Let verl's engines in this process use a manager of your own: with a policy object, or a device that no variable can name.
+
+    Raises:
+        PhaseError: this process has a manager already.
+    """
+    with _lock:
+        if _made:
+            raise PhaseError("verl's engines in this process have a manager; call use_manager() before the first one is built")
+        _made.append(made)
+
+
+def close_manager() -> None:
+    """Close the manager of this process, so that the next call of `manager` makes a new one. Every rank does so, or none.
+
+    Raises:
+        PhaseError: a phase is open.
+    """
+    with _lock:
+        if _made:
+            _made[0].close()
+            _made.clear()
+
+
+def _group() -> Group | None:
+    """The ranks of verl's worker group, over the store of their process group. A number keeps the keys of each manager apart."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = PrefixStore(f"verl/{next(_numbers)}", _get_default_store())
+    return StoreGroup(store, dist.get_rank(), dist.get_world_size())

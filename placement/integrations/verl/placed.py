@@ -1,0 +1,219 @@
+"""`PlacedEngine` comes before one of verl's FSDP engines among the bases of a class and lets placement do what verl's offloading does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from placement.core.errors import PlacementError
+from placement.integrations.verl import managers
+from placement.integrations.verl.log import logger
+from placement.tensors.plain import plain_parts
+
+if TYPE_CHECKING:
+    from placement.manager import Manager
+    from placement.registration.handle import Handle
+
+    _Engine = Any
+else:
+    _Engine = object
+
+
+class PlacedEngine(_Engine):  # type: ignore[misc]
+    """Registers the module and the optimizer that verl builds, and holds a phase wherever verl would load and offload them.
+
+    verl's own flags `_is_offload_param` and `_is_offload_optimizer` are off, so that no line of verl moves anything. Every public method
+    here overrides one of `verl.workers.engine.fsdp.transformer_impl.FSDPEngine` (0.9.1) and has its arguments and its result.
+
+    An engine whose configuration has neither `param_offload` nor `optimizer_offload`, and one that FSDP places by a CPU offload policy,
+    stays verl's own.
+    """
+
+    _manager: Manager | None = None
+    _model_handle: Handle | None = None
+    """The module's handle; None while the engine is verl's own."""
+    _manual: Any = None
+    """The hold that `to` opened."""
+    _manual_parts: frozenset[str] = frozenset()
+    """The parts that `to` was asked to bring to the device: "model", "optimizer"."""
+
+    # --- building
+
+    def initialize(self) -> None:
+        self._end_manual()
+        reason = self._reason_to_leave_it()
+        if reason is not None:
+            super().initialize()
+            logger.info("verl places its own %s engine: %s", type(self).__name__, reason)
+            return
+        self._is_offload_param = self._is_offload_optimizer = False
+        replaced = vars(self).get("module"), vars(self).get("optimizer")
+        super().initialize()  # `reset()` calls it again: the registered objects live until their successors are there
+        self._register()
+        del replaced
+
+    def _reason_to_leave_it(self) -> str | None:
+        """The reason for which the engine stays as verl has it, or None."""
+        config = self.engine_config
+        if config.strategy == "fsdp2" and config.offload_policy:
+            return "offload_policy=True gives the parameters to FSDP2's CPUOffloadPolicy"
+        if not config.param_offload and (config.forward_only or not config.optimizer_offload):
+            return "param_offload and optimizer_offload are off"
+        return None
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module under FSDP, never under a CPU offload policy if placement is to place it.
+
+        verl puts every `forward_only` model under one, which copies each layer to the device for each micro-batch. placement loads the
+        model once a phase.
+        """
+        if self._reason_to_leave_it() is not None:
+            return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
+        config, forward_only = self.engine_config, self.engine_config.forward_only
+        config.forward_only = False
+        try:
+            return super()._build_fsdp_module(module)  # type: ignore[no-any-return]
+        finally:
+            config.forward_only = forward_only
+
+    def _register(self) -> None:
+        """Register the module and the optimizer. What the configuration does not offload is external: tracked, never moved."""
+        config = self.engine_config
+        self._manager = manager = managers.manager()
+        name = self._model_handle.name if self._model_handle is not None else _free_name(manager, self._role)
+        is_fixed = self.optimizer is None
+        for old in (f"{name}.optimizer", name):
+            if old in manager.handles:
+                manager.unregister(old)
+        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=not config.param_offload)
+        try:
+            if self.optimizer is not None:
+                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=not config.optimizer_offload)
+        except BaseException:
+            self._model_handle = None
+            manager.unregister(model)
+            raise
+        self._model_handle = model
+        moved = [what for what, wanted in (("parameters", config.param_offload), ("optimizer", config.optimizer_offload)) if wanted]
+        logger.info("placement places the %s of %r (%s)", " and the ".join(moved[: 1 if is_fixed else 2]), name, type(self).__name__)
+
+    @property
+    def _role(self) -> str:
+        if self.model_config.model_type == "value_model":
+            return "critic"
+        return "ref" if self.optimizer is None else "actor"
+
+    @property
+    def _reading_phase(self) -> str:
+        """The phase in which the model computes without being trained."""
+        return {"critic": "values", "ref": "ref_log_prob", "actor": "log_prob"}[self._role]
+
+    def _hold(self, phase: str) -> AbstractContextManager[Any]:
+        if self._manager is None or self._model_handle is None:
+            return nullcontext()
+        return self._manager.hold(phase, only=[self._model_handle])
+
+    # --- phases
+
+    def train_mode(self, disable_auto_offload: bool = False, **kwargs: Any) -> AbstractContextManager[None]:
+        return self._mode("train", super().train_mode, disable_auto_offload, kwargs)
+
+    def eval_mode(self, disable_auto_offload: bool = False, **kwargs: Any) -> AbstractContextManager[None]:
+        return self._mode(self._reading_phase, super().eval_mode, disable_auto_offload, kwargs)
+
+    @contextmanager
+    def _mode(self, phase: str, mode: Callable[..., Any], stays: bool, kwargs: dict[str, Any]) -> Iterator[None]:
+        """One of verl's modes inside a phase. `stays`: the caller has brought everything to the device by `to`, or by a mode around."""
+        is_placed = self._model_handle is not None
+        with nullcontext() if stays else self._hold(phase), mode(disable_auto_offload=stays or is_placed, **kwargs):
+            yield
+
+    def optimizer_step(self) -> float:
+        with self._hold("optimizer_step"):  # for policies that load the optimizer no earlier; in others nothing moves here
+            return super().optimizer_step()  # type: ignore[no-any-return]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._hold("checkpoint"):
+            super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._hold("restore"):
+            super().load_checkpoint(*args, **kwargs)
+
+    # --- publishing
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        return self._published(super().get_per_tensor_param, *args, **kwargs)
+
+    def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        return self._published(super().get_per_tensor_param_shard, *args, **kwargs)
+
+    def _published(self, export: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The export's iterator of weights, with the model held until the last weight was read, or the iterator is given up."""
+        if self._manager is None or self._model_handle is None:
+            return export(*args, **kwargs)
+        hold = self._manager.hold("weight_sync" if self._role == "actor" else self._reading_phase, only=[self._model_handle])
+        try:
+            weights, peft_config = export(*args, **kwargs)
+            return hold.around(self._in_own_memory(weights)), peft_config
+        except BaseException as error:
+            hold.release(error)
+            raise
+
+    def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
+        """The same weights; one that lies in the model's own memory is copied.
+
+        On one rank, and for what is not sharded, verl yields aliases. The model's memory cannot go through CUDA IPC, and it is gone when
+        the phase ends.
+        """
+        own = {part.untyped_storage().data_ptr() for each in _tensors_of(self.module) for part in _parts(each)}
+        try:
+            for name, weight, *rest in weights:
+                is_alias = any(part.untyped_storage().data_ptr() in own for part in _parts(weight))
+                yield (name, weight.clone() if is_alias else weight, *rest)
+        finally:
+            if hasattr(weights, "close"):
+                weights.close()  # verl undoes a LoRA merge at the end of its generator: while the model is still held
+
+    # --- by hand
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Hold the named parts on the device until `to("cpu")`, for callers that then pass `disable_auto_offload=True`."""
+        if self._manager is None or self._model_handle is None:
+            super().to(device, model=model, optimizer=optimizer, grad=grad)
+            return
+        asked = {"model": model, "optimizer": optimizer and self.optimizer is not None}
+        named = frozenset(part for part, is_asked in asked.items() if is_asked)
+        parts = self._manual_parts - named if device == "cpu" else self._manual_parts | named
+        has_model = "model" in parts or self._model_handle.external
+        phase = "train" if has_model and "optimizer" in parts else self._reading_phase if "model" in parts else None
+        following = None if phase is None else self._manager.hold(phase, only=[self._model_handle])
+        self._end_manual()
+        self._manual, self._manual_parts = following, parts
+
+    def _end_manual(self) -> None:
+        self._manual_parts = frozenset()
+        if self._manual is not None:
+            hold, self._manual = self._manual, None
+            hold.release()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (part for _, part in plain_parts(tensor, ""))
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _free_name(manager: Manager, role: str) -> str:
+    """The role as a handle's name, with a number if another engine of the process has the name."""
+    names = [role, *(f"{role}-{number}" for number in range(2, 100))]
+    for name in names:
+        if name not in manager.handles:
+            return name
+    raise PlacementError(f"{len(names)} engines with the role {role!r} are registered in this process; call reset() on one worker instead")

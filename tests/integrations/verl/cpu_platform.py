@@ -1,0 +1,101 @@
+"""A platform of verl that computes on the CPU, since verl brings none: registered as its own platforms are."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from verl.plugin.platform import PlatformBase, set_platform
+
+
+class CpuIndex(str):
+    """The number of the only device: "cpu" where torch wants a device, "0" in a text such as `f"{device_name}:{index}"`."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def _device_module() -> types.ModuleType:
+    """The part of `torch.cuda` that verl's engines call."""
+    module = types.ModuleType("torch.cpu_for_verl")
+    for name in ("empty_cache", "synchronize", "ipc_collect", "set_device", "reset_peak_memory_stats"):
+        setattr(module, name, lambda *_, **__: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(module, name, lambda *_, **__: 0)
+    module.is_available = lambda: True  # type: ignore[attr-defined]
+    module.mem_get_info = lambda *_: (1 << 30, 1 << 30)  # type: ignore[attr-defined]
+    module.get_device_name = lambda *_: "CPU"  # type: ignore[attr-defined]
+    module.current_device = lambda: CpuIndex("cpu")  # type: ignore[attr-defined]
+    module.get_rng_state, module.set_rng_state = torch.get_rng_state, torch.set_rng_state  # type: ignore[attr-defined]
+    return module
+
+
+class CpuPlatform(PlatformBase):  # type: ignore[misc, unused-ignore]
+    """Every tensor is on the CPU, collectives go through gloo."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _device_module()
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return CpuIndex("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None: ...
+
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None: ...
+
+
+def use_cpu() -> None:
+    """Let verl compute on the CPU in this process. Before verl's engines are imported."""
+    set_platform(CpuPlatform())
+    # verl asks FSDP1 to broadcast the first rank's values, which torch refuses for values on the CPU, although gloo could.
+    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda states: None
