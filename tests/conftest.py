@@ -40,9 +40,8 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir(_MEMORY) and shut
 COUNTED = "counted"
 _WATCHED = pytest.StashKey[nothing_left.Watched]()
 _looked_at: dict[str, int] = {}
-_FRAMEWORK = re.compile(
-    r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni|verl|tensordict|omegaconf)\b[^']*)'"
-)
+_PACKAGES = "accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|omegaconf|peft|ray|tensordict|torchao|veomni|verl"
+_FRAMEWORK = re.compile(rf"No module named '((?:{_PACKAGES})\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 
