@@ -85,13 +85,12 @@ class PlacedEngine(_Engine):  # type: ignore[misc]
         self._manager = manager = managers.manager()
         name = self._model_handle.name if self._model_handle is not None else _free_name(manager, self._role)
         is_fixed = self.optimizer is None
-        for old in (f"{name}.optimizer", name):
-            if old in manager.handles:
-                manager.unregister(old)
-        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=not config.param_offload)
+        # Nothing moves: in `to`, FSDP2 makes its references to the shards anew. verl calls it later, and the audit would find them strange.
+        self.module.to(next(self.module.parameters()).device)
+        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=not config.param_offload, replace=True)
         try:
             if self.optimizer is not None:
-                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=not config.optimizer_offload)
+                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=not config.optimizer_offload, replace=True)
         except BaseException:
             self._model_handle = None
             manager.unregister(model)

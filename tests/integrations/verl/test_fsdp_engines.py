@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,65 @@ def test_errors_in_the_middle_leave_nothing_behind(one_rank: Ranks, model: Path,
 def test_reset_replaces_model_and_optimizer(one_rank: Ranks, model: Path, strategy: str) -> None:
     (names,) = one_rank.run(scenarios.reset, model, {"strategy": strategy})
     assert names == ["actor", "actor.optimizer"]
+
+
+@STRATEGIES
+def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path, strategy: str) -> None:
+    (found,) = one_rank.run(scenarios.together, model, {"strategy": strategy})
+    roles = {"actor": "actor", "actor.optimizer": "actor", "ref": "ref", "critic": "critic", "critic.optimizer": "critic"}
+    assert found["handles"] == roles
+    away = dict.fromkeys(roles, OFF)
+    assert found["states"] == {
+        "actor": {
+            "infer": {**away, "actor": GPU},
+            "train": {**away, "actor": TRAIN, "actor.optimizer": TRAIN},
+            "publish": {**away, "actor": SYNC},
+        },
+        "ref": {"infer": {**away, "ref": GPU}},
+        "critic": {"infer": {**away, "critic": GPU}, "train": {**away, "critic": TRAIN, "critic.optimizer": TRAIN}},
+    }
+    actor, critic = ["actor", "actor.optimizer"], ["critic", "critic.optimizer"]
+    assert found["orders"] == [
+        ["actor", "ref"],
+        ["ref"],
+        ["ref", *critic],
+        critic,
+        [*actor, *critic],
+        actor,
+        ["actor"],
+        actor,
+        [],
+    ]
+
+
+@pytest.mark.parametrize(("merge", "base_first"), [(True, False), (False, True)], ids=["merged", "unmerged"])
+def test_lora(one_rank: Ranks, model: Path, merge: bool, base_first: bool) -> None:
+    needs("peft")
+    (found,) = one_rank.run(scenarios.lora, model, {}, merge, base_first)
+    assert found["states"]["publish"]["actor"] == SYNC
+    assert found["names"] == (27 if merge else 28)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("offload", [(True, False), (False, True)], ids=["parameters", "optimizer"])
+def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
+    (found,) = one_rank.run(scenarios.partial, model, {"strategy": strategy}, offload)
+    assert found["moved"] == {"actor": offload[0], "actor.optimizer": offload[1]}
+    assert found["external"] == {"actor": not offload[0], "actor.optimizer": not offload[1]}
+    assert found["states"]["train"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"offload": (False, False)}, "param_offload and optimizer_offload are off"),
+        ({"offload": (True, True), "offload_policy": True}, "CPUOffloadPolicy"),
+        ({"offload": (False, True), "forward_only": True}, "param_offload and optimizer_offload are off"),
+    ],
+    ids=["no flag", "offload policy", "reference without param_offload"],
+)
+def test_an_engine_that_stays_verls_own_says_why(one_rank: Ranks, model: Path, keywords: dict[str, Any], reason: str) -> None:
+    ((handles, records),) = one_rank.run(scenarios.left_alone, model, keywords)
+    assert handles == []
+    assert len(records) == 1
+    assert reason in records[0]

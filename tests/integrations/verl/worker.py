@@ -7,16 +7,18 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from placement import Manager
 from placement.devices.base import Device
-from placement.testing import SimulatedDevice
 
-CAPACITY, CHUNK = 64 << 20, 4096
+CAPACITY = 64 << 20
 LENGTHS = (5, 7, 4, 6)
 VOCABULARY = 64
 
@@ -34,6 +36,17 @@ def import_verl() -> None:
         importlib.import_module("placement.integrations.verl.plugin")
         assert "verl.workers.engine" not in sys.modules, "the engines would not be on the CPU"
         importlib.import_module("verl.workers.engine_workers")
+        _leave_out_what_needs_a_gpu()
+
+
+def _leave_out_what_needs_a_gpu() -> None:
+    """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value models."""
+    from transformers import AutoModelForTokenClassification
+    from verl.workers.engine.fsdp import transformer_impl
+
+    transformer_impl.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
+    read = AutoModelForTokenClassification.from_pretrained
+    AutoModelForTokenClassification.from_pretrained = lambda *where, **keywords: read(*where, **keywords | {"attn_implementation": "eager"})
 
 
 def write_model(folder: Path, *, tied: bool = False) -> Path:
@@ -58,13 +71,30 @@ def write_model(folder: Path, *, tied: bool = False) -> Path:
     return folder
 
 
-def use_simulated(device: Device | None = None, **keywords: Any) -> Manager:
-    """A fresh manager for the engines of this process, on a simulated device."""
+def use_simulated(device: Device | None = None) -> Manager:
+    """A fresh manager for the engines of this process, on a simulated device: where no device is given, the one that they make."""
     from placement.integrations import verl as integration
 
     integration.close_manager()
-    integration.use_manager(Manager(device=device or SimulatedDevice(CAPACITY, chunk_bytes=CHUNK), **keywords))
-    return integration.manager()
+    if device is not None:
+        integration.use_manager(Manager(device=device))
+        return integration.manager()
+    os.environ["PLACEMENT_DEVICE"] = f"simulated:{CAPACITY}"
+    try:
+        return integration.manager()
+    finally:
+        del os.environ["PLACEMENT_DEVICE"]
+
+
+@contextmanager
+def unpinned() -> Iterator[None]:
+    """FSDP1 pins what it offloads itself, which needs an accelerator."""
+    pin = torch.Tensor.pin_memory
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign, assignment, misc]
+    try:
+        yield
+    finally:
+        torch.Tensor.pin_memory = pin  # type: ignore[method-assign]
 
 
 def build(

@@ -1,0 +1,46 @@
+"""verl's FSDP engines over two ranks: each phase is one decision of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.verl import scenarios, worker
+from tests.integrations.verl.scenarios import GPU, OFF, SYNC, TRAIN
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
+
+needs("verl")
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return worker.write_model(tmp_path_factory.mktemp("model"))
+
+
+@STRATEGIES
+def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
+    for states in two_ranks.run(scenarios.steps, model, tmp_path, {"strategy": strategy}):
+        assert states == {
+            "infer": {"actor": GPU, "actor.optimizer": OFF},
+            "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
+            "publish": {"actor": SYNC, "actor.optimizer": OFF},
+        }
+
+
+@STRATEGIES
+@pytest.mark.parametrize(("merge", "base_first"), [(True, False), (False, True)], ids=["merged", "unmerged"])
+def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool, base_first: bool) -> None:
+    needs("peft")
+    for found in two_ranks.run(scenarios.lora, model, {"strategy": strategy}, merge, base_first):
+        assert found["states"]["publish"]["actor"] == SYNC
+        assert found["names"] == (27 if merge else 28)
+
+
+def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
+    """Memory that one rank lacks is an error of both, and both can go on."""
+    told = two_ranks.run(scenarios.no_memory_on_one_rank, model)
+    assert told == [["GroupError", "GroupError"]] * 2
