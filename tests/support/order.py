@@ -34,11 +34,16 @@ _TOGETHER = {
         "tests/sharded/test_deepspeed.py",
         "tests/sharded/test_veomni.py",
     ),
+    "verl": (
+        "tests/integrations/verl/test_fsdp_engines.py",
+        "tests/integrations/verl/test_two_ranks.py",
+    ),
 }
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _IMPORTS = {
     "peft": ("peft",),
     "megatron": ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer"),
+    "verl": ("tests.integrations.verl.imported",),
 }
 """What ranks of these import that takes seconds."""
 

@@ -395,7 +395,7 @@ def _three(model: Path, placed: bool, keywords: dict[str, Any]) -> list[Any]:
     return [build(), build(forward_only=True), build(model_type="value_model")]
 
 
-def lora(model: Path, keywords: dict[str, Any], merge: bool, base_first: bool) -> dict[str, Any]:
+def lora(model: Path, keywords: dict[str, Any], merge: bool) -> dict[str, Any]:
     """Steps with LoRA, and what is published of it: merged, or the base once and the adapters alone."""
     options = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": merge}}
     own, placed = pair(model, lora=options, **keywords)
@@ -404,7 +404,7 @@ def lora(model: Path, keywords: dict[str, Any], merge: bool, base_first: bool) -
         for subject in (own, placed):
             subject.train(seed)
             subject.infer(seed)
-        if base_first and not seed:
+        if not merge and not seed:
             assert own.publish(base_sync_done=False) == placed.publish(base_sync_done=False)
         assert own.publish(base_sync_done=True) == placed.publish(base_sync_done=True)
         if not merge:

@@ -94,10 +94,10 @@ def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path,
     ]
 
 
-@pytest.mark.parametrize(("merge", "base_first"), [(True, False), (False, True)], ids=["merged", "unmerged"])
-def test_lora(one_rank: Ranks, model: Path, merge: bool, base_first: bool) -> None:
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "unmerged"])
+def test_lora(one_rank: Ranks, model: Path, merge: bool) -> None:
     needs("peft")
-    (found,) = one_rank.run(scenarios.lora, model, {}, merge, base_first)
+    (found,) = one_rank.run(scenarios.lora, model, {}, merge)
     assert found["states"]["publish"]["actor"] == SYNC
     assert found["names"] == (27 if merge else 28)
 

@@ -31,11 +31,11 @@ def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, 
         }
 
 
-@STRATEGIES
-@pytest.mark.parametrize(("merge", "base_first"), [(True, False), (False, True)], ids=["merged", "unmerged"])
-def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool, base_first: bool) -> None:
+# Not FSDP1 unmerged: verl takes `.cpu()` of gathered weights, which on a CPU copies nothing, and FSDP1 frees them at once.
+@pytest.mark.parametrize(("strategy", "merge"), [("fsdp2", True), ("fsdp2", False), ("fsdp", True)])
+def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool) -> None:
     needs("peft")
-    for found in two_ranks.run(scenarios.lora, model, {"strategy": strategy}, merge, base_first):
+    for found in two_ranks.run(scenarios.lora, model, {"strategy": strategy}, merge):
         assert found["states"]["publish"]["actor"] == SYNC
         assert found["names"] == (27 if merge else 28)
 
