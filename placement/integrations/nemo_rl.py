@@ -20,6 +20,7 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.integrations.rank import manager_of_this_rank
 from placement.manager import Manager
+from placement.phases.hold import Hold
 
 if TYPE_CHECKING:
 
@@ -76,8 +77,10 @@ class PlacedPolicyWorker(_PolicyWorker):
     """
 
     placement: Manager | None = None
-    _open: str | None = None
-    """The phase that a hook began and none has ended."""
+    _hold: Hold | None = None
+    """The phase that the last hook began."""
+    _is_leaving = False
+    """Whether `offload_after_refit` runs, which calls `offload_before_refit`."""
 
     def make_manager(self) -> Manager:
         """The manager of this process. Override it to give it a device, a policy or a group of your own."""
@@ -92,7 +95,9 @@ class PlacedPolicyWorker(_PolicyWorker):
         """
         generation = config.get("generation") or {}
         if generation.get("backend") == "megatron" and (generation.get("colocated") or {}).get("enabled"):
-            raise RegistrationError("colocated Megatron generation moves the policy's model itself: use vLLM or SGLang, or NeMo-RL's own worker")
+            raise RegistrationError(
+                "colocated Megatron generation moves the policy's model itself: generate with vLLM or SGLang, or use NeMo-RL's own worker"
+            )
         super().__init__(config, *args, **kwargs)
         manager = self.make_manager()
         manager.register("actor", self.model, role="actor")
@@ -121,7 +126,7 @@ class PlacedPolicyWorker(_PolicyWorker):
 
     def offload_after_refit(self) -> None:
         """End the open phase."""
-        self._is_leaving = True  # NeMo-RL's method calls offload_before_refit
+        self._is_leaving = True
         try:
             super().offload_after_refit()
         finally:
@@ -137,8 +142,6 @@ class PlacedPolicyWorker(_PolicyWorker):
         """End the open phase."""
         super().finish_inference()
         self._turn_to(None)
-
-    _is_leaving = False
 
     # --- work that no hook announces: in a phase of its own where the open one does not do
 
@@ -203,17 +206,21 @@ class PlacedPolicyWorker(_PolicyWorker):
         handle = None if self.placement is None else self.placement.handles.get(name)
         return handle is not None and not handle.external
 
+    @property
+    def _open(self) -> str | None:
+        """The phase that a hook began and none has ended."""
+        return self._hold.name if self._hold is not None and self._hold.is_open else None
+
     def _turn_to(self, phase: str | None) -> None:
         """End the open phase and begin another one, or none."""
         if self.placement is None or phase == self._open:
             return
-        if phase is None:
-            self.placement.leave()
-        elif self._open is None:
-            self.placement.enter(phase)
+        if self._hold is None or not self._hold.is_open:
+            self._hold = self.placement.hold(str(phase))
+        elif phase is None:
+            self._hold.release()
         else:
-            self.placement.switch(phase)
-        self._open = phase
+            self._hold.switch(phase)
 
     def _in(self, phase: str) -> AbstractContextManager[Any]:
         """The phase for a `with` statement, unless the open one has all that it needs."""

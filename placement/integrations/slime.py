@@ -66,7 +66,7 @@ class PlacedTrainActor(_TrainActor):
         """
         if args.offload_train and not args.debug_rollout_only:
             raise RegistrationError(
-                "slime itself offloads this actor: pass --no-offload-train, and with a critic set args.offload_train = False after parse_args()"
+                "slime itself offloads this actor: pass --no-offload-train; with a critic set args.offload_train = False after parse_args()"
             )
         start_rollout_id = super().init(args, role, with_ref, with_opd_teacher)
         if not args.debug_rollout_only:
