@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from tests.sharded import fsdp2_worker, megatron_worker
 from tests.sharded.pretend_cuda import pretend_cuda
 
 WIDTH = 24
+_generations = itertools.count()
 
 
 @dataclass
@@ -88,12 +90,14 @@ def megatron() -> Job:
 
 @contextmanager
 def served_by_another() -> Iterator[None]:
-    """The store of the ranks is in the process that started them, as it is in torchrun's agent."""
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    """The store of the ranks is in the process that started them, as it is in torchrun's agent. Each group in it is a new generation."""
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(next(_generations))}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        for name in variables:
+            del os.environ[name]
 
 
 def device() -> SimulatedDevice:
