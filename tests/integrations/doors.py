@@ -56,6 +56,7 @@ DOORS: dict[str, tuple[Door, ...]] = {
             "slime/ray/placement_group.py",
             "",
             create_training_models="args pgs rollout_manager actor_cls",
+            create_actor_model="args pgs rollout_manager actor_cls",
             allocate_train_group="args num_nodes num_gpus_per_node pg role with_ref with_opd_teacher actor_cls",
         ),
     ),

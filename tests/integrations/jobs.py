@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,6 +104,13 @@ def served_by_another() -> Iterator[None]:
 def device() -> SimulatedDevice:
     """A device for one rank."""
     return SimulatedDevice(64 << 20, chunk_bytes=8192)
+
+
+def made(name: str, names: Mapping[str, Any]) -> ModuleType:
+    """A module with these names, for `sys.modules`."""
+    module = ModuleType(name)
+    vars(module).update(names, __path__=[])
+    return module
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.integrations.jobs import Job, as_bytes
+from tests.integrations.jobs import Job, as_bytes, made
 
 
 class _Worker:
@@ -266,3 +267,32 @@ def single_controller(worker: Any, steps: int = 2) -> list[bytes]:
     worker.save_checkpoint("weights", "optimizer")
     seen: list[bytes] = worker.seen
     return seen
+
+
+def modules() -> dict[str, ModuleType]:
+    """NeMo-RL's modules as far as a driver looks into them. Its `Policy` says what it was made with, and `setup` returns one."""
+    workers = "nemo_rl.models.policy.workers"
+    known = {
+        f"{workers}.dtensor_policy_worker.DTensorPolicyWorker": "uv fsdp",
+        f"{workers}.dtensor_policy_worker_v2.DTensorPolicyWorkerV2": "uv automodel",
+        f"{workers}.megatron_policy_worker.MegatronPolicyWorker": "uv mcore",
+    }
+
+    def setup(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any, policy_factory: Any = None) -> Any:
+        return policy_factory(cluster=None, config=config, tokenizer=tokenizer, init_optimizer=True, init_reference_model=True)
+
+    contents: dict[str, dict[str, Any]] = {
+        "nemo_rl": {},
+        "nemo_rl.algorithms": {},
+        "nemo_rl.algorithms.grpo": {"setup": setup},
+        "nemo_rl.distributed": {},
+        "nemo_rl.distributed.ray_actor_environment_registry": {"ACTOR_ENVIRONMENT_REGISTRY": known},
+        "nemo_rl.models": {},
+        "nemo_rl.models.policy": {},
+        "nemo_rl.models.policy.lm_policy": {"Policy": SimpleNamespace},
+        "nemo_rl.models.policy.utils": {"get_runtime_env_for_policy_worker": lambda name: {"env_vars": {"FOR": name}}},
+        workers: {},
+        f"{workers}.dtensor_policy_worker_v2": {"DTensorPolicyWorkerV2Impl": DTensorWorker},
+        f"{workers}.megatron_policy_worker": {"MegatronPolicyWorkerImpl": MegatronWorker},
+    }
+    return {name: made(name, names) for name, names in contents.items()}

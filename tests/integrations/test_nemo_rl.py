@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,29 +149,11 @@ def test_generation_with_the_policys_own_model_is_refused() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """NeMo-RL's registry of interpreters, and its `Policy`, which says what it was made with."""
-    workers = "nemo_rl.models.policy.workers"
-    known = {
-        f"{workers}.dtensor_policy_worker.DTensorPolicyWorker": "uv fsdp",
-        f"{workers}.dtensor_policy_worker_v2.DTensorPolicyWorkerV2": "uv automodel",
-        f"{workers}.megatron_policy_worker.MegatronPolicyWorker": "uv mcore",
-    }
-    contents: dict[str, Any] = {
-        "nemo_rl": {},
-        "nemo_rl.distributed": {},
-        "nemo_rl.distributed.ray_actor_environment_registry": {"ACTOR_ENVIRONMENT_REGISTRY": known},
-        "nemo_rl.models": {},
-        "nemo_rl.models.policy": {},
-        "nemo_rl.models.policy.lm_policy": {"Policy": SimpleNamespace},
-        "nemo_rl.models.policy.utils": {"get_runtime_env_for_policy_worker": lambda name: {"env_vars": {"FOR": name}}},
-        workers: {},
-        f"{workers}.dtensor_policy_worker_v2": {"DTensorPolicyWorkerV2Impl": nemo_rl_standin.DTensorWorker},
-        f"{workers}.megatron_policy_worker": {"MegatronPolicyWorkerImpl": nemo_rl_standin.MegatronWorker},
-    }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        vars(module).update(names, __path__=[])
+    """NeMo-RL's registry of interpreters."""
+    modules = nemo_rl_standin.modules()
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    known: dict[str, str] = modules["nemo_rl.distributed.ray_actor_environment_registry"].ACTOR_ENVIRONMENT_REGISTRY
     return known
 
 
