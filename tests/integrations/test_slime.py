@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from functools import partial
 
 import pytest
@@ -100,17 +102,21 @@ def test_megatron_on_two_ranks(two_ranks: Ranks) -> None:
         assert moved["actor.optimizer"] > 0
 
 
-def test_slime_is_imported_only_when_its_class_is_asked_for() -> None:
-    """The mixin can be had without slime; its class cannot, and the error says what is missing."""
-    assert PlacedTrainActor.placement is None
-    if slime_standin_only():
-        with pytest.raises(ModuleNotFoundError, match="slime"):
-            train_actor_class()
-    else:
-        assert issubclass(train_actor_class(), PlacedTrainActor)
+def test_the_actor_class_can_be_sent_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """slime's driver makes the class, and Ray sends it to the ranks, which have no name for it."""
+    cloudpickle = pytest.importorskip("ray.cloudpickle", reason="ray is not installed here")
+    for name in ("slime", "slime.backends", "slime.backends.megatron_utils"):
+        monkeypatch.setitem(sys.modules, name, jobs.made(name, {}))
+    actor = jobs.made("slime.backends.megatron_utils.actor", {"MegatronTrainRayActor": slime_standin.TrainActor})
+    monkeypatch.setitem(sys.modules, actor.__name__, actor)
+    made = train_actor_class()
+    assert made.__mro__[1:3] == (PlacedTrainActor, slime_standin.TrainActor)
+    arrived = pickle.loads(cloudpickle.dumps(made))
+    assert arrived.__mro__[1:3] == made.__mro__[1:3]
 
 
-def slime_standin_only() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("slime") is None
+def test_without_slime_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mixin can be had without slime; its class cannot."""
+    monkeypatch.setitem(sys.modules, "slime", None)
+    with pytest.raises(ModuleNotFoundError, match="slime"):
+        train_actor_class()
