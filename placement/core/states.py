@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol, TypeVar, runtime_checkable
 
+OwnPhases = Mapping[str, "tuple[str, ...] | Mapping[str, State]"]
+"""The user's own phases: for each name the roles that it needs on the device, or a state for each of these roles."""
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -94,6 +97,9 @@ class ReadOnly(dict[_K, _V]):
         return type(self), (dict(self),)
 
 
+NO_TAGS: Mapping[str, int] = ReadOnly()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandleView:
     """The facts about one handle that a policy may use."""
@@ -116,13 +122,14 @@ class HandleView:
     built: bool = True
     kept: bool = False
     """Whether `phase.keep` carried the handle's residency over the end of an earlier phase."""
-    tags: Mapping[str, int] = field(default_factory=dict, hash=False)
+    tags: Mapping[str, int] = field(default_factory=lambda: NO_TAGS, hash=False)
     """Device bytes by tag, for an engine that can be on the device in part. 0: not known yet."""
     resident_tags: frozenset[str] = frozenset()
     """The tags that are on the device now."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", ReadOnly(self.tags))
+        if type(self.tags) is not ReadOnly:
+            object.__setattr__(self, "tags", ReadOnly(self.tags))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +203,17 @@ class View:
     budget_bytes: int = 0
     """Device bytes that all handles may hold together in this phase."""
     worker_role: str = "hybrid"
-    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The user's own phases (`Settings.phases`): the roles that each phase needs."""
+    phases: OwnPhases = field(default_factory=dict)
+    """The user's own phases, see `Settings.phases`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handles", ReadOnly(self.handles))
         object.__setattr__(self, "phases", ReadOnly(self.phases))
+
+    def wanted_states(self, phase: str) -> Mapping[str, State]:
+        """The state that one of the user's own phases wants for each of its roles: GPU_RESIDENT where it names the roles alone."""
+        wanted = self.phases[phase]
+        return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, State.GPU_RESIDENT)
 
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
         """The handles with one of these roles, in registration order; only of one kind if `kind` is given."""
