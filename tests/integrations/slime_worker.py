@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from placement import Manager
 from placement.integrations.rank import manager_of_this_rank
@@ -34,6 +37,39 @@ class Placed(PlacedTrainActor, slime_standin.TrainActor):
         super().clear_memory()
         if self.placement is not None:
             assert_nothing_resident(self.placement, allow_foreign=True)
+
+
+class RankActor(slime_standin.TrainActor):
+    """One of several ranks, as slime starts them: its constructor says where the ranks meet, and `init` makes them meet."""
+
+    def __init__(self, world_size: int, rank: int, master_addr: str | None, master_port: int | None) -> None:
+        super().__init__(world_size, rank, master_addr, master_port)
+        if master_addr is None:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))
+                master_addr, master_port = taken.getsockname()
+        self._master = master_addr, master_port
+        os.environ |= {"MASTER_ADDR": str(master_addr), "MASTER_PORT": str(master_port), "WORLD_SIZE": str(world_size), "RANK": str(rank)}
+        os.environ["PLACEMENT_DEVICE"] = "simulated:64MiB"  # as from --train-env-vars
+
+    def get_master_addr_and_port(self) -> tuple[str | None, int | None]:
+        return self._master
+
+    def init(self, args: Namespace, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int | None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        seed(0)
+        return super().init(args, role, with_ref, with_opd_teacher)
+
+    def get_seen(self) -> list[bytes]:
+        return self.seen
+
+    def get_moved(self) -> dict[str, int]:
+        """How many bytes each handle of the placed actor moved to the host. Nothing is left on the device."""
+        assert isinstance(self, PlacedTrainActor)
+        assert self.placement is not None
+        assert_nothing_resident(self.placement, allow_foreign=True)
+        return {name: handle.counters.offloaded_bytes for name, handle in self.placement.handles.items()}
 
 
 def plain_and_placed(args: Namespace, role: str = "actor", **models: bool) -> Placed:
