@@ -60,7 +60,7 @@ _WORKERS = {
 
 
 class PlacedPolicyWorker(_PolicyWorker):
-    """Comes before one of NeMo-RL's `...PolicyWorkerImpl` among the bases of a class. Reads of it `model` and `optimizer`.
+    """A mixin for NeMo-RL's `...PolicyWorkerImpl`: it comes before one of them among the bases. It reads `model` and `optimizer`.
 
     | hook | phase that begins |
     |---|---|
@@ -83,15 +83,22 @@ class PlacedPolicyWorker(_PolicyWorker):
     """Whether `offload_after_refit` runs, which calls `offload_before_refit`."""
 
     def make_manager(self) -> Manager:
-        """The manager of this process. Override it to give it a device, a policy or a group of your own."""
+        """The manager of this process. Override it to give it a device, a policy or a group of your own.
+
+        Raises:
+            ValueError: a setting is invalid.
+            CoordinatorLost: the store of the ranks does not answer.
+        """
         return manager_of_this_rank()
 
     def __init__(self, config: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """NeMo-RL's worker, then the registration.
 
         Raises:
-            RegistrationError: the model is to generate as well (colocated Megatron generation), or it cannot be registered. Nothing
-                has been built in the first case.
+            RegistrationError: the model is to generate as well (colocated Megatron generation), or it cannot be registered. In the
+                first case nothing has been built.
+            HostMemoryError, DeviceMemoryError: there is not enough memory to register it.
+            ValueError, CoordinatorLost: see `make_manager`.
         """
         generation = config.get("generation") or {}
         if generation.get("backend") == "megatron" and (generation.get("colocated") or {}).get("enabled"):
@@ -178,24 +185,24 @@ class PlacedPolicyWorker(_PolicyWorker):
     # --- the moves that NeMo-RL makes itself
 
     def move_model(self, model: torch.nn.Module, device: str, move_params: bool = True, move_grads: bool = True) -> torch.nn.Module:
-        """Nothing for the registered model; NeMo-RL's method for others."""
+        """Do nothing with the registered model; move any other one as NeMo-RL does."""
         return model if self._is_placed(model) else super().move_model(model, device, move_params, move_grads)
 
     def move_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
-        """Nothing for the registered model; NeMo-RL's method for others."""
+        """Do nothing with the registered model; move any other one as NeMo-RL does."""
         return model if self._is_placed(model) else super().move_to_device(model, device)
 
     def move_buffer_to_device(self, model: torch.nn.Module, device: str | torch.device) -> torch.nn.Module:
-        """Nothing for the registered model; NeMo-RL's method for others."""
+        """Do nothing with the registered model; move any other one as NeMo-RL does."""
         return model if self._is_placed(model) else super().move_buffer_to_device(model, device)
 
     def move_optimizer(self, device: str) -> None:
-        """Nothing for the registered optimizer."""
+        """Do nothing with the registered optimizer."""
         if not self._moves("actor.optimizer"):
             super().move_optimizer(device)
 
     def move_optimizer_to_device(self, device: str | torch.device) -> None:
-        """Nothing for the registered optimizer."""
+        """Do nothing with the registered optimizer."""
         if not self._moves("actor.optimizer"):
             super().move_optimizer_to_device(device)
 

@@ -37,7 +37,7 @@ else:
 
 
 class PlacedTrainActor(_TrainActor):
-    """Comes before slime's `MegatronTrainRayActor` among the bases of a class. Reads of it `args`, `model` and `optimizer`.
+    """A mixin for slime's `MegatronTrainRayActor`: it comes before it among the bases. It reads `args`, `model` and `optimizer`.
 
     | method | phase |
     |---|---|
@@ -54,15 +54,22 @@ class PlacedTrainActor(_TrainActor):
     _placed_model: torch.nn.Module
 
     def make_manager(self) -> Manager:
-        """The manager of this process. Override it to give it a device, a policy or a group of your own."""
+        """The manager of this process. Override it to give it a device, a policy or a group of your own.
+
+        Raises:
+            ValueError: a setting is invalid.
+            CoordinatorLost: the store of the ranks does not answer.
+        """
         return manager_of_this_rank()
 
     def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int | None:
         """slime's `init`, then the registration.
 
         Raises:
-            RegistrationError: slime is to offload the model itself, or the model cannot be registered. slime's own `init` has not
-                begun in the first case.
+            RegistrationError: slime is to offload the model itself, or the model cannot be registered. In the first case slime's own
+                `init` has not begun.
+            HostMemoryError, DeviceMemoryError: there is not enough memory to register it.
+            ValueError, CoordinatorLost: see `make_manager`.
         """
         if args.offload_train and not args.debug_rollout_only:
             raise RegistrationError(
@@ -70,12 +77,13 @@ class PlacedTrainActor(_TrainActor):
             )
         start_rollout_id = super().init(args, role, with_ref, with_opd_teacher)
         if not args.debug_rollout_only:
-            self.placement = self.make_manager()
+            manager = self.make_manager()
             # Pipeline stages of one rank are one handle: their optimizer steps all of them.
             self._placed_model = self.model[0] if len(self.model) == 1 else torch.nn.ModuleList(self.model)
-            self.placement.register(role, self._placed_model, role=role)
+            manager.register(role, self._placed_model, role=role)
             if self.optimizer is not None:
-                self.placement.register(f"{role}.optimizer", self.optimizer)
+                manager.register(f"{role}.optimizer", self.optimizer)
+            self.placement = manager
         return start_rollout_id
 
     def train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> Any:
