@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.verl import scenarios, worker
-from tests.integrations.verl.scenarios import GPU, OFF, SYNC, TRAIN
+from tests.integrations.verl import one_engine, several, worker
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @STRATEGIES
 def test_steps_and_checkpoints_are_those_of_verl(one_rank: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
-    (states,) = one_rank.run(scenarios.steps, model, tmp_path, {"strategy": strategy})
+    (states,) = one_rank.run(one_engine.steps, model, tmp_path, {"strategy": strategy})
     assert states == {
         "infer": {"actor": GPU, "actor.optimizer": OFF},
         "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
@@ -34,7 +34,7 @@ def test_steps_and_checkpoints_are_those_of_verl(one_rank: Ranks, model: Path, t
 
 @STRATEGIES
 def test_weights_that_are_read_given_up_or_never_asked_for(one_rank: Ranks, model: Path, strategy: str) -> None:
-    (states,) = one_rank.run(scenarios.publishing, model, {"strategy": strategy})
+    (states,) = one_rank.run(one_engine.publishing, model, {"strategy": strategy})
     assert states == {
         "returned": SYNC,
         "begun": SYNC,
@@ -48,26 +48,26 @@ def test_weights_that_are_read_given_up_or_never_asked_for(one_rank: Ranks, mode
 
 @STRATEGIES
 def test_manual_control(one_rank: Ranks, model: Path, strategy: str) -> None:
-    (states,) = one_rank.run(scenarios.by_hand, model, {"strategy": strategy})
+    (states,) = one_rank.run(one_engine.by_hand, model, {"strategy": strategy})
     assert states == [(TRAIN, TRAIN), (TRAIN, TRAIN), (GPU, OFF), (GPU, OFF), (OFF, OFF)]
 
 
 @STRATEGIES
 def test_errors_in_the_middle_leave_nothing_behind(one_rank: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
-    (raised,) = one_rank.run(scenarios.errors, model, tmp_path, {"strategy": strategy})
+    (raised,) = one_rank.run(one_engine.errors, model, tmp_path, {"strategy": strategy})
     assert raised.count("_Refused") == 4
     assert raised.count("DeviceMemoryError") + raised.count("InjectedFault") == 9
 
 
 @STRATEGIES
 def test_reset_replaces_model_and_optimizer(one_rank: Ranks, model: Path, strategy: str) -> None:
-    (names,) = one_rank.run(scenarios.reset, model, {"strategy": strategy})
+    (names,) = one_rank.run(one_engine.reset, model, {"strategy": strategy})
     assert names == ["actor", "actor.optimizer"]
 
 
 @STRATEGIES
 def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path, strategy: str) -> None:
-    (found,) = one_rank.run(scenarios.together, model, {"strategy": strategy})
+    (found,) = one_rank.run(several.together, model, {"strategy": strategy})
     roles = {"actor": "actor", "actor.optimizer": "actor", "ref": "ref", "critic": "critic", "critic.optimizer": "critic"}
     assert found["handles"] == roles
     away = dict.fromkeys(roles, OFF)
@@ -97,7 +97,7 @@ def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path,
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "unmerged"])
 def test_lora(one_rank: Ranks, model: Path, merge: bool) -> None:
     needs("peft")
-    (found,) = one_rank.run(scenarios.lora, model, {}, merge)
+    (found,) = one_rank.run(several.lora, model, {}, merge)
     assert found["states"]["publish"]["actor"] == SYNC
     assert found["names"] == (27 if merge else 28)
 
@@ -105,7 +105,7 @@ def test_lora(one_rank: Ranks, model: Path, merge: bool) -> None:
 @STRATEGIES
 @pytest.mark.parametrize("offload", [(True, False), (False, True)], ids=["parameters", "optimizer"])
 def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
-    (found,) = one_rank.run(scenarios.partial, model, {"strategy": strategy}, offload)
+    (found,) = one_rank.run(several.partial, model, {"strategy": strategy}, offload)
     assert found["moved"] == {"actor": offload[0], "actor.optimizer": offload[1]}
     assert found["external"] == {"actor": not offload[0], "actor.optimizer": not offload[1]}
     assert found["states"]["train"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
@@ -121,7 +121,7 @@ def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offl
     ids=["no flag", "offload policy", "reference without param_offload"],
 )
 def test_an_engine_that_stays_verls_own_says_why(one_rank: Ranks, model: Path, keywords: dict[str, Any], reason: str) -> None:
-    ((handles, records),) = one_rank.run(scenarios.left_alone, model, keywords)
+    ((handles, records),) = one_rank.run(several.left_alone, model, keywords)
     assert handles == []
     assert len(records) == 1
     assert reason in records[0]

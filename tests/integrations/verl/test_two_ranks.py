@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.verl import scenarios, worker
-from tests.integrations.verl.scenarios import GPU, OFF, SYNC, TRAIN
+from tests.integrations.verl import one_engine, several, worker
+from tests.integrations.verl.subject import GPU, OFF, SYNC, TRAIN
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @STRATEGIES
 def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
-    for states in two_ranks.run(scenarios.steps, model, tmp_path, {"strategy": strategy}):
+    for states in two_ranks.run(one_engine.steps, model, tmp_path, {"strategy": strategy}):
         assert states == {
             "infer": {"actor": GPU, "actor.optimizer": OFF},
             "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
@@ -35,12 +35,12 @@ def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, 
 @pytest.mark.parametrize(("strategy", "merge"), [("fsdp2", True), ("fsdp2", False), ("fsdp", True)])
 def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool) -> None:
     needs("peft")
-    for found in two_ranks.run(scenarios.lora, model, {"strategy": strategy}, merge):
+    for found in two_ranks.run(several.lora, model, {"strategy": strategy}, merge):
         assert found["states"]["publish"]["actor"] == SYNC
         assert found["names"] == (27 if merge else 28)
 
 
 def test_ranks_are_one_group(two_ranks: Ranks, model: Path) -> None:
     """Memory that one rank lacks is an error of both, and both can go on."""
-    told = two_ranks.run(scenarios.no_memory_on_one_rank, model)
+    told = two_ranks.run(several.no_memory_on_one_rank, model)
     assert told == [["GroupError", "GroupError"]] * 2

@@ -1,0 +1,212 @@
+"""What ranks do with one engine of verl: steps, checkpoints, publishing, errors."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from placement import DeviceMemoryError
+from placement.devices.simulated.device import SimulatedDevice
+from placement.testing import Faults
+from tests.integrations.verl.subject import Subject, moves_of_verl, pair, same
+from tests.integrations.verl.worker import CAPACITY, batch
+from tests.sharded.training import as_bytes
+
+
+def steps(model: Path, folder: Path, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Steps of both; then each loads the other's checkpoint and goes on. The states in which placement computed."""
+    own, placed = pair(model, **keywords)
+    for seed in range(2):
+        for subject in (own, placed):
+            subject.infer(10 + seed)
+            subject.train(seed)
+        assert own.publish() == placed.publish()
+    same(own, placed)
+    for subject, name in ((own, "own"), (placed, "placed")):
+        subject.worker.save_checkpoint(str(folder / name), global_step=2)
+        subject.check()
+        subject.train(7)  # away from what was saved
+    for subject, name in ((own, "placed"), (placed, "own")):
+        subject.worker.load_checkpoint(str(folder / name))
+        subject.check()
+        subject.train(3)
+        subject.infer(13)
+    same(own, placed)
+    with moves_of_verl() as called:
+        placed.infer(14)
+        placed.train(4)
+        placed.publish()
+        placed.worker.save_checkpoint(str(folder / "last"), global_step=3)
+        placed.worker.load_checkpoint(str(folder / "last"))
+    assert called == []
+    return placed.seen.states
+
+
+def publishing(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The states of the actor while its weights are read to the end, given up, and never asked for."""
+    own, placed = pair(model, **keywords)
+    found: dict[str, Any] = {}
+
+    weights, _ = placed.engine.get_per_tensor_param()
+    found["returned"] = placed.states()["actor"]
+    first = next(weights)
+    found["begun"] = placed.states()["actor"]
+    rest = dict(weights)
+    found["exhausted"] = placed.states()["actor"]
+    published = {name: as_bytes(value) for name, value in (first, *rest.items())}
+    assert published == own.publish()
+    placed.check()
+
+    weights, _ = placed.engine.get_per_tensor_param()
+    next(weights)
+    weights.close()
+    found["closed"] = placed.states()["actor"]
+    placed.check()
+
+    weights, _ = placed.engine.get_per_tensor_param()
+    del weights
+    gc.collect()
+    found["never started"] = placed.states()["actor"]
+    placed.check()
+
+    weights, _ = placed.engine.get_per_tensor_param_shard()
+    found["shards"] = placed.states()["actor"]
+    theirs, _ = own.engine.get_per_tensor_param_shard()
+    assert [(name, as_bytes(value)) for name, value, _ in weights] == [(name, as_bytes(value)) for name, value, _ in theirs]
+    placed.check()
+
+    first_reader, _ = placed.engine.get_per_tensor_param()
+    second_reader, _ = placed.engine.get_per_tensor_param()
+    for _ in first_reader:
+        pass
+    found["another reader"] = placed.states()["actor"]
+    assert {name: as_bytes(value) for name, value in second_reader} == published
+    placed.check()
+    return found
+
+
+def by_hand(model: Path, keywords: dict[str, Any]) -> list[tuple[str, str]]:
+    """The states of actor and optimizer after each call of `to`, with batches in between that move nothing themselves.
+
+    `TrainingWorker.to("device")` calls the engine with the platform's name of the device, which is "cpu" here: so do the others by hand.
+    """
+    own, placed = pair(model, **keywords)
+    found = []
+
+    def states() -> tuple[str, str]:
+        now = placed.states()
+        return now["actor"], now["actor.optimizer"]
+
+    placed.engine.to("cuda")
+    found.append(states())
+    for subject in (own, placed):
+        for seed in range(2):
+            subject.seen.answers.append(_losses(subject, seed, disable_auto_offload=True))
+    found.append(states())
+    placed.worker.to("cpu", model=False, optimizer=True, grad=False)
+    found.append(states())
+    for subject in (own, placed):
+        subject.seen.answers.append(as_bytes(subject.worker.infer_batch(_tagged(5, disable_auto_offload=True))["log_probs"].values()))
+        subject.seen.answers.append(sorted(subject.publish_inside().items()))
+    found.append(states())
+    for subject in (own, placed):
+        subject.worker.to("cpu")
+        subject.worker.to("cpu")  # once more does nothing
+        subject.check()
+    found.append(states())
+    for subject in (own, placed):
+        subject.train(2)
+    same(own, placed)
+    return found
+
+
+def _tagged(seed: int, **options: Any) -> Any:
+    from verl.utils import tensordict_utils as tu
+
+    data = batch(seed)
+    tu.assign_non_tensor(data, **options)
+    return data
+
+
+def _losses(subject: Subject, seed: int, **options: Any) -> float:
+    from verl.utils import tensordict_utils as tu
+
+    return float(tu.get(subject.worker.train_batch(_tagged(seed, **options)), "metrics")["loss"])
+
+
+class _Refused(Exception):
+    """The error that a test raises in the middle of a call."""
+
+
+def errors(model: Path, folder: Path, keywords: dict[str, Any]) -> list[str]:
+    """Errors in the middle of each call leave nothing on the device, and the next calls compute what verl's own worker computes."""
+    faults = Faults(SimulatedDevice(CAPACITY))
+    own, placed = pair(model, device=faults, **keywords)
+    raised: list[str] = []
+
+    def fails(subject: Subject, kind: type[BaseException], call: Any) -> None:
+        try:
+            call()
+        except kind as error:
+            raised.append(type(error).__name__)
+        else:
+            raise AssertionError(f"{call} raised nothing")
+        subject.check()
+
+    def refuse(**_: Any) -> Any:
+        raise _Refused
+
+    for subject in (own, placed):
+        subject.train(0)
+        subject.worker.set_loss_fn(refuse)
+        fails(subject, _Refused, lambda subject=subject: subject.worker.train_batch(batch(1)))
+        fails(subject, _Refused, lambda subject=subject: subject.worker.infer_batch(batch(1)))
+        subject.worker.set_loss_fn(subject._watching)
+        subject.train(1)
+    for operation in ("create", "map", "copy"):
+        for call in (lambda: placed.worker.train_batch(batch(2)), lambda: placed.worker.infer_batch(batch(2)), placed.publish):
+            faults.fail(operation)
+            fails(placed, Exception, call)
+            faults.clear()
+    fails(placed, FileNotFoundError, lambda: placed.worker.load_checkpoint(str(folder / "nowhere")))
+    (folder / "file").write_text("")
+    fails(placed, OSError, lambda: placed.worker.save_checkpoint(str(folder / "file" / "inside")))
+    weights, _ = placed.engine.get_per_tensor_param()
+    try:
+        for _ in weights:
+            raise _Refused
+    except _Refused:
+        pass
+    del weights
+    placed.check()
+    for subject in (own, placed):
+        subject.train(2)
+        subject.infer(3)
+    same(own, placed)
+    assert DeviceMemoryError.__name__ in raised
+    return raised
+
+
+def reset(model: Path, keywords: dict[str, Any]) -> list[str]:
+    """`TrainingWorker.reset` builds everything anew, and the handles are those of the new objects. The names of the handles."""
+    own, placed = pair(model, **keywords)
+    assert placed.manager is not None
+    for subject in (own, placed):
+        subject.train(0)
+        subject.worker.reset()
+    placed.check()
+    host = sum(handle.host_bytes for handle in placed.manager.handles.values())
+    placed.engine.to("cuda")  # a manual hold does not live longer than its model
+    placed.worker.reset()
+    own.worker.reset()
+    placed.check()
+    assert sum(handle.host_bytes for handle in placed.manager.handles.values()) == host
+    for subject in (own, placed):
+        subject.train(1)
+        subject.infer(2)
+    same(own, placed)
+    assert dist.is_initialized()
+    return list(placed.manager.handles)

@@ -1,0 +1,157 @@
+"""What ranks do with several engines of verl, and with engines that are configured otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from placement import DeviceMemoryError
+from tests.integrations.verl import worker as workers
+from tests.integrations.verl.subject import OFF, Subject, logged, pair, same
+from tests.integrations.verl.worker import batch
+
+
+def together(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Actor, reference and critic in one process with one manager, in phases that are opened and closed in any order."""
+    own = [Subject(each, None) for each in _three(model, False, keywords)]
+    manager = workers.use_simulated()
+    placed = [Subject(each, manager) for each in _three(model, True, keywords)]
+    found: dict[str, Any] = {"handles": {name: handle.role for name, handle in manager.handles.items()}}
+    for three, pinning in ((own, workers.unpinned()), (placed, contextlib.nullcontext())):
+        with pinning:
+            _two_steps(*three)
+    found["states"] = {subject.engine._role: subject.seen.states for subject in placed}
+    actor, ref, critic = placed
+
+    def present() -> list[str]:
+        return [name for name, state in actor.states().items() if state != OFF]
+
+    orders = []
+    weights, _ = actor.engine.get_per_tensor_param()
+    with ref.engine.eval_mode():
+        orders.append(present())
+        for _ in weights:  # ends inside the other's phase, which goes on
+            pass
+        orders.append(present())
+        entered = critic.engine.train_mode()
+        entered.__enter__()
+        orders.append(present())
+    orders.append(present())
+    with actor.engine.train_mode():
+        orders.append(present())
+        entered.__exit__(None, None, None)
+        orders.append(present())
+        with actor.engine.eval_mode():  # verl's own eval mode would take the model away from the training around it
+            orders.append(present())
+        orders.append(present())
+    orders.append(present())
+    found["orders"] = orders
+    for mine, theirs in zip(placed, own, strict=True):
+        with workers.unpinned():
+            theirs.infer(9)
+        mine.infer(9)
+        same(theirs, mine)
+    for mine in placed:
+        mine.check()
+    return found
+
+
+def _two_steps(actor: Subject, ref: Subject, critic: Subject) -> None:
+    for seed in range(2):
+        actor.infer(seed)
+        ref.infer(seed)
+        critic.infer(seed)
+        critic.train(seed)
+        actor.train(seed)
+        actor.publish()
+
+
+def _three(model: Path, placed: bool, keywords: dict[str, Any]) -> list[Any]:
+    build = functools.partial(workers.build, model, placed=placed, **keywords)
+    return [build(), build(forward_only=True), build(model_type="value_model")]
+
+
+def lora(model: Path, keywords: dict[str, Any], merge: bool) -> dict[str, Any]:
+    """Steps with LoRA, and what is published of it: merged, or the base once and the adapters alone."""
+    options = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": merge}}
+    own, placed = pair(model, lora=options, **keywords)
+    assert placed.manager is not None
+    for seed in range(2):
+        for subject in (own, placed):
+            subject.train(seed)
+            subject.infer(seed)
+        if not merge and not seed:
+            assert own.publish(base_sync_done=False) == placed.publish(base_sync_done=False)
+        assert own.publish(base_sync_done=True) == placed.publish(base_sync_done=True)
+        if not merge:
+            layered = {"base_sync_done": True, "layered_summon": True}
+            assert own.publish(**layered) == placed.publish(**layered)
+        if merge:  # given up half-way: what was merged is undone before the model leaves
+            for subject in (own, placed):
+                weights, _ = subject.engine.get_per_tensor_param()
+                next(weights)
+                weights.close()
+            placed.check()
+    same(own, placed)
+    return {"names": len(placed.publish(base_sync_done=True)), "states": placed.seen.states}
+
+
+def partial(model: Path, keywords: dict[str, Any], offload: tuple[bool, bool]) -> dict[str, Any]:
+    """Only one of the two flags. The states in training and in inference, and the bytes that were moved."""
+    own, placed = pair(model, offload=offload, **keywords)
+    assert placed.manager is not None
+    for seed in range(2):
+        for subject in (own, placed):
+            subject.infer(seed)
+            subject.train(seed)
+        assert own.publish() == placed.publish()
+    same(own, placed)
+    handles = placed.manager.handles
+    moved = {name: handle.counters.loaded_bytes > 0 for name, handle in handles.items()}
+    return {"moved": moved, "external": {name: handle.external for name, handle in handles.items()}, "states": placed.seen.states}
+
+
+def left_alone(model: Path, keywords: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """An engine that stays verl's own: the handles, and what the log says."""
+    with logged() as records:
+        own, placed = pair(model, **keywords)
+    assert placed.manager is not None
+    for subject in (own, placed):
+        subject.infer(0)
+        if not keywords.get("forward_only"):
+            subject.train(0)
+        subject.publish()
+    same(own, placed)
+    return list(placed.manager.handles), records
+
+
+def no_memory_on_one_rank(model: Path) -> list[str]:
+    """The errors of a training and of an inference for which the second rank has no memory. Both are repeated afterwards."""
+    own, placed = pair(model)
+    assert placed.manager is not None
+    raised = []
+    for call, seed in ((placed.worker.train_batch, 0), (placed.worker.infer_batch, 1)):
+        device = placed.manager.device
+        create = device.create
+        if dist.get_rank() == 1:
+
+            def refuse(nbytes: int) -> Any:
+                raise DeviceMemoryError(f"no {nbytes} bytes")
+
+            device.create = refuse  # type: ignore[method-assign]
+        try:
+            call(batch(seed))
+        except Exception as error:
+            raised.append(type(error).__name__)
+        finally:
+            device.create = create  # type: ignore[method-assign]
+        placed.check()
+    for subject in (own, placed):
+        subject.train(0)
+        subject.infer(1)
+    same(own, placed)
+    return raised

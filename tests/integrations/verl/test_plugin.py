@@ -1,0 +1,105 @@
+"""How verl finds placement's engines, and what is said where that does not work."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.code_paths import ROOT
+from placement.integrations.verl.after_import import after_import
+from tests.integrations.verl import registration
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package on the path that nobody has imported, with a module `late` inside."""
+    name = "placement_late_package"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "late.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.meta_path)
+    yield name
+    for each in [each for each in sys.modules if each.startswith(name)]:
+        del sys.modules[each]
+    assert sys.meta_path == before
+
+
+def test_a_call_comes_at_the_end_of_the_import(package: str) -> None:
+    seen: list[object] = []
+    after_import(f"{package}.late", lambda: seen.append(sys.modules[f"{package}.late"].value))
+    importlib.import_module(package)
+    assert seen == []
+    importlib.import_module(f"{package}.late")
+    importlib.import_module(f"{package}.late")
+    assert seen == [1]
+
+
+def test_a_module_that_is_there_needs_no_waiting(package: str) -> None:
+    importlib.import_module(package)
+    seen: list[int] = []
+    after_import(package, lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_an_import_that_failed_may_be_tried_again(package: str, tmp_path: Path) -> None:
+    late = tmp_path / package / "late.py"
+    late.write_text("raise OSError('not yet')\n")
+    seen: list[int] = []
+    after_import(f"{package}.late", lambda: seen.append(1))
+    with pytest.raises(OSError, match="not yet"):
+        importlib.import_module(f"{package}.late")
+    assert seen == []
+    late.write_text("value = 1  # and longer than before\n")
+    importlib.invalidate_caches()
+    importlib.import_module(f"{package}.late")
+    assert seen == [1]
+
+
+def test_an_error_of_the_call_is_one_of_the_import(package: str) -> None:
+    def refuse() -> None:
+        raise ValueError("too old")
+
+    after_import(f"{package}.late", refuse)
+    with pytest.raises(ValueError, match="too old"):
+        importlib.import_module(f"{package}.late")
+
+
+def test_verl_finds_the_plugin_by_its_entry_point() -> None:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    (module,) = project["project"]["entry-points"]["verl.plugins"].values()
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_only_the_module_of_the_engines_imports_verl() -> None:
+    folder = ROOT / "integrations" / "verl"
+    importing = {
+        path.name for path in folder.glob("*.py") for line in path.read_text().splitlines() if re.match(r"(import|from) verl", line)
+    }
+    assert importing == {"engines.py"}
+
+
+def test_the_plugin_says_that_it_is_active_once(one_rank: Ranks) -> None:
+    needs("verl")
+    (records,) = one_rank.run(registration.activation)
+    assert records["chosen"] == [
+        "placement is active: param_offload and optimizer_offload of verl's fsdp and fsdp2 engines mean that placement places"
+    ]
+    assert records["not chosen"] == []
+
+
+def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for(one_rank: Ranks) -> None:
+    needs("verl")
+    (told,) = one_rank.run(registration.another_verl)
+    assert "lacks FSDPEngineWithLMHead.get_per_tensor_param_shard" in told["chosen"]
+    assert told["not chosen"] == ""
