@@ -276,6 +276,23 @@ def verl(tools: Tools) -> Iterator[Names]:
 
 
 @contextmanager
+def verl_engines(tools: Tools) -> Iterator[Names]:
+    """A process in which an engine of verl has registered its model."""
+    from placement.integrations import verl as integration
+
+    made = placement.Manager(device=simulated())
+    integration.use_manager(made)
+    model = _linear()
+    made.register("actor", model, role="actor")
+    names: Names = {}
+    try:
+        yield names
+        assert names["manager"] is made
+    finally:
+        integration.close_manager()
+
+
+@contextmanager
 def saver(tools: Tools) -> Iterator[Names]:
     """A model that trains and one that generates, as torch_memory_saver's example has them."""
     tools.take_for_gpu(simulated())
@@ -295,5 +312,6 @@ def saver(tools: Tools) -> Iterator[Names]:
 
 
 CONTEXTS: dict[str, Callable[[Tools], Any]] = {
-    each.__name__: each for each in (worker, manager, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, saver)
+    each.__name__: each
+    for each in (worker, manager, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, verl_engines, saver)
 } | {each.__name__: each for each in framework_contexts.CONTEXTS}

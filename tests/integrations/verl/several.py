@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from placement import DeviceMemoryError
@@ -155,3 +156,22 @@ def no_memory_on_one_rank(model: Path) -> list[str]:
         subject.infer(1)
     same(own, placed)
     return raised
+
+
+def base_sync_through_the_host(model: Path) -> int:
+    """verl brings a LoRA base to the CPU and back to publish it. That replaces the memory of a model on an accelerator, and so it does here."""
+    own, placed = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
+    moves = torch.nn.Module.to
+    published = []
+    for subject in (own, placed):
+        subject.train(0)
+        torch.nn.Module.to = lambda module, *_, **__: module._apply(torch.clone)  # type: ignore[method-assign, assignment, misc]
+        try:
+            published.append(subject.publish(base_sync_done=False))
+        finally:
+            torch.nn.Module.to = moves  # type: ignore[method-assign]
+        subject.train(1)
+        subject.infer(2)
+    assert published[0] == published[1]
+    same(own, placed)
+    return len(published[1])

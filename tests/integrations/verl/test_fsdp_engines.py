@@ -102,6 +102,11 @@ def test_lora(one_rank: Ranks, model: Path, merge: bool) -> None:
     assert found["names"] == (27 if merge else 28)
 
 
+def test_a_base_that_verl_moves_to_the_host_and_back(one_rank: Ranks, model: Path) -> None:
+    needs("peft")
+    assert one_rank.run(several.base_sync_through_the_host, model) == [27]
+
+
 @STRATEGIES
 @pytest.mark.parametrize("offload", [(True, False), (False, True)], ids=["parameters", "optimizer"])
 def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offload: tuple[bool, bool]) -> None:
