@@ -159,7 +159,7 @@ def no_memory_on_one_rank(model: Path) -> list[str]:
 
 
 def base_sync_through_the_host(model: Path) -> int:
-    """verl brings a LoRA base to the CPU and back to publish it. That replaces the memory of a model on an accelerator, and so it does here."""
+    """verl publishes a LoRA base from the CPU. On an accelerator both ways replace the memory of the model, and so they do here."""
     own, placed = pair(model, lora={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}})
     moves = torch.nn.Module.to
     published = []
