@@ -21,6 +21,19 @@ class CpuIndex(str):
         return "0"
 
 
+class DeviceName(str):
+    """The name of the device, which is not equal to "cpu", so that verl can tell the device from the host; torch reads its letters."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceName)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, DeviceName)
+
+
 def _device_module() -> types.ModuleType:
     """The part of `torch.cuda` that verl's engines call."""
     module = types.ModuleType("torch.cpu_for_verl")
@@ -39,7 +52,7 @@ def _device_module() -> types.ModuleType:
 class CpuPlatform(PlatformBase):  # type: ignore[misc, unused-ignore]
     """Every tensor is on the CPU, collectives go through gloo."""
 
-    device_name = "cpu"
+    device_name = DeviceName("cpu")
     vendor_name = "cpu"
     device_module = _device_module()
 

@@ -89,10 +89,7 @@ def publishing(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_hand(model: Path, keywords: dict[str, Any]) -> list[tuple[str, str]]:
-    """The states of actor and optimizer after each call of `to`, with batches in between that move nothing themselves.
-
-    `TrainingWorker.to("device")` calls the engine with the platform's name of the device, which is "cpu" here: so do the others by hand.
-    """
+    """The states of actor and optimizer after each call of `to`, with batches in between that move nothing themselves."""
     own, placed = pair(model, **keywords)
     found = []
 
@@ -100,13 +97,15 @@ def by_hand(model: Path, keywords: dict[str, Any]) -> list[tuple[str, str]]:
         now = placed.states()
         return now["actor"], now["actor.optimizer"]
 
-    placed.engine.to("cuda")
+    for subject in (own, placed):
+        subject.worker.to("device")
     found.append(states())
     for subject in (own, placed):
         for seed in range(2):
             subject.seen.answers.append(_losses(subject, seed, disable_auto_offload=True))
     found.append(states())
-    placed.worker.to("cpu", model=False, optimizer=True, grad=False)
+    for subject in (own, placed):
+        subject.worker.to("cpu", model=False, optimizer=True, grad=False)
     found.append(states())
     for subject in (own, placed):
         subject.seen.answers.append(as_bytes(subject.worker.infer_batch(_tagged(5, disable_auto_offload=True))["log_probs"].values()))
@@ -199,7 +198,7 @@ def reset(model: Path, keywords: dict[str, Any]) -> list[str]:
         subject.worker.reset()
     placed.check()
     host = sum(handle.host_bytes for handle in placed.manager.handles.values())
-    placed.engine.to("cuda")  # a manual hold does not live longer than its model
+    placed.worker.to("device")  # a manual hold does not live longer than its model
     placed.worker.reset()
     own.worker.reset()
     placed.check()

@@ -42,27 +42,28 @@ def import_verl() -> None:
 def _leave_out_what_needs_a_gpu() -> None:
     """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value models."""
     from transformers import AutoModelForTokenClassification
-    from verl.workers.engine.fsdp import transformer_impl
+    from verl.workers.engine.fsdp import transformer_impl, utils
 
+    utils.get_device_name = lambda: "cpu"  # of meshes, for torch
     transformer_impl.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
     read = AutoModelForTokenClassification.from_pretrained
     AutoModelForTokenClassification.from_pretrained = lambda *where, **keywords: read(*where, **keywords | {"attn_implementation": "eager"})
 
 
-def write_model(folder: Path, *, tied: bool = False) -> Path:
-    """A model of 10,000 parameters with random values, as files that transformers reads."""
+def write_model(folder: Path, *, width: int = 32, layers: int = 2) -> Path:
+    """A model with random values, as files that transformers reads; of 20,000 parameters as it is by default."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(7)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=width * 3 // 2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=32,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
