@@ -6,7 +6,7 @@ log-probabilities of both, trains the actor on one batch, and publishes its weig
 
 There is no GPU in it, whatever the machine has: the device is simulated, verl computes on the CPU by the platform of the tests, and verl's
 moves, which do nothing on a CPU, copy there as they do on an accelerator. So the seconds are those of the calls around the moves and of
-copies in host memory; bytes are as on a GPU. Not counted are what FSDP gathers, and the layers of the reference that torch's
+copies in host memory, fingerprints included, which a GPU takes of its own memory; bytes are as on a GPU. Not counted are what FSDP gathers, and the layers of the reference that torch's
 CPUOffloadPolicy brings for verl one at a time.
 """
 
@@ -46,6 +46,10 @@ class _OwnMoves:
 
     def device_bytes(self) -> int:
         return sum(self._on_device.values())
+
+    def staged(self, nbytes: int) -> None:
+        """A weight was brought to the device to be published."""
+        self.loaded += nbytes
 
     def _moved(self, what: Any, nbytes: int, to_device: bool) -> None:
         if to_device == (id(what) in self._on_device):
@@ -87,11 +91,11 @@ class _OwnMoves:
 class _Job:
     """Actor and reference, and the most bytes on the device in each phase."""
 
-    def __init__(self, model: Path, placed: bool, device_bytes: Callable[[], int]) -> None:
+    def __init__(self, model: Path, placed: bool, device_bytes: Callable[[], int], staged: Callable[[int], object] = int) -> None:
         from tests.integrations.verl import worker
 
         self._batch = worker.batch
-        self._device_bytes = device_bytes
+        self._device_bytes, self._staged = device_bytes, staged
         self.peaks: dict[str, int] = {}
         self._phase = ""
         self.actor, self.ref = (worker.build(model, placed=placed, forward_only=forward_only) for forward_only in (False, True))
@@ -119,6 +123,7 @@ class _Job:
         weights, _ = self.actor.engine.get_per_tensor_param()
         for _, weight in weights:
             self._look(weight.nbytes)
+            self._staged(weight.nbytes)
 
 
 def _measure(results: Results, scenario: str, system: str, job: _Job, moved: Callable[[], tuple[int, int]]) -> None:
@@ -141,6 +146,7 @@ def measure(rig: Rig, results: Results) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from tests.integrations.verl import worker
 
+    torch.set_num_threads(1)  # a second one waits for the first, and on a busy machine for others
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     worker.import_verl()
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +155,7 @@ def measure(rig: Rig, results: Results) -> None:
         with results.system(scenario, "verl"):
             own = _OwnMoves()
             with own.instead():
-                _measure(results, scenario, "verl", _Job(model, False, own.device_bytes), lambda: (own.loaded, own.offloaded))
+                _measure(results, scenario, "verl", _Job(model, False, own.device_bytes, own.staged), lambda: (own.loaded, own.offloaded))
         for policy in ("colocated", "colocated(stream_sync=True)"):
             system = f"placement, {policy}" if "(" in policy else "placement"
             with results.system(scenario, system):
