@@ -5,9 +5,9 @@ Actor with AdamW and reference are verl's own `TrainingWorker`s (FSDP2, one rank
 log-probabilities of both, trains the actor on one batch, and publishes its weights.
 
 There is no GPU in it, whatever the machine has: the device is simulated, verl computes on the CPU by the platform of the tests, and verl's
-moves, which do nothing on a CPU, copy there as they do on an accelerator. So the seconds are those of the calls around the moves and of
-copies in host memory, fingerprints included, which a GPU takes of its own memory; bytes are as on a GPU. Not counted are what FSDP gathers, and the layers of the reference that torch's
-CPUOffloadPolicy brings for verl one at a time.
+moves, which do nothing on a CPU, copy there as they do on an accelerator. So the seconds are those of the calls around the moves, of copies
+in host memory, and of fingerprints, which a GPU takes of its own memory; bytes are as on a GPU. Not counted are what FSDP gathers, and the
+layers of the reference that torch's CPUOffloadPolicy brings for verl one at a time.
 """
 
 from __future__ import annotations

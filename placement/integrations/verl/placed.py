@@ -85,8 +85,9 @@ class PlacedEngine(_Engine):  # type: ignore[misc]
         self._manager = manager = managers.manager()
         name = self._model_handle.name if self._model_handle is not None else _free_name(manager, self._role)
         is_fixed = self.optimizer is None
-        # Nothing moves: in `to`, FSDP2 makes its references to the shards anew. verl calls it later, and the audit would find them strange.
-        self.module.to(next(self.module.parameters()).device)
+        if config.strategy == "fsdp2":
+            # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to` later, and the audit would find them stray.
+            self.module.to(next(self.module.parameters()).device)
         model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=not config.param_offload, replace=True)
         try:
             if self.optimizer is not None:
@@ -156,11 +157,18 @@ class PlacedEngine(_Engine):  # type: ignore[misc]
             return export(*args, **kwargs)
         hold = self._manager.hold("weight_sync" if self._role == "actor" else self._reading_phase, only=[self._model_handle])
         try:
+            if self._computes_to_publish and not self._model_handle.resident_bytes:  # a policy that publishes from the host copy
+                hold.switch(self._reading_phase, only=[self._model_handle])
             weights, peft_config = export(*args, **kwargs)
             return hold.around(self._in_own_memory(weights)), peft_config
         except BaseException as error:
             hold.release(error)
             raise
+
+    @property
+    def _computes_to_publish(self) -> bool:
+        """Whether verl needs the model on the device to publish it: FSDP1 gathers it there, and LoRA is merged or gathered there."""
+        return bool(self.engine_config.strategy == "fsdp" or self._is_lora)
 
     def _in_own_memory(self, weights: Any) -> Iterator[tuple[Any, ...]]:
         """The same weights; one that lies in the model's own memory is copied.

@@ -175,3 +175,31 @@ def base_sync_through_the_host(model: Path) -> int:
     assert published[0] == published[1]
     same(own, placed)
     return len(published[1])
+
+
+def published_from_the_host(model: Path, keywords: dict[str, Any]) -> tuple[str, bool]:
+    """A policy that publishes from the host copy. The state of the actor meanwhile, and whether it was on the device."""
+    own, placed = pair(model, policy="colocated(stream_sync=True)", **keywords)
+    assert placed.manager is not None
+    for subject in (own, placed):
+        subject.train(0)
+    assert own.publish() == placed.publish()
+    weights, _ = placed.engine.get_per_tensor_param()
+    handle = placed.manager.handles["actor"]
+    found = handle.state.value, handle.resident_bytes > 0
+    weights.close()
+    placed.check()
+    for subject in (own, placed):
+        subject.train(1)
+    same(own, placed)
+    return found
+
+
+def optimizer_in_its_step_alone(model: Path, keywords: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """A policy that brings the optimizer for its step and no earlier."""
+    own, placed = pair(model, policy="colocated('optimizer_step')", **keywords)
+    for subject in (own, placed):
+        for seed in range(2):
+            subject.train(seed)
+    same(own, placed)
+    return placed.seen.states

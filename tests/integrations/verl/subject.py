@@ -97,10 +97,10 @@ class Subject:
         return isinstance(self.engine.module, torch.distributed.fsdp.FullyShardedDataParallel)
 
 
-def pair(model: Path, *, device: Any = None, **keywords: Any) -> tuple[Subject, Subject]:
+def pair(model: Path, *, device: Any = None, policy: str = "colocated", **keywords: Any) -> tuple[Subject, Subject]:
     """verl's own worker, and the same one under placement."""
     own = Subject(workers.build(model, placed=False, **keywords), None)
-    manager = workers.use_simulated(device)
+    manager = workers.use_simulated(device, policy)
     placed = Subject(workers.build(model, placed=True, **keywords), manager)
     assert type(own.engine) is not type(placed.engine)
     return own, placed

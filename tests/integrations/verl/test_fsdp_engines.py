@@ -107,6 +107,24 @@ def test_a_base_that_verl_moves_to_the_host_and_back(one_rank: Ranks, model: Pat
     assert one_rank.run(several.base_sync_through_the_host, model) == [27]
 
 
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": True}}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [({"strategy": "fsdp2"}, (SYNC, False)), ({"strategy": "fsdp"}, (GPU, True)), ({"strategy": "fsdp2", "lora": LORA}, (GPU, True))],
+    ids=["fsdp2", "fsdp", "lora"],
+)
+def test_a_policy_that_publishes_from_the_host(one_rank: Ranks, model: Path, keywords: dict[str, Any], expected: tuple[str, bool]) -> None:
+    assert one_rank.run(several.published_from_the_host, model, keywords) == [expected]
+
+
+@STRATEGIES
+def test_a_policy_that_brings_the_optimizer_for_its_step_alone(one_rank: Ranks, model: Path, strategy: str) -> None:
+    (states,) = one_rank.run(several.optimizer_in_its_step_alone, model, {"strategy": strategy})
+    assert states["train"] == {"actor": TRAIN, "actor.optimizer": OFF}
+
+
 @STRATEGIES
 @pytest.mark.parametrize("offload", [(True, False), (False, True)], ids=["parameters", "optimizer"])
 def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offload: tuple[bool, bool]) -> None:

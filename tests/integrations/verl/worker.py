@@ -72,7 +72,7 @@ def write_model(folder: Path, *, width: int = 32, layers: int = 2) -> Path:
     return folder
 
 
-def use_simulated(device: Device | None = None) -> Manager:
+def use_simulated(device: Device | None = None, policy: str = "colocated") -> Manager:
     """A fresh manager for the engines of this process, on a simulated device: where no device is given, the one that they make."""
     from placement.integrations import verl as integration
 
@@ -80,11 +80,13 @@ def use_simulated(device: Device | None = None) -> Manager:
     if device is not None:
         integration.use_manager(Manager(device=device))
         return integration.manager()
-    os.environ["PLACEMENT_DEVICE"] = f"simulated:{CAPACITY}"
+    settings = {"PLACEMENT_DEVICE": f"simulated:{CAPACITY}", "PLACEMENT_POLICY": policy}
+    os.environ.update(settings)
     try:
         return integration.manager()
     finally:
-        del os.environ["PLACEMENT_DEVICE"]
+        for name in settings:
+            del os.environ[name]
 
 
 @contextmanager
