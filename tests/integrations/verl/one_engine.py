@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from placement import DeviceMemoryError
+from placement import DeviceMemoryError, NotResidentError
 from placement.devices.simulated.device import SimulatedDevice
 from placement.testing import Faults
 from tests.integrations.verl.subject import Subject, moves_of_verl, pair, same
@@ -116,6 +116,12 @@ def by_hand(model: Path, keywords: dict[str, Any]) -> list[tuple[str, str]]:
         subject.worker.to("cpu")  # once more does nothing
         subject.check()
     found.append(states())
+    try:
+        placed.worker.infer_batch(_tagged(6, disable_auto_offload=True))
+    except NotResidentError:
+        placed.check()
+    else:
+        raise AssertionError("a batch that moves nothing was computed although the model was away")
     for subject in (own, placed):
         subject.train(2)
     same(own, placed)

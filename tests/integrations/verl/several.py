@@ -21,7 +21,7 @@ def together(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
     own = [Subject(each, None) for each in _three(model, False, keywords)]
     manager = workers.use_simulated()
     placed = [Subject(each, manager) for each in _three(model, True, keywords)]
-    found: dict[str, Any] = {"handles": {name: handle.role for name, handle in manager.handles.items()}}
+    found: dict[str, Any] = {"handles": {name: (handle.role, handle.external) for name, handle in manager.handles.items()}}
     for three, pinning in ((own, workers.unpinned()), (placed, contextlib.nullcontext())):
         with pinning:
             _two_steps(*three)

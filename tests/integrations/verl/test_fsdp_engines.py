@@ -69,7 +69,7 @@ def test_reset_replaces_model_and_optimizer(one_rank: Ranks, model: Path, strate
 def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path, strategy: str) -> None:
     (found,) = one_rank.run(several.together, model, {"strategy": strategy})
     roles = {"actor": "actor", "actor.optimizer": "actor", "ref": "ref", "critic": "critic", "critic.optimizer": "critic"}
-    assert found["handles"] == roles
+    assert found["handles"] == {name: (role, False) for name, role in roles.items()}
     away = dict.fromkeys(roles, OFF)
     assert found["states"] == {
         "actor": {
