@@ -14,6 +14,7 @@ from placement import DeviceMemoryError
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.subject import OFF, Subject, logged, pair, same
 from tests.integrations.verl.worker import batch
+from tests.sharded.training import as_bytes
 
 
 def together(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -203,3 +204,17 @@ def optimizer_in_its_step_alone(model: Path, keywords: dict[str, Any]) -> dict[s
             subject.train(seed)
     same(own, placed)
     return placed.seen.states
+
+
+def saved_for_transformers(model: Path, folder: Path, keywords: dict[str, Any]) -> bool:
+    """verl's `hf_model` among the contents of a checkpoint: whether the files of both have the same weights, and were trained."""
+    from safetensors.torch import load_file
+
+    own, placed = pair(model, contents=("model", "optimizer", "extra", "hf_model"), **keywords)
+    for subject, name in ((own, "own"), (placed, "placed")):
+        subject.train(0)
+        subject.worker.save_checkpoint(str(folder / name), global_step=1)
+        subject.check()
+    files = (model, folder / "own" / "huggingface", folder / "placed" / "huggingface")
+    first, theirs, mine = ({name: as_bytes(value) for name, value in load_file(each / "model.safetensors").items()} for each in files)
+    return mine == theirs and mine.keys() == first.keys() and all(mine[name] != value for name, value in first.items())

@@ -31,6 +31,11 @@ def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, 
         }
 
 
+def test_checkpoints_for_transformers(two_ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    """Not FSDP1, which gathers for it what it has already freed where gloo gathers on a CPU, without placement too."""
+    assert two_ranks.run(several.saved_for_transformers, model, tmp_path, {}) == [True, True]
+
+
 # Not FSDP1 unmerged: verl takes `.cpu()` of gathered weights, which on a CPU copies nothing, and FSDP1 frees them at once.
 @pytest.mark.parametrize(("strategy", "merge"), [("fsdp2", True), ("fsdp2", False), ("fsdp", True)])
 def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool) -> None:
