@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from placement import Manager
-from placement.testing import SimulatedDevice, assert_nothing_resident
+from placement import DeviceMemoryError, Manager, NotResidentError
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
 
@@ -62,9 +62,60 @@ COMMON: dict[str, Any] = {
 
 
 def make(cls: Any, config: Any, folder: str, **keywords: Any) -> Any:
-    return cls(
-        model=hf.model_from(folder), reward_funcs=digits, args=config, train_dataset=hf.prompts(), processing_class=hf.tokenizer(), **keywords
-    )
+    how = {"reward_funcs": digits, "train_dataset": hf.prompts(), "processing_class": hf.tokenizer(), "model": hf.model_from(folder)}
+    return cls(args=config, **{**how, **keywords})
+
+
+def train(trainer: Any, **keywords: Any) -> None:
+    """Train again. The random numbers of sampling go on from where they are, so they are set."""
+    from transformers import set_seed
+
+    set_seed(11)
+    trainer.train(**keywords)
+
+
+def assert_same(ours: Any, own: Any) -> None:
+    """What was logged (losses, rewards, KL, lengths), and every weight and moment."""
+    assert hf.logged(ours) == hf.logged(own)
+    hf.assert_same_bytes(hf.weights_of(ours.model), hf.weights_of(own.model))
+    if own.ref_model is not None:
+        hf.assert_same_bytes(hf.weights_of(ours.ref_model), hf.weights_of(own.ref_model))
+    hf.assert_same_bytes(hf.moments_of(ours.optimizer), hf.moments_of(own.optimizer))
+
+
+def train_both(folder: str, out: Path, keywords: dict[str, Any] | None = None, manager: Manager | None = None, **changes: Any) -> tuple[Any, Any]:
+    """Train with TRL's own trainer and with the placed one, and compare."""
+    own = make(trl.GRPOTrainer, grpo_config(out / "own", **changes), folder, **(keywords or {}))
+    own.train()
+    manager = manager or manager_for()
+    ours = make(placed.PlacedGRPOTrainer, grpo_config(out / "ours", **changes), folder, manager=manager, **(keywords or {}))
+    ours.train()
+    assert_nothing_resident(manager)
+    assert_same(ours, own)
+    return ours, own
+
+
+class Watch:
+    """What is on the device when TRL calls, by the names of handles."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self.seen: dict[str, set[frozenset[str]]] = {}
+
+    def look(self, at: str) -> None:
+        there = frozenset(name for name, handle in self.manager.handles.items() if handle.resident_bytes)
+        self.seen.setdefault(at, set()).add(there)
+
+    def around(self, trainer: Any, *methods: str) -> None:
+        for method in methods:
+            setattr(trainer, method, self._looking(method, getattr(trainer, method)))
+
+    def _looking(self, at: str, call: Any) -> Any:
+        def looking(*args: Any, **keywords: Any) -> Any:
+            self.look(at)
+            return call(*args, **keywords)
+
+        return looking
 
 
 def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
@@ -72,8 +123,242 @@ def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
     own.train()
     manager = manager_for()
     ours = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path / "ours"), folder, manager=manager)
+    watch = Watch(manager)
+    watch.around(ours, "_generate_single_turn", "_compute_loss", "_clip_grad_norm", "log")
+    watch.around(ours.ref_model, "forward")
     ours.train()
     assert_nothing_resident(manager)
-    assert hf.logged(ours) == hf.logged(own)
-    hf.assert_same_bytes(hf.weights_of(ours.model), hf.weights_of(own.model))
-    hf.assert_same_bytes(hf.weights_of(ours.ref_model), hf.weights_of(own.ref_model))
+    assert_same(ours, own)
+    assert watch.seen == {
+        "_generate_single_turn": {frozenset({"actor"})},
+        "forward": {frozenset({"ref"})},
+        "_compute_loss": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},  # no moments before the first step
+        "_clip_grad_norm": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
+        "log": {frozenset()},
+    }
+
+
+def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None:
+    manager = manager_for()
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=1), folder, manager=manager)
+    trainer.train()
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(NotResidentError, match="'actor' is CPU_OFFLOADED"):
+        trainer.model.generate(ids, max_new_tokens=2)
+    with manager.phase("rollout"):
+        first = trainer.model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert_nothing_resident(manager)
+    trainer.save_model(str(tmp_path / "saved"))  # in every state
+    manager.close()
+    assert torch.equal(trainer.model.generate(ids, max_new_tokens=2, do_sample=False), first)
+    again = hf.model_from(str(tmp_path / "saved"))
+    hf.assert_same_bytes(hf.weights_of(again), hf.weights_of(trainer.model))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}, id="reference synced"),
+        pytest.param({"activation_checkpointing": True, "bf16": True}, id="checkpointing and autocast"),
+        pytest.param({"steps_per_generation": 1, "num_iterations": 1}, id="generation between two backward passes"),
+        pytest.param({"beta": 0.0, "max_grad_norm": 0.0}, id="no reference"),
+    ],
+)
+def test_variants_of_grpo(folder: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+    train_both(folder, tmp_path, **{"max_steps": 2, **changes})
+
+
+@pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
+def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
+    """With gradients of an unfinished step around, which must not be dropped."""
+    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", steps_per_generation=1, max_steps=2), folder)
+    own.train()
+    manager = manager_for(policy=policy)
+    config = grpo_config(tmp_path / "ours", steps_per_generation=1, max_steps=2)
+    ours = make(placed.PlacedGRPOTrainer, config, folder, manager=manager)
+    ours.train()
+    assert_same(ours, own)
+
+
+def test_rloo(folder: str, tmp_path: Path) -> None:
+    manager = manager_for()
+    trainers = []
+    for cls, keywords in ((trl.RLOOTrainer, {}), (placed.PlacedRLOOTrainer, {"manager": manager})):
+        config = trl.RLOOConfig(**{**COMMON, "beta": 0.1, "num_iterations": 2, "max_steps": 3}, output_dir=str(tmp_path / cls.__name__))
+        trainers.append(make(cls, config, folder, **keywords))
+        trainers[-1].train()
+    assert_nothing_resident(manager)
+    own, ours = trainers
+    assert_same(ours, own)
+
+
+def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    ours, _ = train_both(folder, tmp_path, {"peft_config": lora}, max_steps=3)
+    assert ours.ref_model is None
+
+
+def test_a_reward_model(folder: str, tmp_path: Path) -> None:
+    def reward() -> Any:
+        from transformers import Qwen2ForSequenceClassification
+
+        torch.manual_seed(3)
+        return Qwen2ForSequenceClassification(hf.config(num_labels=1))
+
+    manager = manager_for()
+    watch = Watch(manager)
+    trainers = []
+    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
+        model = reward()
+        funcs = {"reward_funcs": [model, digits], "reward_processing_classes": [hf.tokenizer(), None]}
+        trainers.append(make(cls, grpo_config(tmp_path / cls.__name__, max_steps=2), folder, **funcs, **keywords))
+        if keywords:
+            watch.around(model, "forward")
+        trainers[-1].train()
+    own, ours = trainers
+    assert_same(ours, own)
+    assert watch.seen["forward"] == {frozenset({"reward"})}
+    assert_nothing_resident(manager)
+
+
+# --- checkpoints, evaluation, several train() calls
+
+SAVING: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_reward",
+    "max_steps": 3,
+}
+
+
+def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) -> None:
+    """Both save the same bytes, each resumes from the other's, and each trains a second time."""
+    evaluated = {"eval_dataset": hf.prompts()}
+    ours, own = train_both(folder, tmp_path, evaluated, **SAVING)
+    for name in ("model.safetensors", "optimizer.pt"):
+        saved = [_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own")]
+        hf.assert_same_bytes(*saved)
+    assert hf.moments_of(ours.optimizer)
+    resumed = []
+    for trainer, whose in ((ours, "own"), (own, "ours")):  # a second train() of each, from a checkpoint of the other
+        train(trainer, resume_from_checkpoint=str(tmp_path / whose / "checkpoint-2"))
+        resumed.append(trainer)
+    assert_same(*resumed)
+    assert_nothing_resident(ours.manager)
+    for trainer in (ours, own):
+        train(trainer)
+        trainer.evaluate()
+    assert_same(ours, own)
+    assert_nothing_resident(ours.manager)
+
+
+def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
+    """TRL's own one resumes from what the placed one has saved, and the other way round."""
+    manager = manager_for()
+    of_both = ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager}))
+    for cls, keywords in of_both:
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, save_strategy="steps", save_steps=2)
+        make(cls, config, folder, **keywords).train()
+    resumed = []
+    for (cls, keywords), other in zip(of_both, reversed(of_both), strict=True):
+        resumed.append(make(cls, grpo_config(tmp_path / "resumed", max_steps=3), folder, **keywords))
+        resumed[-1].train(resume_from_checkpoint=str(tmp_path / other[0].__name__ / "checkpoint-2"))
+    own, ours = resumed
+    assert ours.state.global_step == 3
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
+def _values(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(file))
+    return hf.tensors_in(torch.load(file, weights_only=True))
+
+
+# --- what fails
+
+class Interrupting:
+    """A reward function that raises at its n-th call, once."""
+
+    __name__ = "interrupting"
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        self.error, self.left = error, at
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return digits(completions)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no reward"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_a_reward_function_that_raises(folder: str, tmp_path: Path, error: BaseException) -> None:
+    """In the second backward pass of a step, with gradients of the first. TRL's own trainer, treated alike, says how it goes on."""
+    manager = manager_for()
+    trainers = []
+    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, steps_per_generation=1, num_iterations=1)
+        trainers.append(make(cls, config, folder, reward_funcs=Interrupting(error, at=4), **keywords))
+        with pytest.raises(type(error)):
+            trainers[-1].train()
+    assert manager.phase_name == "idle"
+    manager.check_integrity()
+    assert_nothing_resident(manager)
+    for trainer in trainers:
+        train(trainer)
+    own, ours = trainers
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
+def test_an_interrupt_in_generate(folder: str, tmp_path: Path) -> None:
+    manager = manager_for()
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, manager=manager)
+    generate = trainer.model.generate
+
+    def interrupted(*args: Any, **keywords: Any) -> Any:
+        trainer.model.generate = generate
+        raise KeyboardInterrupt
+
+    trainer.model.generate = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert_nothing_resident(manager)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert_nothing_resident(manager)
+
+
+def test_no_memory_for_a_phase(folder: str, tmp_path: Path) -> None:
+    device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096))
+    manager = Manager(device=device)
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, manager=manager)
+    trainer.train()
+    device.fail("create", at=1)
+    with pytest.raises(DeviceMemoryError):
+        trainer.train()
+    device.clear()
+    assert_nothing_resident(manager)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+# --- what is refused
+
+def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path: Path) -> None:
+    manager = Manager(device=SimulatedDevice(capacity_bytes=16 << 20))
+    with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.trl\.PHASES\)"):
+        make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, sync_ref_model=True), folder, manager=manager)
+
+
+def test_continuous_batching_is_refused(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching is not covered"):
+        config = grpo_config(tmp_path, use_transformers_continuous_batching=True)
+        make(placed.PlacedGRPOTrainer, config, folder, manager=manager_for())

@@ -56,6 +56,22 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def moments_of(optimizer: Any) -> dict[str, torch.Tensor]:
+    """A copy of every tensor of an optimizer's state dict."""
+    return {name: value.detach().clone() for name, value in tensors_in(optimizer.state_dict()).items()}
+
+
+def tensors_in(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor inside dicts and lists, by its path."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    found: dict[str, torch.Tensor] = {}
+    for key, child in children:
+        found |= tensors_in(child, f"{path}/{key}")
+    return found
+
+
 def assert_same_bytes(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(_bytes(first[name]), _bytes(second[name]))]
