@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from placement.engines.base import Engine, TorchEngine
     from placement.manager import Manager
     from placement.observe.trace import write_trace as trace
+    from placement.phases.hold import Hold
     from placement.phases.phase import Phase
     from placement.publish.buckets import WeightInfo
     from placement.registration.handle import Handle, Lazy
@@ -51,6 +52,7 @@ __all__ = [
     "Handle",
     "HandleSnapshot",
     "HandleView",
+    "Hold",
     "HostMemoryError",
     "IntegrityError",
     "Lazy",
@@ -85,6 +87,7 @@ __getattr__ = _on_demand(
         **dict.fromkeys(("Handle", "Lazy"), "registration.handle"),
         **dict.fromkeys(("Audit", "Finding", "HandleSnapshot", "Snapshot"), "core.snapshot"),
         "Manager": "manager",
+        "Hold": "phases.hold",
         "Phase": "phases.phase",
         "Settings": "core.settings",
         "WeightInfo": "publish.buckets",

@@ -19,6 +19,7 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.select import select_device
 from placement.phases import audit
+from placement.phases.hold import Hold
 from placement.phases.open_phase import here
 from placement.phases.phase import PhaseContext
 from placement.phases.stack import PhaseStack
@@ -264,6 +265,14 @@ class Manager:
             Exception: the error that stopped the moves. The handles that were on the device before are there again.
         """
         return PhaseContext(self._stack, name, only, here(), keeps_alive=self)
+
+    def hold(self, name: str, *, only: Iterable[str | Handle] | None = None) -> Hold:
+        """Open a phase that is left by `Hold.release`: for code that loads in one call and offloads in another, in whatever order.
+
+        A hold belongs to no thread, and several may be open at once. The latest that concerns a handle decides about it: name the
+        handles with `only`, so that each hold speaks of its own. Arguments and errors are those of `phase`.
+        """
+        return Hold(PhaseContext(self._stack, name, only, None, keeps_alive=self, in_any_order=True))
 
     def enter(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """Open a phase that belongs to no thread, for frameworks with separate hooks. `leave` closes it, from any thread.

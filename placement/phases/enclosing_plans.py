@@ -34,6 +34,22 @@ class EnclosingPlans:
         except PolicyError as error:
             return Plan(dict.fromkeys(self._handles, State.CPU_OFFLOADED)), [error]
 
+    def after_leaving(self, open_phases: Sequence[OpenPhase], leaving: OpenPhase, kept: frozenset[str]) -> tuple[Plan, list[Exception]]:
+        """The plan that applies once one of these phases has ended, like `after`. Phases inside it are open still, and get a new plan.
+
+        A phase inside goes on deciding about the handles of its `only`. For all others the phase around the one that ends decides, except
+        that nothing is loaded: the room may be taken.
+        """
+        index = open_phases.index(leaving)
+        plan, failures = self.after(open_phases[:index], kept)
+        for inner in open_phases[index + 1 :]:
+            own = plan_checks.still_meant(inner.only, self._handles)
+            if own is not None:
+                away = {name for name, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED}
+                inner.plan = inner.plan.limited_to(own | away, plan)
+            plan = inner.plan
+        return plan, failures
+
     def with_kept(self, plan: Plan, kept: frozenset[str]) -> Plan:
         """A plan in which kept handles stay on the device."""
         return plan_checks.with_kept(plan, kept, self._handles)

@@ -41,6 +41,8 @@ class OpenPhase:
     kept: set[str] = field(default_factory=set)
     torch_reserved_bytes: int = 0
     """Device bytes that torch's allocator had reserved when the phase was entered."""
+    in_any_order: bool = False
+    """Whether the phase may be left while others are open inside it: it is a hold."""
     is_abandoned: bool = False
     """Whether its `PhaseContext` was garbage-collected. The phase is left as soon as no other phase is open inside it."""
 
@@ -49,6 +51,7 @@ class Opener(Protocol):
     """The interface of `PhaseContext`, which opens and closes a phase."""
 
     _open: OpenPhase | None
+    in_any_order: bool
 
     @property
     def name(self) -> str: ...

@@ -146,8 +146,17 @@ class Phase:
 class PhaseContext(Phase):
     """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
 
-    def __init__(self, stack: PhaseStack, name: str, only: Iterable[str | Handle] | None, holder: Any, keeps_alive: object = None) -> None:
+    def __init__(
+        self,
+        stack: PhaseStack,
+        name: str,
+        only: Iterable[str | Handle] | None,
+        holder: Any,
+        keeps_alive: object = None,
+        in_any_order: bool = False,
+    ) -> None:
         self._open: OpenPhase | None = None
+        self.in_any_order = in_any_order
         super().__init__(self, name)
         self._manager = keeps_alive
         self._stack = stack
@@ -161,6 +170,10 @@ class PhaseContext(Phase):
     def _context(self) -> PhaseContext:
         return self  # not through the weak reference, which a garbage collection may have cleared before it calls __del__
 
-    def __del__(self) -> None:
+    def abandon(self) -> None:
+        """Leave the phase, if it is open, where nothing may be raised: see `PhaseStack.abandon`."""
         if self._open is not None:
             self._stack.abandon(self)
+
+    def __del__(self) -> None:
+        self.abandon()

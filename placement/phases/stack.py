@@ -82,7 +82,7 @@ class PhaseStack:
                 self.executor.measure()  # others may have freed or taken memory since the last phase transition
                 plan = self.executor.advance(describe("enter", name, only), PhaseRequest(name, only, enclosing, open_phases, kept))
                 self._expire_keeps(plan)
-                opened = OpenPhase(name, only, plan, holder, torch_reserved_bytes=self.executor.memory.torch_reserved_bytes)
+                opened = self._opened(phase, name, only, plan, holder)
                 self.open_phases = (*open_phases, opened)
                 phase._open = opened
                 self._planner.began(name)
@@ -92,6 +92,10 @@ class PhaseStack:
                 self._journal.enter_phase(outer)
                 self._went_back(error, self._plans.with_kept(enclosing, self.kept))
                 raise
+
+    def _opened(self, phase: Opener, name: str, only: tuple[str, ...] | None, plan: Plan, holder: Any) -> OpenPhase:
+        reserved_bytes = self.executor.memory.torch_reserved_bytes
+        return OpenPhase(name, only, plan, holder, torch_reserved_bytes=reserved_bytes, in_any_order=phase.in_any_order)
 
     def switch(self, phase: Opener, name: str, only: tuple[str, ...] | None) -> None:
         with self.lock.transition():
@@ -106,7 +110,7 @@ class PhaseStack:
                 wanted = PhaseRequest(name, only, enclosing, below, self.kept)
                 plan = self.executor.advance(describe("switch to", name, only), wanted)
                 self._expire_keeps(plan)
-                following = OpenPhase(name, only, plan, opened.holder, torch_reserved_bytes=self.executor.memory.torch_reserved_bytes)
+                following = self._opened(phase, name, only, plan, opened.holder)
                 self.open_phases = (*below, following)
                 phase._open = following
                 self._planner.began(name)
@@ -123,29 +127,29 @@ class PhaseStack:
                 return
             if error is not None:
                 self._leave_inner(phase)
-            opened = self._require_innermost(phase, "leave")
-            below = self.open_phases[:-1]
+            opened = self._require_leavable(phase)
+            others = tuple(each for each in self.open_phases if each is not opened)
             began = time.monotonic()
             failures: list[Exception] = []
             try:
                 self._finish(opened)
                 self._expire_keeps()
-                plan, failures = self._plans.after(below, self.kept)
+                plan, failures = self._plans.after_leaving(self.open_phases, opened, self.kept)
                 self.kept = self._worth_keeping(opened)
                 plan = self._plans.with_kept(plan, self.kept)
                 is_patient = error is None or isinstance(error, Exception)
-                failures += self.executor.retreat(plan, _named(below), patiently=is_patient, load=TOGETHER if error is None else ALONE)
+                failures += self.executor.retreat(plan, _named(others), patiently=is_patient, load=TOGETHER if error is None else ALONE)
                 failures = self._vote.left(describe("leave", opened.name, None), plan, failures, error)
                 failures += self.executor.complete(ALONE if failures else TOGETHER)
             except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:
                     self._expire_keeps()
-                    self.executor.retreat(self._plans.after(below, self.kept)[0], _named(below))
+                    self.executor.retreat(self._plans.after_leaving(self.open_phases, opened, self.kept)[0], _named(others))
                 finally:
                     self._vote.failed(stopped)
                 raise
             finally:
-                self.open_phases, phase._open = below, None
+                self.open_phases, phase._open = others, None
                 self._journal.enter_phase(self.phase_name)
                 self._journal.stall_seconds[opened.name] += time.monotonic() - began
             self._sweep_abandoned()
@@ -280,6 +284,12 @@ class PhaseStack:
             raise PhaseError(f"cannot {what}: phase {self.open_phases[-1].name!r} is open inside phase {opened.name!r}; leave it first")
         return opened
 
+    def _require_leavable(self, phase: Opener) -> OpenPhase:
+        """The phase, if it is a hold or has only holds inside it."""
+        opened = self._require_open(phase, "leave")
+        inner = self.open_phases[self.open_phases.index(opened) + 1 :]
+        return opened if opened.in_any_order or all(each.in_any_order for each in inner) else self._require_innermost(phase, "leave")
+
     def _finish(self, opened: OpenPhase) -> None:
         self.executor.measure()
         self._planner.over(opened.name)
@@ -309,7 +319,7 @@ class PhaseStack:
         """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""
         if phase._open in self.open_phases:
             for inner in self.open_phases[self.open_phases.index(phase._open) + 1 :]:
-                inner.is_abandoned = True
+                inner.is_abandoned |= not inner.in_any_order
             self._sweep_abandoned()
 
     def _is_around_others(self, phase: Opener) -> bool:
@@ -324,15 +334,20 @@ class PhaseStack:
         self._sweep_abandoned()
 
     def _sweep_abandoned(self) -> None:
-        while self.open_phases and self.open_phases[-1].is_abandoned:
-            gone, below = self.open_phases[-1], self.open_phases[:-1]
+        while (gone := self._abandoned()) is not None:
+            others = tuple(each for each in self.open_phases if each is not gone)
             self._expire_keeps()  # leaving an abandoned phase offloads handles that an inner phase kept, and keeps none itself
-            failures = self.executor.retreat(self._plans.after(below, self.kept)[0], _named(below))
+            failures = self.executor.retreat(self._plans.after_leaving(self.open_phases, gone, self.kept)[0], _named(others))
             self._vote.abandoned(gone.name)
-            self.open_phases = below  # last, so that after an interrupt the next phase transition does all of this again
+            self.open_phases = others  # last, so that after an interrupt the next phase transition does all of this again
             self._journal.enter_phase(self.phase_name)
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
+
+    def _abandoned(self) -> OpenPhase | None:
+        """An abandoned phase that can be left now."""
+        innermost_first = reversed(self.open_phases)
+        return next((each for each in innermost_first if each.is_abandoned and (each is self.open_phases[-1] or each.in_any_order)), None)
 
     def _sweep_gone(self) -> None:
         while self._gone:

@@ -7,50 +7,25 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from placement import IntegrityError, Lazy, PhaseError, State, TorchEngine
-from placement.phases.phase import PhaseContext
+from placement import Lazy, PhaseError, State, TorchEngine
 from placement.policies import Colocated, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
-from tests.model.drawn_policy import PHASES_USED, drawn_policies
+from tests.model.drawn_policy import drawn_policies
+from tests.model.phase_rules import FAULTS, Fault, Phases
 from tests.model.shadow import Shadow
-from tests.model.values import ANY, Values, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
+from tests.model.values import ANY, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
 from tests.support.seeds import seed
 
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
-PHASES = st.sampled_from((*PHASES_USED, "train", "train"))
-FAULTS = (
-    st.none() | st.none() | st.tuples(st.sampled_from(["host", "reserve", "create", "map", "copy", "sync"]), st.sampled_from([1, 1, 2, 4]))
-)
-ONLY = st.none() | st.frozensets(ANY, max_size=2)
 
 
-def in_a_thread(call: Callable[[], object]) -> None:
-    """Call in another thread; what it raises is raised here."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result()
-
-
-def leave_with_error(phase: PhaseContext) -> None:
-    """Leave as an exception of the user does. It would go on its way; what went wrong is noted on it, and raised here."""
-    error = ValueError("the user's")
-    phase.__exit__(ValueError, error, None)
-    notes = getattr(error, "__notes__", [])
-    if notes:
-        raise (IntegrityError if "IntegrityError" in notes[0] else RuntimeError)("; ".join(notes))
-
-
-Fault = tuple[str, int] | None
-
-
-class ManagerMachine(Values):
+class ManagerMachine(Phases):
     """See `World` for what holds after every rule."""
 
     @initialize(
@@ -165,104 +140,13 @@ class ManagerMachine(Values):
         if self.armed is not None:  # the fault hits the sweep; what follows it must still find the handle gone
             self.transition(self.manager.check_integrity, checks_writes=False, moves=False)
 
-    # --- phases
-
-    def names(self, only: frozenset[int] | None) -> frozenset[str] | None:
-        names = list(self.shadows)
-        return None if only is None else frozenset(names[i % len(names)] for i in only if names)
-
-    @precondition(lambda self: len(self.levels) < 4)
-    @rule(name=PHASES, only=ONLY, fault=FAULTS)
-    def enter_with(self, name: str, only: frozenset[int] | None, fault: Fault) -> None:
-        self.armed = fault
-        names = self.names(only)
-        self.open(name, names, self.manager.phase(name, only=names))
-
-    @precondition(lambda self: len(self.levels) < 4)
-    @rule(name=PHASES, only=ONLY, elsewhere=st.booleans(), fault=FAULTS)
-    def enter_plain(self, name: str, only: frozenset[int] | None, elsewhere: bool, fault: Fault) -> None:
-        self.armed = fault
-        names = self.names(only)
-        mine = any(level.phase is not None for level in self.levels)
-        if elsewhere and mine:
-            self.armed = None
-            with pytest.raises(PhaseError, match="holds phase"):
-                in_a_thread(lambda: self.manager.enter(name, only=names))
-        else:
-            self.open(name, names, None, in_a_thread if elsewhere else lambda call: call())
-
-    @precondition(lambda self: self.levels)
-    @rule(name=PHASES, only=ONLY, fault=FAULTS)
-    def switch(self, name: str, only: frozenset[int] | None, fault: Fault) -> None:
-        self.armed = fault
-        level, names = self.levels[-1], self.names(only)
-        switch = self.manager.switch if level.phase is None else level.phase.switch
-        kept = {name for name in level.kept if self.on_device(name)}
-        if self.transition(lambda: switch(name, only=names)):
-            self.levels.pop()
-            self.carried |= kept
-            plan = self.limited(name, names)
-            self.carried = set()
-            self.levels.append(type(level)(name, names, plan, level.phase))
-            self.base = plan
-        else:
-            self.base = self.enclosing()
-
-    @precondition(lambda self: self.levels)
-    @rule(how=st.sampled_from(["return", "exception", "elsewhere"]), fault=FAULTS)
-    def leave(self, how: str, fault: Fault) -> None:
-        self.armed = fault
-        phase = self.levels[-1].phase
-        if phase is None:
-            self.leave_innermost((lambda: in_a_thread(self.manager.leave)) if how == "elsewhere" else self.manager.leave)
-        elif how == "exception":
-            self.leave_innermost(lambda: leave_with_error(phase))
-        else:
-            self.leave_innermost(lambda: phase.__exit__(None, None, None))
-
-    @precondition(lambda self: self.levels and self.levels[-1].phase is not None)
-    @rule()
-    def drop(self) -> None:
-        """A generator that is never finished: its phase closes when it is dropped."""
-
-        def drop() -> None:
-            dropped = weakref.ref(self.levels[-1].phase)
-            self.levels[-1].phase = None
-            if dropped() is not None:
-                gc.collect()  # the traceback of an earlier failure may hold it
-            self.manager.check_integrity()
-
-        self.armed, self.was_written = None, False  # a failure inside `__del__` can only be logged
-        self.leave_innermost(drop, carries=False)
-
-    @precondition(lambda self: len(self.levels) > 1)
-    @rule(index=ANY)
-    def leave_out_of_order(self, index: int) -> None:
-        level = self.levels[index % (len(self.levels) - 1)]
-        if level.phase is not None:
-            with pytest.raises(PhaseError, match="leave it first"):
-                level.phase.__exit__(None, None, None)
-            with pytest.raises(PhaseError, match="leave it first"):
-                level.phase.switch("train")
-        elif self.levels[-1].phase is not None:
-            with pytest.raises(PhaseError, match="leave it first"):
-                self.manager.leave()
-
-    @precondition(lambda self: self.levels and self.levels[-1].phase is not None)
-    @rule(index=ANY)
-    def keep(self, index: int) -> None:
-        shadows, level = list(self.shadows), self.levels[-1]
-        if shadows and level.phase is not None:
-            level.phase.keep(shadows[index % len(shadows)])
-            level.kept.add(shadows[index % len(shadows)])
-
     def teardown(self) -> None:
         """Leaving placement: ordinary tensors with the same values, and nothing left on the device."""
         if not hasattr(self, "manager"):
             return
         self.armed = None
         while self.levels:
-            self.leave("return", None)
+            self.leave_innermost("return", None)
         shadows = list(self.shadows.values())
         self.manager.close()
         for shadow in shadows:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from placement import IntegrityError, Manager, Plan, State
 from placement.core.errors import DeviceMemoryError
 from placement.devices.simulated.device import SimulatedDevice
+from placement.phases.hold import Hold
 from placement.phases.phase import PhaseContext
 from placement.planning.budget import without_surplus
 from placement.testing import Faults
@@ -27,8 +28,13 @@ class Level:
     only: frozenset[str] | None
     plan: Plan
     phase: PhaseContext | None
-    """None: opened by `Manager.enter`."""
+    """None: opened by `Manager.enter` or `Manager.hold`."""
     kept: set[str] = field(default_factory=set)
+    hold: Hold | None = None
+
+    @property
+    def belongs_to_a_thread(self) -> bool:
+        return self.phase is not None
 
 
 class World(RuleBasedStateMachine):
@@ -143,13 +149,35 @@ class World(RuleBasedStateMachine):
         else:
             self.base = self.enclosing()
 
-    def leave_innermost(self, call: Callable[[], object], *, carries: bool = True) -> None:
-        level = self.levels[-1]
+    def open_hold(self, name: str, only: frozenset[str] | None) -> None:
+        holds: list[Hold] = []
+        if self.transition(lambda: holds.append(self.manager.hold(name, only=only))):
+            self.levels.append(Level(name, only, self.limited(name, only), None, hold=holds[0]))
+            self.carried = set()
+            self.base = self.levels[-1].plan
+        else:
+            self.base = self.enclosing()
+
+    def leave(self, level: Level, call: Callable[[], object], *, carries: bool = True) -> None:
+        """Leave a phase: the innermost one, a hold, or one with only holds inside it."""
         kept = {name for name in level.kept if self.on_device(name)} if carries else set()
         if self.transition(call, exits=True):
-            self.levels.pop()
+            index = next(index for index, each in enumerate(self.levels) if each is level)
+            del self.levels[index]
+            around = self.levels[index - 1].plan if index else self.policy.last["idle"]
+            for inner in self.levels[index:]:
+                chosen = self.meant(inner.only)
+                if chosen is not None:  # all other handles are where the phase around wants them, but nothing is loaded
+                    away = {n for n, state in inner.plan.targets.items() if state is State.CPU_OFFLOADED}
+                    inner.plan = inner.plan.limited_to(chosen | away, around)
+                around = inner.plan
             self.carried = kept
             self.base = self.enclosing()
+
+    def is_blocked(self, level: Level) -> bool:
+        """Whether a phase cannot be left yet, because one that is no hold is open inside it."""
+        index = next(index for index, each in enumerate(self.levels) if each is level)
+        return level.hold is None and any(inner.hold is None for inner in self.levels[index + 1 :])
 
     def forget(self, shadow: Shadow) -> None:
         """The handle is gone; what others hold of it keeps today's values."""

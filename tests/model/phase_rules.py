@@ -1,0 +1,184 @@
+"""Phases and holds, opened and left in every way that users have: rules for `test_manager_machine`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from placement import IntegrityError, PhaseError
+from placement.phases.phase import PhaseContext
+from tests.model.drawn_policy import PHASES_USED
+from tests.model.values import ANY, Values
+from tests.model.world import Level
+
+PHASES = st.sampled_from((*PHASES_USED, "train", "train"))
+Fault = tuple[str, int] | None
+FAULTS = (
+    st.none() | st.none() | st.tuples(st.sampled_from(["host", "reserve", "create", "map", "copy", "sync"]), st.sampled_from([1, 1, 2, 4]))
+)
+ONLY = st.none() | st.frozensets(ANY, max_size=2)
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    """Call in another thread; what it raises is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
+
+
+def leave_with_error(phase: PhaseContext) -> None:
+    """Leave as an exception of the user does. It would go on its way; what went wrong is noted on it, and raised here."""
+    error = ValueError("the user's")
+    phase.__exit__(ValueError, error, None)
+    notes = getattr(error, "__notes__", [])
+    if notes:
+        raise (IntegrityError if "IntegrityError" in notes[0] else RuntimeError)("; ".join(notes))
+
+
+class Phases(Values):
+    """See `World` for what holds after every rule."""
+
+    def names(self, only: frozenset[int] | None) -> frozenset[str] | None:
+        names = list(self.shadows)
+        return None if only is None else frozenset(names[i % len(names)] for i in only if names)
+
+    @precondition(lambda self: len(self.levels) < 4)
+    @rule(name=PHASES, only=ONLY, fault=FAULTS)
+    def enter_with(self, name: str, only: frozenset[int] | None, fault: Fault) -> None:
+        self.armed = fault
+        names = self.names(only)
+        self.open(name, names, self.manager.phase(name, only=names))
+
+    @precondition(lambda self: len(self.levels) < 4)
+    @rule(name=PHASES, only=ONLY, elsewhere=st.booleans(), fault=FAULTS)
+    def enter_plain(self, name: str, only: frozenset[int] | None, elsewhere: bool, fault: Fault) -> None:
+        self.armed = fault
+        names = self.names(only)
+        mine = any(level.belongs_to_a_thread for level in self.levels)
+        if elsewhere and mine:
+            self.armed = None
+            with pytest.raises(PhaseError, match="holds phase"):
+                in_a_thread(lambda: self.manager.enter(name, only=names))
+        else:
+            self.open(name, names, None, in_a_thread if elsewhere else lambda call: call())
+
+    @precondition(lambda self: len(self.levels) < 4)
+    @rule(name=PHASES, only=ONLY, elsewhere=st.booleans(), fault=FAULTS)
+    def hold(self, name: str, only: frozenset[int] | None, elsewhere: bool, fault: Fault) -> None:
+        self.armed = fault
+        names = self.names(only)
+        if elsewhere and any(level.belongs_to_a_thread for level in self.levels):
+            self.armed = None
+            with pytest.raises(PhaseError, match="holds phase"):
+                in_a_thread(lambda: self.manager.hold(name, only=names))
+        else:
+            self.open_hold(name, names)
+
+    @precondition(lambda self: self.levels)
+    @rule(name=PHASES, only=ONLY, fault=FAULTS)
+    def switch(self, name: str, only: frozenset[int] | None, fault: Fault) -> None:
+        level, names = self.levels[-1], self.names(only)
+        self.armed = fault
+        switch = self.manager.switch if level.phase is None else level.phase.switch
+        switch = switch if level.hold is None else level.hold.switch
+        kept = {name for name in level.kept if self.on_device(name)}
+        if self.transition(lambda: switch(name, only=names)):
+            self.levels.pop()
+            self.carried |= kept
+            plan = self.limited(name, names)
+            self.carried = set()
+            self.levels.append(type(level)(name, names, plan, level.phase, hold=level.hold))
+            self.base = plan
+        else:
+            self.base = self.enclosing()
+
+    @precondition(lambda self: self.levels)
+    @rule(how=st.sampled_from(["return", "exception", "elsewhere"]), fault=FAULTS)
+    def leave_innermost(self, how: str, fault: Fault) -> None:
+        self.armed = fault
+        level = self.levels[-1]
+        run = in_a_thread if how == "elsewhere" else lambda call: call()
+        if level.hold is not None:
+            hold = level.hold
+            self.leave(level, lambda: run(hold.release))
+            assert not hold.is_open
+            hold.release()  # again: nothing happens
+        elif level.phase is None:
+            self.leave(level, lambda: run(self.manager.leave))
+        elif how == "exception":
+            phase = level.phase
+            self.leave(level, lambda: leave_with_error(phase))
+        else:
+            phase = level.phase
+            self.leave(level, lambda: phase.__exit__(None, None, None))
+
+    @precondition(lambda self: self.levels and self.levels[-1].phase is not None)
+    @rule()
+    def drop(self) -> None:
+        """A generator that is never finished: its phase closes when it is dropped."""
+
+        def drop() -> None:
+            dropped = weakref.ref(self.levels[-1].phase)
+            self.levels[-1].phase = None
+            if dropped() is not None:
+                gc.collect()  # the traceback of an earlier failure may hold it
+            self.manager.check_integrity()
+
+        self.armed, self.was_written = None, False  # a failure inside `__del__` can only be logged
+        self.leave(self.levels[-1], drop, carries=False)
+
+    @precondition(lambda self: any(level.hold is not None for level in self.levels))
+    @rule(index=ANY, dropped=st.booleans(), fault=FAULTS)
+    def release_in_any_order(self, index: int, dropped: bool, fault: Fault) -> None:
+        holds = [level for level in self.levels if level.hold is not None]
+        level = holds[index % len(holds)]
+        if dropped:
+            self.armed, self.was_written = None, False
+
+            def drop() -> None:
+                level.hold = None
+                gc.collect()
+                self.manager.check_integrity()
+
+            self.leave(level, drop, carries=False)
+        else:
+            self.armed = fault
+            assert level.hold is not None
+            self.leave(level, level.hold.release)
+
+    @precondition(lambda self: len(self.levels) > 1)
+    @rule(index=ANY)
+    def leave_out_of_order(self, index: int) -> None:
+        level = self.levels[index % (len(self.levels) - 1)]
+        if level.phase is not None:
+            leave = functools.partial(level.phase.__exit__, None, None, None)
+        elif level is self.entered():
+            leave = self.manager.leave
+        else:
+            return
+        if level.phase is not None:
+            with pytest.raises(PhaseError, match="leave it first"):
+                level.phase.switch("train")
+        if self.is_blocked(level):
+            with pytest.raises(PhaseError, match="leave it first"):
+                leave()
+        else:  # it has only holds inside
+            self.leave(level, leave)
+
+    def entered(self) -> Level | None:
+        """The phase that `Manager.enter` opened last."""
+        return next((level for level in reversed(self.levels) if level.phase is None and level.hold is None), None)
+
+    @precondition(lambda self: self.levels and self.levels[-1].phase is not None)
+    @rule(index=ANY)
+    def keep(self, index: int) -> None:
+        shadows, level = list(self.shadows), self.levels[-1]
+        if shadows and level.phase is not None:
+            level.phase.keep(shadows[index % len(shadows)])
+            level.kept.add(shadows[index % len(shadows)])
