@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import DistributedDataParallelKwargs
 from transformers import Trainer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -57,6 +58,9 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             )
         self.manager = manager
         self._turns = Turns(manager)
+        ddp = self.accelerator.ddp_handler or DistributedDataParallelKwargs()
+        ddp.gradient_as_bucket_view = True  # else DDP keeps a second copy of all gradients on the device, which cannot be moved
+        self.accelerator.ddp_handler = ddp
         self._engine: VllmInProcess | None = None
         self.add_callback(_BeforeOptimizerStep(self._turns))
         for callback in self.callback_handler.callbacks:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 
 from placement import DeviceMemoryError, Manager, NotResidentError
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.engines.standin import CAPACITY, CHUNK
+from tests.integrations.standin_llm import GeneratingLLM
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
 
@@ -17,7 +23,7 @@ trl = needs("trl")
 placed = needs("placement.integrations.trl")
 
 pytestmark = pytest.mark.filterwarnings("ignore", r"error:::placement\.")
-"""The frameworks warn of one another: TRL's defaults name arguments that transformers calls deprecated, datasets pickles what dill cannot."""
+"""The frameworks warn of one another: TRL's defaults name arguments that transformers calls deprecated."""
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +89,12 @@ def assert_same(ours: Any, own: Any) -> None:
     hf.assert_same_bytes(hf.moments_of(ours.optimizer), hf.moments_of(own.optimizer))
 
 
-def train_both(folder: str, out: Path, keywords: dict[str, Any] | None = None, manager: Manager | None = None, **changes: Any) -> tuple[Any, Any]:
+def train_both(folder: str, out: Path, keywords: dict[str, Any] | None = None, **changes: Any) -> tuple[Any, Any]:
     """Train with TRL's own trainer and with the placed one, and compare."""
-    own = make(trl.GRPOTrainer, grpo_config(out / "own", **changes), folder, **(keywords or {}))
+    keywords, manager = keywords or {}, manager_for()
+    own = make(trl.GRPOTrainer, grpo_config(out / "own", **changes), folder, **keywords)
     own.train()
-    manager = manager or manager_for()
-    ours = make(placed.PlacedGRPOTrainer, grpo_config(out / "ours", **changes), folder, manager=manager, **(keywords or {}))
+    ours = make(placed.PlacedGRPOTrainer, grpo_config(out / "ours", **changes), folder, manager=manager, **keywords)
     ours.train()
     assert_nothing_resident(manager)
     assert_same(ours, own)
@@ -281,7 +287,127 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
     return hf.tensors_in(torch.load(file, weights_only=True))
 
 
+# --- DistributedDataParallel
+
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_ddp(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group of one rank, as a launcher makes it. The reducer's buckets leave the device with the gradients."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    for name, value in zip(LAUNCHED, ("0", "0", "1", "127.0.0.1", port), strict=True):
+        monkeypatch.setenv(name, value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        ours, _ = train_both(folder, tmp_path, ddp_backend="gloo", ddp_find_unused_parameters=False, max_steps=3)
+        assert type(ours.model_wrapped).__name__ == "DistributedDataParallel"
+        assert ours.model_wrapped.gradient_as_bucket_view
+        ours.manager.close()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+
+
+# --- vLLM in this process
+
+
+@pytest.fixture
+def engines(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], GeneratingLLM]:
+    """Let TRL find vLLM installed: the next trainer's `LLM` is a stand-in, on the device of this file."""
+    generation = importlib.import_module("trl.generation.vllm_generation")
+
+    def next_on(shared: str) -> GeneratingLLM:
+        for name in LAUNCHED:
+            monkeypatch.setenv(name, "")  # TRL sets them for vLLM; the next trainer would take them for a launcher's
+            monkeypatch.delenv(name)
+        made = GeneratingLLM(tmp_path / shared, folder)
+        monkeypatch.setattr(generation, "is_vllm_available", lambda: True)
+        monkeypatch.setattr(generation, "LLM", lambda **_: made, raising=False)
+        monkeypatch.setattr(generation, "SamplingParams", SimpleNamespace, raising=False)
+        return made
+
+    return next_on
+
+
+VLLM: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "max_steps": 3, "num_iterations": 1}
+
+
+def on_device_of(tmp_path: Path, shared: str) -> Manager:
+    return Manager(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=tmp_path / shared), phases=placed.PHASES)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_vllm_that_sleeps(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM], kind: str) -> None:
+    config_of = {"GRPO": trl.GRPOConfig, "RLOO": trl.RLOOConfig}[kind]
+    manager = on_device_of(tmp_path, "ours")
+    watch = Watch(manager)
+    made = {}
+    for whose, cls in (("own", getattr(trl, f"{kind}Trainer")), ("ours", getattr(placed, f"Placed{kind}Trainer"))):
+        llm = engines(whose)
+        config = config_of(**{**COMMON, "beta": 0.1, **VLLM}, output_dir=str(tmp_path / "out"))
+        keywords = {"manager": manager} if whose == "ours" else {}
+        trainer = make(cls, config, folder, eval_dataset=hf.prompts(), **keywords)
+        if whose == "ours":
+            watch.around(llm, "generate")
+        trainer.train()
+        trainer.evaluate()
+        assert llm.accidents == []
+        made[whose] = trainer, llm
+    (own, _), (ours, llm) = made["own"], made["ours"]
+    assert_same(ours, own)
+    assert watch.seen["generate"] == {frozenset({"rollout"})}  # all of the engine, and nothing else
+    assert llm.memory.tags == set()
+    assert_nothing_resident(manager)
+    order = [call[0] if call[0] != "wake_up" else call for call in llm.calls]
+    begun = order.index(("wake_up", ["weights"]))
+    assert order[:begun] == ["sleep"]  # TRL's own, when it made the engine
+    assert order[begun : begun + 5] == [("wake_up", ["weights"]), "load_weights", ("wake_up", ["kv_cache"]), "generate", "sleep"]
+
+
+def test_vllm_and_lora(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+    """The engine gets merged weights, and nothing is merged in the actor: its base has the bytes that it had."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    llm, manager = engines("ours"), on_device_of(tmp_path, "ours")
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, **VLLM), folder, peft_config=lora, manager=manager)
+    base = {name: value for name, value in hf.weights_of(trainer.model).items() if "lora" not in name}
+    trainer.train()
+    assert llm.accidents == []
+    hf.assert_same_bytes({name: value for name, value in hf.weights_of(trainer.model).items() if "lora" not in name}, base)
+    assert_nothing_resident(manager)
+
+
+def test_vllm_that_fails_and_goes_on(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
+    llm, manager = engines("ours"), on_device_of(tmp_path, "ours")
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, **VLLM), folder, manager=manager)
+    generate = llm.generate
+
+    def interrupted(*args: Any, **keywords: Any) -> Any:
+        llm.generate = generate  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    llm.generate = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert llm.memory.tags == set()
+    assert_nothing_resident(manager)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    manager.close()
+    trainer.args.eval_strategy = "no"
+    trainer.evaluate(hf.prompts())  # TRL sleeps and wakes the engine by itself again
+    assert llm.accidents == []
+    assert llm.memory.tags == set()
+
+
 # --- what fails
+
 
 class Interrupting:
     """A reward function that raises at its n-th call, once."""
@@ -352,6 +478,7 @@ def test_no_memory_for_a_phase(folder: str, tmp_path: Path) -> None:
 
 # --- what is refused
 
+
 def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path: Path) -> None:
     manager = Manager(device=SimulatedDevice(capacity_bytes=16 << 20))
     with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.trl\.PHASES\)"):
@@ -359,6 +486,6 @@ def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path
 
 
 def test_continuous_batching_is_refused(folder: str, tmp_path: Path) -> None:
+    config = grpo_config(tmp_path, use_transformers_continuous_batching=True)
     with pytest.raises(ValueError, match="use_transformers_continuous_batching is not covered"):
-        config = grpo_config(tmp_path, use_transformers_continuous_batching=True)
         make(placed.PlacedGRPOTrainer, config, folder, manager=manager_for())
