@@ -21,7 +21,7 @@ from placement.devices.select import select_device
 from placement.phases import audit
 from placement.phases.hold import Hold
 from placement.phases.open_phase import here
-from placement.phases.phase import PhaseContext
+from placement.phases.phase import PhaseContext, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
@@ -165,6 +165,7 @@ class Manager:
         readonly: bool = False,
         external: bool = False,
         replicated: bool | ProcessGroup = False,
+        replace: bool = False,
     ) -> Handle:
         """Register a module, an optimizer, an engine or a `Lazy`, and return its handle.
 
@@ -184,6 +185,8 @@ class Manager:
                 share one host copy; each of N ranks loads 1/N over its own link and gathers the rest from the others. All ranks must
                 register it at the same place of their program. True: gather over torch.distributed's default process group. A process
                 group of the same ranks: gather over that one.
+            replace: for set-up code that runs again. If the name is taken by this very object, its handle is returned as it is. If it is
+                taken by another object, that one is unregistered first, with the optimizers that step it.
 
         Raises:
             RegistrationError: the object cannot be registered; the message says why and what to do. The object is unchanged. For a
@@ -192,6 +195,10 @@ class Manager:
         """
         registry = self._stack.registry
         with self._trying_to_register(replicated), self._stack.lock.transition():
+            if replace and (old := registry.handles.get(name)) is not None:
+                if old.object is target:
+                    return old
+                self._stack.forget_with_optimizers(old)
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, readonly, replicated) as replicas:
@@ -224,17 +231,22 @@ class Manager:
                 raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
             self._stack.forget(found)
 
-    def close(self) -> None:
+    def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:
         """Unregister all handles, optimizers first, release the device's memory and stop the servers. Logs a summary. Idempotent.
 
+        Args:
+            on_device: handles or their names, whose tensors are handed back on the device, for code that goes on with them. All others
+                are handed back on the host.
+
         Raises:
-            PhaseError: a phase is open; leave it first.
+            PhaseError: a phase is open; leave it first. Or no handle has one of the names.
+            DeviceMemoryError: the handles of `on_device` do not fit. The manager stays open.
         """
         if self._stack.lock.is_closed:
             _close_all(self._servers)  # an interrupt may have stopped an earlier call before it got here
             return
         last = self.snapshot()
-        self._stack.close()
+        self._stack.close(names_of(on_device) or ())
         _close_all(self._servers)
         logger.info("closed\n%s", summary(last), extra={"placement": last})
 

@@ -86,5 +86,6 @@ class Colocated:
             case "train" | "optimizer_step" | "restore":
                 return targets([*stepped(view), *optimizers(view)], State.TRAINING)
             case phase if phase in view.phases:
-                return targets(models(view, *view.phases[phase]), State.GPU_RESIDENT)
+                wanted = view.wanted_states(phase)
+                return {h.name: state for role, state in wanted.items() for h in models(view, role)}
         raise unknown_phase(view)

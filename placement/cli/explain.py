@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from placement.core.errors import PolicyError
 from placement.core.settings import Settings, parse_bytes
-from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, Plan, State, View
+from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
 from placement.planning.policy_lookup import policy_names, resolve_policy
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def explain(
     *,
     budget_bytes: int = BUDGET_BYTES,
     worker_role: str = "hybrid",
-    phases: Mapping[str, tuple[str, ...]] | None = None,
+    phases: OwnPhases | None = None,
 ) -> int:
     """Print a policy's table of phases and handles for `SAMPLE`.
 

@@ -12,9 +12,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
-from placement.core.states import PHASES, ROLES, ReadOnly
+from placement.core.states import PHASES, ROLES, OwnPhases, ReadOnly, State
 
 PREFIX = "PLACEMENT_"
 LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger checks the folder's owner
@@ -24,6 +24,7 @@ WorkerRole = Literal["trainer", "rollout", "hybrid"]
 Verify = Literal["always", "sample", "off"]
 Annotate = Literal["off", "profiler", "nvtx"]
 
+_WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
@@ -65,8 +66,9 @@ class Settings(BaseModel):
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. The rest stays pageable. None: no limit."""
     worker_role: WorkerRole = "hybrid"
-    phases: dict[str, tuple[str, ...]] = Field(default_factory=ReadOnly)
-    """The user's own phases: for each name the roles that it needs on the device. The mapping is read-only."""
+    phases: dict[str, tuple[str, ...] | dict[str, State]] = Field(default_factory=ReadOnly)
+    """The user's own phases: for each name the roles that it needs on the device, as a list, or as a table with a state for each role:
+    `{"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}}`. Read-only."""
     strict: bool = False
     """Whether a reference to offloaded memory raises an error instead of being reported."""
     verify: Verify = "off"
@@ -124,18 +126,16 @@ class Settings(BaseModel):
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML parses an unquoted off as false
 
-    @field_validator("phases")
+    @field_validator("phases", mode="plain")
     @classmethod
-    def _own_phases(cls, phases: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        for name, roles in phases.items():
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"phase name {name!r} must match {_NAME.pattern}")
-            if name in PHASES:
-                raise ValueError(f"phase {name!r} is a phase of placement's own; choose another name")
-            for role in roles:
-                if role not in ROLES:
-                    raise ValueError(f"phase {name!r}: unknown role {role!r}{_nearest(role, ROLES)}; known roles: {', '.join(ROLES)}")
-        return ReadOnly(phases)
+    def _own_phases(cls, phases: object) -> OwnPhases:
+        if not isinstance(phases, Mapping):
+            raise ValueError("write a table with a name for each phase")  # noqa: TRY004 - pydantic reports ValueErrors only
+        return ReadOnly({name: _own_phase(name, wanted) for name, wanted in phases.items()})
+
+    @field_serializer("phases")
+    def _plain_phases(self, phases: OwnPhases) -> dict[str, Any]:
+        return {name: dict(wanted) if isinstance(wanted, Mapping) else wanted for name, wanted in phases.items()}
 
     @classmethod
     def from_any(cls, source: Settings | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Settings:
@@ -178,7 +178,7 @@ class SettingsKeywords(TypedDict, total=False):
     """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be written; `Settings` says what they mean."""
 
     pinned_limit_bytes: int | str | None
-    phases: Mapping[str, Sequence[str]]
+    phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify
     headroom: float
@@ -190,6 +190,29 @@ class SettingsKeywords(TypedDict, total=False):
     lease_capacity_bytes: int | str | None
     lease_priority: int
     lease_deadline_seconds: float
+
+
+def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, State]:
+    """Check one of the user's own phases: its name, and the roles or the states of roles that it wants.
+
+    Raises:
+        ValueError: says what is wrong and what to write.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"phase name {name!r} must match {_NAME.pattern}")
+    if name in PHASES:
+        raise ValueError(f"phase {name!r} is a phase of placement's own; choose another name")
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise ValueError(f"phase {name!r}: write a list of roles, or a table with a state for each role")  # noqa: TRY004 - as above
+    for role in wanted:
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"phase {name!r}: unknown role {role!r}{_nearest(str(role), ROLES)}; known roles: {', '.join(ROLES)}")
+    if not isinstance(wanted, Mapping):
+        return tuple(wanted)
+    for role, state in wanted.items():
+        if state not in _WANTED:
+            raise ValueError(f"phase {name!r}: {role!r} cannot be {state!r}; write one of {', '.join(_WANTED)}, or leave {role!r} out")
+    return ReadOnly({role: State(state) for role, state in wanted.items()})
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol, TypeVar, runtime_checkable
 
+OwnPhases = Mapping[str, "tuple[str, ...] | Mapping[str, State]"]
+"""The user's own phases: for each name the roles that it needs on the device, or a state for each of these roles."""
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -196,12 +199,17 @@ class View:
     budget_bytes: int = 0
     """Device bytes that all handles may hold together in this phase."""
     worker_role: str = "hybrid"
-    phases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The user's own phases (`Settings.phases`): the roles that each phase needs."""
+    phases: OwnPhases = field(default_factory=dict)
+    """The user's own phases, see `Settings.phases`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handles", ReadOnly(self.handles))
         object.__setattr__(self, "phases", ReadOnly(self.phases))
+
+    def wanted_states(self, phase: str) -> Mapping[str, State]:
+        """The state that one of the user's own phases wants for each of its roles: GPU_RESIDENT where it names the roles alone."""
+        wanted = self.phases[phase]
+        return wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, State.GPU_RESIDENT)
 
     def with_role(self, *roles: str, kind: str | None = None) -> tuple[HandleView, ...]:
         """The handles with one of these roles, in registration order; only of one kind if `kind` is given."""

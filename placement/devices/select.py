@@ -8,16 +8,17 @@ from importlib.metadata import entry_points
 import torch
 
 from placement.core.errors import PlacementError
+from placement.core.settings import parse_bytes
 from placement.devices.base import Device
 from placement.devices.cuda.driver import refuse_rocm
 
 GROUP = "placement.devices"
 """Entry points by the kind of a device: each names a callable that takes the device's whole name ("npu:1") and returns a `Device`."""
-_NAME = re.compile(r"([A-Za-z_]\w*)(?::(\d+))?")
+_NAME = re.compile(r"([A-Za-z_]\w*)(?::([\w.]+))?")
 
 
 def select_device(name: str, *, is_tight: bool = False) -> Device:
-    """Make the device called "auto", "cuda" or "cuda:N", or one named by an entry point of the group `placement.devices`, also with ":N".
+    """Make the device called "auto", "cuda", "cuda:N" or "simulated:64MiB", or by an entry point of the group `placement.devices`.
 
     Args:
         is_tight: whether this process has only a share of the device's memory, so that a swap needs smaller chunks.
@@ -29,7 +30,10 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
     """
     match = _NAME.fullmatch(name)
     kind = "" if match is None else match[1]
-    if kind not in ("auto", "cuda") or name.startswith("auto:"):
+    index = None if match is None else match[2]
+    if kind == "simulated":
+        return _simulated(name, index or "")
+    if kind not in ("auto", "cuda") or (index is not None and (kind == "auto" or not index.isdecimal())):
         return _from_entry_point(name, kind)
     refuse_rocm(name)
     if not torch.cuda.is_available():
@@ -39,16 +43,24 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
         )
     from placement.devices.cuda.device import CHUNK_BYTES, TIGHT_CHUNK_BYTES, CudaDevice
 
-    index = match[2] if match is not None else None
     chunk_bytes = TIGHT_CHUNK_BYTES if is_tight else CHUNK_BYTES
     return CudaDevice(torch.cuda.current_device() if index is None else int(index), chunk_bytes=chunk_bytes)
+
+
+def _simulated(name: str, size: str) -> Device:
+    from placement.devices.simulated.device import SimulatedDevice
+
+    try:
+        return SimulatedDevice(parse_bytes(size))
+    except ValueError as error:
+        raise ValueError(f'device {name!r}: write how much memory it has, as in "simulated:64MiB" ({error})') from error
 
 
 def _from_entry_point(name: str, kind: str) -> Device:
     points = entry_points(group=GROUP)
     point = next((each for each in points if each.name == kind), None)
     if point is None:
-        known = ", ".join(f'"{each}"' for each in sorted({"auto", "cuda:0", *(each.name for each in points)}))
+        known = ", ".join(f'"{each}"' for each in sorted({"auto", "cuda:0", "simulated:64MiB", *(each.name for each in points)}))
         raise ValueError(f"device {name!r} is not known; write one of {known}, or pass a Device: placement.testing.SimulatedDevice")
     try:
         device = point.load()(name)

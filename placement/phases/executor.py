@@ -119,6 +119,14 @@ class PlanExecutor:
         if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
             self._registry.build(handle)
         self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
+        self.carry_out(plan, name, kept, agree)
+
+    def carry_out(self, plan: Plan, name: str, kept: frozenset[str] = frozenset(), agree: Callable[[Plan], None] | None = None) -> None:
+        """Move every handle where a plan wants it, all or nothing, while the phase `name` is and stays open.
+
+        Raises:
+            DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
+        """
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._reconciler.advance(self._handles, plan, room_bytes, agree)

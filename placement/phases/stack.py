@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan
+from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
 from placement.group.vote import GroupVote, describe
 from placement.phases.enclosing_plans import EnclosingPlans
@@ -243,16 +243,26 @@ class PhaseStack:
         self.executor.measure()
         self.executor.lease_client.settle(self.phase_name)
 
+    def forget_with_optimizers(self, handle: Handle) -> None:
+        """Forget a handle, and first the optimizers that step it."""
+        for other in [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]:
+            self.forget(other)
+        self.forget(handle)
+
     def _look_for_writes(self, *, wait: bool) -> None:
         """Look for writes into a handle's offloaded memory before it is forgotten. The next phase transition raises what is found."""
         with suppress(Exception):  # a broken device cannot answer, and values on the host can be handed back without it
             self.executor.writes.look(wait=wait)
 
-    def close(self) -> None:
+    def close(self, on_device: tuple[str, ...] = ()) -> None:
         """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an interrupt.
 
+        Args:
+            on_device: names of handles that are loaded first, so that their tensors are handed back on the device.
+
         Raises:
-            PhaseError: a phase is open.
+            PhaseError: a phase is open, or no handle has one of the names.
+            DeviceMemoryError: these handles do not fit.
         """
         if self.lock.is_closed:
             return
@@ -261,6 +271,8 @@ class PhaseStack:
             with self.lock.transition():
                 if self.open_phases:
                     raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
+                if on_device:
+                    self._bring(on_device)
                 self._look_for_writes(wait=True)
                 for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
                     self.forget(handle)
@@ -271,6 +283,13 @@ class PhaseStack:
                     logger.error("closed: %s", written)
         finally:
             self.is_closing = False
+
+    def _bring(self, names: tuple[str, ...]) -> None:
+        """Bring handles to the device outside every phase."""
+        plan = self.base_plan()
+        for name in names:
+            plan = plan.also(self.known(name).name, State.GPU_RESIDENT)
+        self.executor.carry_out(plan, IDLE)
 
     def _require_open(self, phase: Opener, what: str) -> OpenPhase:
         opened = phase._open

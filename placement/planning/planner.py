@@ -120,7 +120,7 @@ class Planner:
 
     def generating(self, phase: str) -> tuple[str, ...]:
         """The roles whose models a phase computes outputs with; none for a phase that only has them on the device."""
-        return _GENERATING.get(phase, self._settings.phases.get(phase, ()))
+        return _GENERATING.get(phase, tuple(self._settings.phases.get(phase, ())))
 
     def began(self, phase: str) -> None:
         """Note that a phase is open now, to know the cycle of phases."""

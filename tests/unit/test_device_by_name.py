@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import placement
-from placement.testing import assert_nothing_resident
+from placement.testing import SimulatedDevice, assert_nothing_resident
 
 SOURCE = """
 from placement.testing import SimulatedDevice
@@ -63,7 +63,26 @@ def test_an_error_names_the_entry_point() -> None:
 
 @pytest.mark.usefixtures("devices")
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match=r"device 'tpu:0' is not known; write one of \"auto\", \"broken\", \"cuda:0\", \"opened\", \"wrong\""
-    ):
+    known = '"auto", "broken", "cuda:0", "opened", "simulated:64MiB", "wrong"'
+    with pytest.raises(ValueError, match=f"device 'tpu:0' is not known; write one of {known}"):
         placement.Manager(device="tpu:0")
+
+
+def test_the_simulated_device_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:1.5MiB")
+    manager = placement.Manager.from_settings()
+    assert isinstance(manager.device, SimulatedDevice)
+    assert manager.device.memory().free_bytes == 3 << 19
+    manager.close()
+
+
+@pytest.mark.parametrize("name", ["simulated", "simulated:much", "simulated:-1"])
+def test_a_simulated_device_needs_its_size(name: str) -> None:
+    with pytest.raises(ValueError, match=r"simulated:64MiB"):
+        placement.Manager(device=name)
+
+
+@pytest.mark.parametrize("name", ["cuda:x", "auto:0", "cuda:"])
+def test_a_name_that_means_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{name}' is not known"):
+        placement.Manager(device=name)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import placement
-from placement import DeviceMemoryError, IntegrityError, NotResidentError, PhaseError, PlacementError, State
+from placement import DeviceMemoryError, IntegrityError, NotResidentError, PhaseError, PlacementError, RegistrationError, State
 from placement.devices import adoption
 from placement.policies import Colocated
 from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net, trained
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -455,3 +455,57 @@ def test_the_handles_are_read_only_for_users() -> None:
         worker.manager.handles["x"] = worker.actor  # type: ignore[index]
     with pytest.raises(NotResidentError):
         worker.net(batch())
+
+
+# --- set-up code that runs again
+
+
+def test_registering_again_returns_the_same_handle() -> None:
+    worker = trained()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        assert worker.manager.register("actor", worker.net, role="actor", replace=True) is worker.actor
+        assert worker.manager.register("actor.optimizer", worker.adam, replace=True) is worker.optimizer
+        learn(worker.net, worker.adam)
+    with pytest.raises(RegistrationError, match="is registered already"):
+        worker.manager.register("actor", worker.net, role="actor")
+
+
+def test_another_object_takes_the_place_of_the_first_and_of_what_steps_it() -> None:
+    worker = trained()
+    values = copy.deepcopy(worker.actor.state_dict())
+    model = net()
+    handle = worker.manager.register("actor", model, role="actor", replace=True)
+    assert handle.object is model
+    assert set(worker.manager.handles) == {"actor", "ref", "critic", "critic.optimizer"}
+    assert_same(dict(worker.net.state_dict()), dict(values))  # what is replaced has its values back
+    with worker.manager.phase("log_prob"):
+        model(batch())
+    assert_nothing_resident(worker.manager)
+
+
+# --- what is handed back on the device
+
+
+def test_a_handle_is_handed_back_on_the_device() -> None:
+    device = SimulatedDevice(CAPACITY)
+    worker = trained(device=device)
+    values = copy.deepcopy(worker.actor.state_dict())
+    handles = (worker.actor, worker.critic)
+    before = [handle.counters.loaded_bytes for handle in handles]
+    with pytest.raises(PhaseError, match="did you mean 'actor'"):
+        worker.manager.close(on_device=["acto"])
+    worker.manager.close(on_device=["actor"])
+    assert [handle.counters.loaded_bytes > bytes_before for handle, bytes_before in zip(handles, before, strict=True)] == [True, False]
+    assert_same(dict(worker.net.state_dict()), dict(values))
+    worker.net(batch())
+    worker.manager.close(on_device=["actor"])  # again: nothing happens
+
+
+def test_what_does_not_fit_is_not_handed_back_and_the_manager_stays_open() -> None:
+    worker = Worker(budget_bytes=4096)
+    with pytest.raises(DeviceMemoryError):
+        worker.manager.close(on_device=["actor"])
+    assert_nothing_resident(worker.manager)
+    worker.manager.close()
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))

@@ -57,7 +57,7 @@ EVERYTHING: dict[str, Any] = {
     "budget_bytes": "12GiB",
     "pinned_limit_bytes": "96GiB",
     "worker_role": "trainer",
-    "phases": {"distill": ["actor", "teacher"]},
+    "phases": {"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}},
     "strict": True,
     "verify": "sample",
     "headroom": 0.1,
@@ -76,7 +76,7 @@ PARSED = Settings(
     budget_bytes=12 << 30,
     pinned_limit_bytes=96 << 30,
     worker_role="trainer",
-    phases={"distill": ("actor", "teacher")},
+    phases={"distill": ("actor", "teacher"), "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}},
     strict=True,
     verify="sample",
     headroom=0.1,
@@ -103,7 +103,7 @@ def test_from_toml(tmp_path: Path) -> None:
         'worker_role = "trainer"\nstrict = true\nverify = "sample"\n'
         'headroom = 0.1\njournal_length = 16\nannotate = "profiler"\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n'
         'leases = "/shared/leases"\nlease_capacity_bytes = "70GiB"\nlease_priority = 3\nlease_deadline_seconds = 30.5\n'
-        '[phases]\ndistill = ["actor", "teacher"]\n',
+        '[phases]\ndistill = ["actor", "teacher"]\nupdate_ref = {actor = "GPU_RESIDENT", ref = "TRAINING"}\n',
     )
     assert Settings.from_any(path) == Settings.from_any(str(path)) == PARSED
 
@@ -111,7 +111,8 @@ def test_from_toml(tmp_path: Path) -> None:
 def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in EVERYTHING.items():
         monkeypatch.setenv(f"PLACEMENT_{key.upper()}", str(value))
-    monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
+    phases = '{"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}}'
+    monkeypatch.setenv("PLACEMENT_PHASES", phases)
     assert Settings.from_any(None) == PARSED
 
 
@@ -205,6 +206,10 @@ BAD_VALUES = [
     ("phases", {"my phase": ["actor"]}),
     ("phases", {"distill": ["techer"]}),
     ("phases", {"distill": "actor"}),
+    ("phases", {"distill": 3}),
+    ("phases", {"distill": {"ref": "RESIDENT"}}),
+    ("phases", {"distill": {"ref": "CPU_OFFLOADED"}}),
+    ("phases", {"distill": {"techer": "TRAINING"}}),
     ("phases", ["distill"]),
     ("strict", "perhaps"),
     ("headroom", 1.0),
