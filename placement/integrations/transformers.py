@@ -27,7 +27,7 @@ from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacementCallback"]
 
-PHASES: dict[str, tuple[str, ...]] = {"frozen": ("ref", "reward", "teacher")}
+PHASES = {"frozen": ("ref", "reward", "teacher")}
 """The phase of the callback that placement does not ship: `frozen`, in which models that are not trained are on the device."""
 
 _MODEL, _OPTIMIZER = "actor", "actor.optimizer"

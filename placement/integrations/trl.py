@@ -23,11 +23,10 @@ from placement.core.settings import Settings
 from placement.engines.vllm import VllmInProcess
 from placement.integrations.turns import Turns
 from placement.manager import Manager
-from placement.registration.handle import Handle
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]
 
-PHASES: dict[str, tuple[str, ...]] = {"sync_ref": ("actor", "ref")}
+PHASES = {"sync_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}}
 """The phases of a placed trainer that placement does not ship: `sync_ref`, in which TRL mixes the actor's weights into the reference."""
 
 _ACTOR, _OPTIMIZER, _REF, _ROLLOUT = "actor", "actor.optimizer", "ref", "rollout"
@@ -83,14 +82,15 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         return prepared
 
     def _place_all(self) -> None:
+        register = self.manager.register
         self._take_engine()
-        self._place(_ACTOR, self.model_wrapped, role="actor")
-        self._place(_OPTIMIZER, self.optimizer)
+        register(_ACTOR, self.model_wrapped, role="actor", replace=True)  # a second train() has it already
+        register(_OPTIMIZER, self.optimizer, replace=True)
         if self.ref_model is not None:
-            self._place(_REF, self.ref_model, role="ref", readonly=not self.args.sync_ref_model)
+            register(_REF, self.ref_model, role="ref", readonly=not self.args.sync_ref_model, replace=True)
         modules = {id(each): each for each in self.reward_funcs if isinstance(each, torch.nn.Module)}
         for number, module in enumerate(modules.values()):
-            self._place(f"reward.{number}" if number else "reward", module, role="reward", readonly=True)
+            register(f"reward.{number}" if number else "reward", module, role="reward", readonly=True, replace=True)
         self._has_reward_models = bool(modules)
 
     @property
@@ -98,24 +98,13 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         """Whether the models take turns: not before the first `train()`, and not after `manager.close()`."""
         return _ACTOR in self.manager.handles
 
-    def _place(self, name: str, target: Any, **how: Any) -> Handle:
-        handle = self.manager.handles.get(name)
-        if handle is not None and handle.object is target:
-            return handle  # a second train()
-        if handle is not None:
-            for each in [*self.manager.handles.values()]:
-                if any(owner is handle for owner in each.owners):
-                    self.manager.unregister(each)
-            self.manager.unregister(handle)
-        return self.manager.register(name, target, **how)
-
     def _take_engine(self) -> None:
         """Register the colocated vLLM, which sleeps now, and keep TRL from sleeping and waking it by itself."""
         if not self.use_vllm or self.vllm_mode != "colocate" or not self.args.vllm_enable_sleep_mode:
             return
         if self._engine is None:
             self._engine = VllmInProcess(self.vllm_generation.llm, weights="discard", offloaded=("weights", "kv_cache"))
-        self._place(_ROLLOUT, self._engine, role="rollout")
+        self.manager.register(_ROLLOUT, self._engine, role="rollout", replace=True)
         self.vllm_generation.enable_sleep_mode = False
         self.vllm_generation._llm_weights_sleeping = False
 

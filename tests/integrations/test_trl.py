@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, Manager, NotResidentError
+from placement import DeviceMemoryError, Manager, NotResidentError, RegistrationError
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.engines.standin import CAPACITY, CHUNK
 from tests.integrations.standin_llm import GeneratingLLM
@@ -155,7 +155,7 @@ def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None
         first = trainer.model.generate(ids, max_new_tokens=2, do_sample=False)
     assert_nothing_resident(manager)
     trainer.save_model(str(tmp_path / "saved"))  # in every state
-    manager.close()
+    manager.close(on_device=["actor"])
     assert torch.equal(trainer.model.generate(ids, max_new_tokens=2, do_sample=False), first)
     again = hf.model_from(str(tmp_path / "saved"))
     hf.assert_same_bytes(hf.weights_of(again), hf.weights_of(trainer.model))
@@ -172,6 +172,21 @@ def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None
 )
 def test_variants_of_grpo(folder: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     train_both(folder, tmp_path, **{"max_steps": 2, **changes})
+
+
+def test_settings_come_from_the_environment(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One import changes in a script, and nothing else."""
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocated('optimizer_step')")
+    monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
+    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", max_steps=2, sync_ref_model=True), folder)
+    own.train()
+    ours = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path / "ours", max_steps=2, sync_ref_model=True), folder)
+    ours.train()
+    assert_same(ours, own)
+    assert ours.manager.settings.phases.keys() == {"distill", "sync_ref"}
+    assert ours.manager.snapshot().peak_bytes > 0
+    assert_nothing_resident(ours.manager)
 
 
 @pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
@@ -483,6 +498,32 @@ def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path
     manager = Manager(device=SimulatedDevice(capacity_bytes=16 << 20))
     with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.trl\.PHASES\)"):
         make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, sync_ref_model=True), folder, manager=manager)
+
+
+def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
+    """The trainer refuses to train, and nothing stays registered."""
+    from transformers import Qwen2ForSequenceClassification
+
+    model, judge = hf.model_from(folder), Qwen2ForSequenceClassification(hf.config(num_labels=1))
+    judge.model.embed_tokens.weight = model.model.embed_tokens.weight
+    manager = manager_for()
+    funcs = {"reward_funcs": judge, "reward_processing_classes": hf.tokenizer()}
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager, **{"model": model, **funcs})
+    with pytest.raises(RegistrationError, match="'reward'"):
+        trainer.train()
+    assert not manager.handles
+    assert torch.isfinite(model.model.embed_tokens.weight).all()
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"), [("is_fsdp_enabled", "run one process or DDP"), ("is_deepspeed_enabled", "DeepSpeed's own offload")]
+)
+def test_what_places_models_itself_is_refused(folder: str, tmp_path: Path, flag: str, advice: str) -> None:
+    """accelerate turns neither of them on without a GPU, so the trainer is told afterwards that it did."""
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager_for())
+    setattr(trainer, flag, True)
+    with pytest.raises(ValueError, match=rf"use TRL's own GRPOTrainer.*{advice}"):
+        placed._refuse(trainer)
 
 
 def test_continuous_batching_is_refused(folder: str, tmp_path: Path) -> None:
