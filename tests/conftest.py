@@ -40,7 +40,10 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir(_MEMORY) and shut
 COUNTED = "counted"
 _WATCHED = pytest.StashKey[nothing_left.Watched]()
 _looked_at: dict[str, int] = {}
-_FRAMEWORK = re.compile(r"No module named '((?:accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|peft|ray|torchao|veomni)\b[^']*)'")
+_FRAMEWORK = re.compile(
+    r"No module named '((?:accelerate|bitsandbytes|datasets|deepspeed|dill|megatron|megatron_fsdp|multiprocess|pandas|peft|pyarrow|ray|"
+    r"torchao|trl|veomni|xxhash)\b[^']*)'"
+)
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 
 

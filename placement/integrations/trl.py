@@ -41,12 +41,13 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         args, keywords: those of TRL's trainer.
 
     Raises:
-        ValueError: the trainer is set up in a way that is not covered (see `_refuse`), or `manager` lacks the phase `sync_ref`.
+        ValueError: FSDP, DeepSpeed or transformers' continuous batching is switched on, which is not covered; or `manager` lacks the
+            phase `sync_ref`.
     """
 
     def __init__(self, *args: Any, manager: Manager | None = None, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        _refuse(self)
+        self._refuse_what_is_not_covered()
         if manager is None:
             settings = Settings.from_any(None)
             manager = Manager.from_settings(settings, phases={**PHASES, **settings.phases})
@@ -65,6 +66,23 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SyncRefModelCallback):
                 callback.sync_target_model = self._in_sync_ref(callback.sync_target_model)
+
+    def _refuse_what_is_not_covered(self) -> None:
+        """Refuse before anything is placed.
+
+        Raises:
+            ValueError: FSDP, DeepSpeed, or transformers' continuous batching is switched on.
+        """
+        own = f"use TRL's own {next(each.__name__ for each in type(self).__mro__ if each.__module__.startswith('trl.'))}"
+        if self.is_deepspeed_enabled:
+            raise ValueError(f"DeepSpeed places the models itself: {own}, with DeepSpeed's own offload, or run without DeepSpeed")
+        if self.is_fsdp_enabled:
+            raise ValueError(f"accelerate's FSDP is not covered by a placed trainer: {own} with it, or run one process or DDP without FSDP")
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching is not covered: it may cast the actor, which moves its tensors. Leave it out, or "
+                "use vLLM (use_vllm=True, vllm_mode='colocate', vllm_enable_sleep_mode=True)"
+            )
 
     # --- what is registered
 
@@ -247,21 +265,3 @@ class PlacedRLOOTrainer(_PlacedTrainer, RLOOTrainer):  # type: ignore[misc] # TR
 
 def _stay(phase: str) -> None:
     """Switch to no phase: nothing is placed."""
-
-
-def _refuse(trainer: Any) -> None:
-    """Refuse what is not covered, before anything is placed.
-
-    Raises:
-        ValueError: FSDP, DeepSpeed, or transformers' continuous batching is switched on.
-    """
-    own = f"use TRL's own {next(each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith('trl.'))}"
-    if trainer.is_deepspeed_enabled:
-        raise ValueError(f"DeepSpeed places the models itself: {own}, with DeepSpeed's own offload, or run without DeepSpeed")
-    if trainer.is_fsdp_enabled:
-        raise ValueError(f"accelerate's FSDP is not covered by a placed trainer: {own} with it, or run one process or DDP without FSDP")
-    if trainer.use_transformers_continuous_batching:
-        raise ValueError(
-            "use_transformers_continuous_batching is not covered: it may cast the actor, which moves its tensors. Leave it out, or "
-            "use vLLM (use_vllm=True, vllm_mode='colocate', vllm_enable_sleep_mode=True)"
-        )
