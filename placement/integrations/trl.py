@@ -3,7 +3,7 @@
     from placement.integrations.trl import PlacedGRPOTrainer as GRPOTrainer
 
 During `train()` the actor, its optimizer, the reference, reward models and a colocated vLLM take turns on the device. One phase stays
-open for the whole of an optimizer step and switches as TRL goes on: rollout, log_prob, ref_log_prob, reward, train, optimizer_step.
+open and switches as TRL goes on: rollout, log_prob, reward, train, optimizer_step.
 Checked against TRL 1.16.0 (trl/trainer/grpo_trainer.py, rloo_trainer.py, trl/generation/vllm_generation.py) and transformers 5.23.0.
 """
 
@@ -137,12 +137,14 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     # --- a step
 
     def _inner_training_loop(self, batch_size: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Train. An exception, an interrupt too, ends the open phase before it goes on."""
+        """Train. The open phase ends here and not with each step: what the next step needs stays on the device."""
         try:
-            return super()._inner_training_loop(batch_size, *args, **keywords)
+            result = super()._inner_training_loop(batch_size, *args, **keywords)
         except BaseException as error:
             self._turns.over(error)
             raise
+        self._turns.over()
+        return result
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
         """Generate, tool calls included, in the phase `rollout`; with a colocated vLLM after a `weight_sync`."""
@@ -163,10 +165,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         compute = super()._get_per_token_logps_and_entropies
         if torch.is_grad_enabled() and self._turns.phase == "train":
             return compute(model, *args, **keywords)  # a part of the loss
-        if model is self.ref_model:
-            with self._turn("ref_log_prob"):
-                return compute(model, *args, **keywords)
-        with self._turn("log_prob", only=[_ACTOR]):
+        # The actor stays beside the reference: it is needed before and after, and the training phase needs more memory than both.
+        with self._turn("log_prob", only=None if model is self.ref_model else [_ACTOR]):
             return compute(model, *args, **keywords)
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Any:
@@ -189,11 +189,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             sync(*args, **keywords)
 
         return in_sync_ref
-
-    def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> Any:
-        """The step is over here: every callback has seen its end, with the model on the device."""
-        self._turns.over()
-        return super()._maybe_log_save_evaluate(*args, **keywords)
 
     @contextmanager
     def _turn(self, phase: str, only: list[str] | None = None) -> Iterator[Callable[[str], None]]:

@@ -44,10 +44,10 @@ def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
     assert_same(ours, own)
     assert watch.seen == {
         "_generate_single_turn": {frozenset({"actor"})},
-        "forward": {frozenset({"ref"})},
+        "forward": {frozenset({"actor", "ref"})},
         "_compute_loss": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},  # no moments before the first step
         "_clip_grad_norm": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
-        "log": {frozenset()},
+        "log": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
     }
 
 
