@@ -97,6 +97,9 @@ class ReadOnly(dict[_K, _V]):
         return type(self), (dict(self),)
 
 
+NO_TAGS: Mapping[str, int] = ReadOnly()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandleView:
     """The facts about one handle that a policy may use."""
@@ -119,13 +122,14 @@ class HandleView:
     built: bool = True
     kept: bool = False
     """Whether `phase.keep` carried the handle's residency over the end of an earlier phase."""
-    tags: Mapping[str, int] = field(default_factory=dict, hash=False)
+    tags: Mapping[str, int] = field(default_factory=lambda: NO_TAGS, hash=False)
     """Device bytes by tag, for an engine that can be on the device in part. 0: not known yet."""
     resident_tags: frozenset[str] = frozenset()
     """The tags that are on the device now."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", ReadOnly(self.tags))
+        if type(self.tags) is not ReadOnly:
+            object.__setattr__(self, "tags", ReadOnly(self.tags))
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,14 +138,10 @@ class Reconciler:
 
     def _finish(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop gradients on the device that the plan drops, and note new host copies for verification."""
-        for handle in handles:
+        dropping = self._mover.transition.dropping
+        for handle in handles if dropping else ():
             holding = handle.holding
-            if (
-                holding is not None
-                and holding in self._mover.transition.dropping
-                and handle.state is not State.TRAINING
-                and holding.on_device
-            ):
+            if holding is not None and holding in dropping and handle.state is not State.TRAINING and holding.on_device:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
         self._mover.verifier.note(handle.holding for handle in handles if handle.holding is not None)

@@ -306,6 +306,8 @@ class PhaseStack:
     def _require_leavable(self, phase: Opener) -> OpenPhase:
         """The phase, if it is a hold or has only holds inside it."""
         opened = self._require_open(phase, "leave")
+        if opened is self.open_phases[-1]:
+            return opened
         inner = self.open_phases[self.open_phases.index(opened) + 1 :]
         return opened if opened.in_any_order or all(each.in_any_order for each in inner) else self._require_innermost(phase, "leave")
 
@@ -365,8 +367,10 @@ class PhaseStack:
 
     def _abandoned(self) -> OpenPhase | None:
         """An abandoned phase that can be left now."""
-        innermost_first = reversed(self.open_phases)
-        return next((each for each in innermost_first if each.is_abandoned and (each is self.open_phases[-1] or each.in_any_order)), None)
+        for each in self.open_phases:
+            if each.is_abandoned and (each.in_any_order or each is self.open_phases[-1]):
+                return each
+        return None
 
     def _sweep_gone(self) -> None:
         while self._gone:

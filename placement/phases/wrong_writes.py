@@ -120,8 +120,9 @@ class WrongWrites:
 
     def _offloaded(self) -> Iterator[tuple[Handle, ManagedStorage]]:
         for handle in self._handles.values():
-            if (holding := handle.holding) is not None and holding.is_offloaded:
-                yield handle, holding
+            storage = handle.storage
+            if isinstance(storage, ManagedStorage) and not storage.on_device:
+                yield handle, storage
 
 
 def _listed(names: Sequence[str]) -> str:

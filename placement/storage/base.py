@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from placement.core.errors import IntegrityError
-from placement.core.states import State
+from placement.core.states import NO_TAGS, State
 from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Storage(abc.ABC):
 
     def bytes_by_tag(self) -> Mapping[str, int]:
         """Device bytes of each tag; 0 while the figure is not known."""
-        return {}
+        return NO_TAGS
 
     @property
     def keeps_weights(self) -> bool:

@@ -101,6 +101,26 @@ def test_vllm_and_lora(folder: str, tmp_path: Path, engines: Callable[[str], Gen
     assert_nothing_resident(manager)
 
 
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_vllm_that_does_not_sleep(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM], kind: str) -> None:
+    """The engine is TRL's alone. TRL merges adapters in the actor and takes the merge back, also with the rounding that this leaves."""
+    keywords: dict[str, Any] = {}
+    if kind == "lora":
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        keywords["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    manager = on_device_of(tmp_path, "ours")
+    trainers = []
+    for whose, cls in (("own", trl.GRPOTrainer), ("ours", placed.PlacedGRPOTrainer)):
+        llm = engines(whose)
+        config = grpo_config(tmp_path / "out", **{**VLLM, "vllm_enable_sleep_mode": False})
+        trainers.append(make(cls, config, folder, **keywords, **({"manager": manager} if whose == "ours" else {})))
+        trainers[-1].train()
+        assert llm.accidents == []
+    own, ours = trainers
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
 def test_vllm_that_fails_and_goes_on(folder: str, tmp_path: Path, engines: Callable[[str], GeneratingLLM]) -> None:
     llm, manager = engines("ours"), on_device_of(tmp_path, "ours")
     trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, **VLLM), folder, manager=manager)

@@ -22,6 +22,8 @@ from tests.model.shadow import Shadow
 from tests.model.values import ANY, is_engine, is_held_by_its_user, is_module, is_not_stepped, is_stepped, may_change, when
 from tests.support.seeds import seed
 
+pytestmark = pytest.mark.timeout(400)  # a minute, where nothing else runs
+
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
 
 

@@ -51,6 +51,9 @@ class FakeDriver(ModuleType):
             CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1,
             CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=102,
             CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM=91,
+            CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID=50,
+            CU_DEVICE_ATTRIBUTE_PCI_BUS_ID=33,
+            CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID=34,
         )
         for name in ("Type", "Granularity_flags"):
             setattr(self, f"CUmemAllocation{name}", anything)

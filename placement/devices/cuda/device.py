@@ -23,6 +23,7 @@ from placement.devices.cuda.lifetime import Life, Lives, uninterrupted
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
+from placement.devices.host import numa
 from placement.devices.host.reserve import Register
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span
@@ -77,6 +78,7 @@ class CudaDevice(Device):
         self._poison: Poison | None = None
         self._answers: Answers | None = None
         self._pinning = Pinning(self._driver)
+        self._place = numa.placing(self.name, self._driver.pci_address)
         self._streams: dict[Direction, Any] = {
             "to_device": torch.cuda.Stream(self.torch_device),
             "to_host": torch.cuda.Stream(self.torch_device),
@@ -96,10 +98,10 @@ class CudaDevice(Device):
         return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
 
     def host(self, nbytes: int) -> HostSlab:
-        return Slab(nbytes, register=self._pin, unregister=self._pinning.unpin)
+        return Slab(nbytes, self._pin, self._pinning.unpin, self._place)
 
     def shared_host(self, file: int, nbytes: int, own: Sequence[tuple[int, int]], extra_bytes: int) -> SharedSlab:
-        return MappedSlab(file, nbytes, own, extra_bytes, register=self._pin, unregister=self._pinning.unpin)
+        return MappedSlab(file, nbytes, own, extra_bytes, self._pin, self._pinning.unpin, self._place)
 
     def _words(self, nbytes: int) -> HostWords:
         """A few words of host memory for answers of kernels."""

@@ -86,6 +86,14 @@ class Driver:
         option = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self.call("cuMemGetAllocationGranularity", self.property, option))
 
+    @property
+    def pci_address(self) -> str:
+        """Domain, bus, device and function, as the kernel names the GPU: "0000:3b:00.0"."""
+        names = ("DOMAIN", "BUS", "DEVICE")
+        attributes = [getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_PCI_{name}_ID") for name in names]
+        domain, bus, device = (int(self.call("cuDeviceGetAttribute", attribute, self._ordinal)) for attribute in attributes)
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
     def _locate(self, location: Any, index: int) -> None:
         location.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = index

@@ -18,7 +18,7 @@ from placement.core.errors import HostMemoryError
 from placement.devices.base import SharedSlab
 from placement.devices.host.available import available_bytes
 from placement.devices.host.reserve import Register, Reservation, promised_bytes
-from placement.devices.host.slab import PAGE, READ_WRITE, check_span, map_for_life, populate, round_up, tensor_at
+from placement.devices.host.slab import PAGE, READ_WRITE, Place, check_span, map_for_life, populate, round_up, tensor_at
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class MappedSlab(SharedSlab):
     """A shared host copy, see `Device.shared_host`.
 
     Args:
-        register, unregister: see `Slab`.
+        register, unregister, place: see `Slab`. Each process places its own share.
 
     Raises:
         HostMemoryError: the machine or the control group does not have this process's share.
@@ -80,6 +80,7 @@ class MappedSlab(SharedSlab):
         extra_bytes: int,
         register: Register | None = None,
         unregister: Callable[[int], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         self.nbytes = nbytes
         self._size = round_up(nbytes, PAGE)
@@ -93,6 +94,8 @@ class MappedSlab(SharedSlab):
                 raise HostMemoryError(f"host memory: asked for {self._own_bytes:,} bytes of a shared copy, {available:,} available")
             self.address = map_for_life(memory, self._size + extra_bytes, READ_WRITE, mmap.MAP_SHARED, memory.undo, file=file)
             for offset, length in own:
+                if place is not None:
+                    place(self.address + offset, length)
                 populate(self.address + offset, length)
         except OSError as error:
             raise HostMemoryError(f"host memory: cannot allocate {self._own_bytes:,} bytes of a shared copy: {error.strerror}") from error

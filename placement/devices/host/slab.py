@@ -32,6 +32,9 @@ _HUGE_PAGE = 2 << 20
 _TOUCH_STEP = 32 << 20
 """The bytes touched in one call. During it no other thread of the process can map or unmap memory."""
 
+Place = Callable[[int, int], object]
+"""(address, bytes) -> ignored."""
+
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 libc.mmap.restype = ctypes.c_void_p
@@ -130,12 +133,19 @@ class Slab(HostSlab):
         register: pins `(address, nbytes)` for a device; returns None, or the reason for a failure. Called on background threads for
             spans of at most `SPAN_BYTES`. Spans that it refuses stay pageable.
         unregister: undoes `register`, given the address. Called before the memory is freed, also for a `register` that raised.
+        place: chooses where `(address, nbytes)` will be allocated, such as `numa.prefer`. Called before the memory is touched.
 
     Raises:
         HostMemoryError: the machine or the control group does not have that much, counting what other slabs will still allocate.
     """
 
-    def __init__(self, nbytes: int, register: Register | None = None, unregister: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        register: Register | None = None,
+        unregister: Callable[[int], None] | None = None,
+        place: Place | None = None,
+    ) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
         self.nbytes = nbytes
@@ -146,6 +156,8 @@ class Slab(HostSlab):
         try:
             if nbytes:
                 self.address = _map(memory, size)
+                if place is not None:
+                    place(self.address, size)
             # A kernel before 5.14 cannot touch without overwriting, so the memory is touched now, before anybody writes to it.
             is_touched = register is None or nbytes == 0 or libc.madvise(self.address, PAGE, MADV_POPULATE_WRITE) != 0
             if is_touched:
