@@ -68,6 +68,7 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
 
         Raises:
             ValueError: several ranks or GPUs train together, or DeepSpeed does.
+            RegistrationError: a model cannot be registered; everything is as before.
         """
         if args.parallel_mode is not ParallelMode.NOT_PARALLEL or args.deepspeed:
             raise ValueError(
@@ -75,12 +76,15 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
                 "Register trainer.model_wrapped and trainer.optimizer with a Manager yourself, or leave the callback out"
             )
         self.close()  # an earlier train() raised
-        self.manager.register(_MODEL, model, role="actor")
-        self.manager.register(_OPTIMIZER, optimizer)
-        for role, module in self._frozen.items():
-            self.manager.register(role, module, role=role, readonly=True)
-        if args.eval_on_start:
-            self._evaluate()
+        try:
+            self.manager.register(_MODEL, model, role="actor")
+            self.manager.register(_OPTIMIZER, optimizer)
+            for role, module in self._frozen.items():
+                self.manager.register(role, module, role=role, readonly=True)
+            self._evaluate()  # a trainer may evaluate before its first step
+        except BaseException as error:
+            self.close(error)
+            raise
 
     def on_step_begin(self, *args: Any, **keywords: Any) -> None:
         """Forward and backward come next."""
@@ -116,8 +120,8 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         self._show_frozen()
 
     def _show_frozen(self) -> None:
-        if self._frozen:
-            self._around_frozen.to("frozen", only=[*self._frozen])
+        if frozen := [role for role in self._frozen if role in self.manager.handles]:
+            self._around_frozen.to("frozen", only=frozen)
 
     # --- the end
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from placement import Manager
+from placement import Manager, RegistrationError, State
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
@@ -109,7 +109,10 @@ def test_a_frozen_reward_model(folder: str, tmp_path: Path, policy: str) -> None
     with ours.PlacementCallback(manager, reward=reward) as callback:
         trainer = Rewarded(folder, tmp_path / "ours", callback, reward, watch, **EVALUATED, **BEST).trainer
         trainer.add_callback(AtSteps)
+        load, states = trainer._load_best_model, []
+        trainer._load_best_model = lambda: (states.append(manager.handles["actor"].state), load())
         trainer.train()
+        assert states == [State.TRAINING]  # the values change
         assert not manager.handles
     assert_same(trainer, own)
     model, moments = frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})
@@ -200,6 +203,28 @@ def test_what_does_not_fit_in_the_end_stays_on_the_host(folder: str, tmp_path: P
     assert not manager.handles
     assert_nothing_resident(manager)
     assert_same(trainer, own)
+
+
+def test_a_frozen_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
+    """It shares a weight with the model. The trainer does not train, and everything is as before."""
+    manager, reward = manager_for(), reward_model()
+    callback = ours.PlacementCallback(manager, reward=reward)
+    trainer = Rewarded(folder, tmp_path, callback, reward).trainer
+    reward.model.embed_tokens.weight = trainer.model.model.embed_tokens.weight
+    with pytest.raises(RegistrationError, match="'reward'"):
+        trainer.train()
+    assert not manager.handles
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_several_ranks_are_refused(folder: str, tmp_path: Path) -> None:
+    trainer = Rewarded(folder, tmp_path, callback := ours.PlacementCallback(manager_for())).trainer
+    trainer.args.deepspeed = "config.json"
+    with pytest.raises(ValueError, match=r"Register trainer\.model_wrapped and trainer\.optimizer with a Manager"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=None)
+    assert not callback.manager.handles
 
 
 def test_wrong_use(folder: str, tmp_path: Path) -> None:

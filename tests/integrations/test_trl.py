@@ -99,10 +99,10 @@ def test_settings_come_from_the_environment(folder: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("policy", ["resident", "colocated('optimizer_step', drop_gradients=True)"])
 def test_other_policies(folder: str, tmp_path: Path, policy: str) -> None:
     """With gradients of an unfinished step around, which must not be dropped."""
-    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", steps_per_generation=1, max_steps=2), folder)
+    own = make(trl.GRPOTrainer, grpo_config(tmp_path / "own", steps_per_generation=1, num_iterations=1, max_steps=2), folder)
     own.train()
     manager = manager_for(policy=policy)
-    config = grpo_config(tmp_path / "ours", steps_per_generation=1, max_steps=2)
+    config = grpo_config(tmp_path / "ours", steps_per_generation=1, num_iterations=1, max_steps=2)
     ours = make(placed.PlacedGRPOTrainer, config, folder, manager=manager)
     ours.train()
     assert_same(ours, own)
