@@ -114,7 +114,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
     @property
     def _is_placed(self) -> bool:
         """Whether the models take turns: not before the first `train()`, and not after `manager.close()`."""
-        return _ACTOR in self.manager.handles
+        actor = self.manager.handles.get(_ACTOR)
+        return actor is not None and actor.object is self.model_wrapped
 
     def _take_engine(self) -> None:
         """Register the colocated vLLM, which sleeps now, and keep TRL from sleeping and waking it by itself."""
