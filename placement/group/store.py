@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from placement.core.errors import CoordinatorLost
 from placement.group.agreement import DEADLINE_SECONDS, Group
@@ -104,8 +104,15 @@ class StoreGroup(Group):
         super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
 
 
-def from_environment(*, deadline_seconds: float = DEADLINE_SECONDS, environment: Mapping[str, str] = os.environ) -> StoreGroup:
+def from_environment(
+    name: str = "", *, deadline_seconds: float = DEADLINE_SECONDS, environment: Mapping[str, str] = os.environ
+) -> StoreGroup:
     """The group of a torchrun job: its ranks and its store, with its restart count as generation.
+
+    Args:
+        name: tells several groups of the same ranks apart, where a process has several managers.
+        deadline_seconds: see `Group`.
+        environment: where torchrun's variables are.
 
     Raises:
         ValueError: torchrun's variables are not set.
@@ -125,4 +132,5 @@ def from_environment(*, deadline_seconds: float = DEADLINE_SECONDS, environment:
     except RuntimeError as error:
         raise ValueError(f"cannot reach a store at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}") from error
     generation = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return StoreGroup(store, rank, world_size, deadline_seconds, generation=generation)
+    named = PrefixStore(name, store) if name else store
+    return StoreGroup(named, rank, world_size, deadline_seconds, generation=generation)

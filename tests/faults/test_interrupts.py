@@ -181,6 +181,25 @@ class EnterLeave(Case):
         super().check()
 
 
+class Holds(Case):
+    """Two holds that are opened, and released in the order in which they were opened; the second by an iterator."""
+
+    def run(self, tracing: Tracing) -> None:
+        self.held: list[Any] = []
+        tracing.on()
+        self.held.append(self.manager.hold("train", only=["actor"]))
+        self.held.append(self.manager.hold("rollout", only=["rollout"]).around(range(2)))
+        self.held[0].release()
+        list(self.held[1])
+        tracing.off()
+
+    def check(self) -> None:
+        for held in self.held:
+            (held.release if isinstance(held, placement.Hold) else held.close)()  # again, where it was released before
+        self.held.clear()
+        super().check()
+
+
 class Extra(Case):
     """A module with a tied weight and a view of a buffer that comes and goes."""
 
@@ -406,7 +425,7 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
 
 
 OPERATIONS: list[type[Case]] = [
-    Entry, EnterLeave, Switch, Nested, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase, BuildLazy,
+    Entry, EnterLeave, Switch, Nested, Holds, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase, BuildLazy,
     ComputedStateDict, TakenOver,
 ]  # fmt: skip
 

@@ -50,8 +50,9 @@ with socket.create_server(("127.0.0.1", 0)) as free:
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 dist.init_process_group("gloo")  # without torchrun its rank 0 serves the store
 group = from_environment(deadline_seconds=30)
+other = from_environment("critic", deadline_seconds=30)
 dist.destroy_process_group()
-print(group.propose("enter train", 7))
+print(group.propose("enter train", 7), other.propose("enter values", 8))
 """
 
 
@@ -183,7 +184,7 @@ def test_a_failpoint_acts_at_its_passage_once() -> None:
 
 def test_the_environment_of_a_launcher_that_is_not_torchrun_after_init_process_group() -> None:
     done = subprocess.run([sys.executable, "-c", AFTER_TORCH], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("7 8\n", 0), done.stderr
 
 
 def test_a_server_in_this_process_lives_as_long_as_the_group() -> None:

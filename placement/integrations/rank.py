@@ -1,0 +1,33 @@
+"""The manager of one rank, for frameworks that start their ranks themselves."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from placement.core.settings import Settings
+from placement.manager import Manager
+
+POLICY = "colocated(drop_gradients=True)"
+"""The default policy. The frameworks zero all gradients before each step, so that gradients need not move with their model."""
+
+
+def manager_of_this_rank(**defaults: Any) -> Manager:
+    """A manager with the settings of the environment (`PLACEMENT_*`), in the group of all ranks if there are several.
+
+    The ranks are those of `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, which the frameworks set before they start
+    torch.distributed.
+
+    Args:
+        defaults: keywords of `Manager`, for what the environment does not set.
+
+    Raises:
+        ValueError: a setting is invalid, or there are several ranks and one of these variables is not set.
+        CoordinatorLost: the store of the ranks does not answer.
+    """
+    given = {"policy": POLICY, **defaults, **Settings.from_any(None).model_dump(exclude_unset=True)}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "group" not in given:
+        from placement.group import from_environment
+
+        given["group"] = from_environment()
+    return Manager(**given)
