@@ -109,7 +109,6 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         modules = {id(each): each for each in self.reward_funcs if isinstance(each, torch.nn.Module)}
         for number, module in enumerate(modules.values()):
             register(f"reward.{number}" if number else "reward", module, role="reward", readonly=True, replace=True)
-        self._has_reward_models = bool(modules)
 
     @property
     def _is_placed(self) -> bool:
@@ -171,7 +170,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             return compute(model, *args, **keywords)
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Any:
-        if not self._is_placed or not self._has_reward_models:
+        if not any(handle.role == "reward" for handle in self.manager.handles.values()):  # TRL's, or one that the user registered
             return super()._calculate_rewards(*args, **keywords)
         with self._turn("reward"):
             return super()._calculate_rewards(*args, **keywords)

@@ -127,6 +127,23 @@ def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
     assert ours.ref_model is None
 
 
+def test_a_model_that_a_reward_function_calls(folder: str, tmp_path: Path) -> None:
+    """The user registers it with the trainer's manager; it is on the device when the function runs, and not otherwise."""
+    manager, judge = manager_for(), torch.nn.Linear(4, 1)
+    watch = Watch(manager)
+
+    def judged(completions: list[str], **_: Any) -> list[float]:
+        watch.look("reward")
+        with torch.no_grad():
+            return [float(judge(torch.full((4,), float(len(text))))) for text in completions]
+
+    manager.register("judge", judge, role="reward", readonly=True)
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, reward_funcs=judged, manager=manager)
+    trainer.train()
+    assert watch.seen == {"reward": {frozenset({"judge"})}}
+    assert_nothing_resident(manager)
+
+
 def test_a_reward_model(folder: str, tmp_path: Path) -> None:
     def reward() -> Any:
         from transformers import Qwen2ForSequenceClassification
