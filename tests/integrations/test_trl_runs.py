@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from placement import DeviceMemoryError, Manager, RegistrationError
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.integrations import trl_jobs as jobs
-from tests.integrations.trl_jobs import LAUNCHED, assert_same, digits, grpo_config, make, manager_for, placed, train, train_both, trl
+from tests.integrations import trl_worker as worker
+from tests.integrations.trl_jobs import assert_same, digits, grpo_config, make, manager_for, placed, train, train_both, trl
 from tests.support import huggingface as hf
 from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
 
 needs("trl")
 needs("accelerate")
@@ -95,26 +96,11 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
 # --- DistributedDataParallel
 
 
-def test_ddp(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process group of one rank, as a launcher makes it. The reducer's buckets leave the device with the gradients."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    for name, value in zip(LAUNCHED, ("0", "0", "1", "127.0.0.1", port), strict=True):
-        monkeypatch.setenv(name, value)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        ours, _ = train_both(folder, tmp_path, ddp_backend="gloo", ddp_find_unused_parameters=False, max_steps=3)
-        assert type(ours.model_wrapped).__name__ == "DistributedDataParallel"
-        assert ours.model_wrapped.gradient_as_bucket_view
-        ours.manager.close()
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
+@pytest.mark.parametrize("together", [False, True], ids=["each alone", "together"])
+def test_two_ranks(folder: str, tmp_path: Path, two_ranks: Ranks, together: bool) -> None:
+    """Gradients lie in the reducer's buckets, which leave the device with the model."""
+    answers = two_ranks.run(worker.trains_alike, folder, str(tmp_path), together)
+    assert answers == [(3, ["DistributedDataParallel"] * 2)] * 2
 
 
 # --- what fails

@@ -44,6 +44,7 @@ _TOGETHER = {
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _IMPORTS = {
     "peft": ("peft",),
+    "trl": ("trl.trainer.grpo_trainer",),
     "megatron": ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer"),
 }
 """What ranks of these import that takes seconds."""
