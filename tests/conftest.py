@@ -40,7 +40,10 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir(_MEMORY) and shut
 COUNTED = "counted"
 _WATCHED = pytest.StashKey[nothing_left.Watched]()
 _looked_at: dict[str, int] = {}
-_PACKAGES = "accelerate|bitsandbytes|deepspeed|megatron|megatron_fsdp|omegaconf|peft|ray|tensordict|torchao|veomni|verl"
+_PACKAGES = (
+    "accelerate|bitsandbytes|datasets|deepspeed|dill|megatron|megatron_fsdp|multiprocess|omegaconf|pandas|peft|pyarrow|ray|tensordict|torchao|"
+    "trl|veomni|verl|xxhash"
+)
 _FRAMEWORK = re.compile(rf"No module named '((?:{_PACKAGES})\b[^']*)'")
 """Packages of tests/frameworks.txt, by the names under which they are imported."""
 

@@ -19,8 +19,8 @@ import torch
 
 from placement.core.errors import RegistrationError
 from placement.integrations.rank import manager_of_this_rank
+from placement.integrations.turns import Turns
 from placement.manager import Manager
-from placement.phases.hold import Hold
 
 if TYPE_CHECKING:
 
@@ -77,8 +77,8 @@ class PlacedPolicyWorker(_PolicyWorker):
     """
 
     placement: Manager | None = None
-    _hold: Hold | None = None
-    """The phase that the last hook began."""
+    _turns: Turns | None = None
+    """The phase that the last hook began. None until everything is built."""
     _is_leaving = False
     """Whether `offload_after_refit` runs, which calls `offload_before_refit`."""
 
@@ -110,7 +110,7 @@ class PlacedPolicyWorker(_PolicyWorker):
         manager.register("actor", self.model, role="actor")
         if getattr(self, "optimizer", None) is not None:
             manager.register("actor.optimizer", self.optimizer)  # type: ignore[attr-defined]
-        self.placement = manager
+        self.placement, self._turns = manager, Turns(manager)
 
     # --- the hooks: each begins or ends a phase
 
@@ -216,18 +216,16 @@ class PlacedPolicyWorker(_PolicyWorker):
     @property
     def _open(self) -> str | None:
         """The phase that a hook began and none has ended."""
-        return self._hold.name if self._hold is not None and self._hold.is_open else None
+        return None if self._turns is None else self._turns.phase
 
     def _turn_to(self, phase: str | None) -> None:
         """End the open phase and begin another one, or none."""
-        if self.placement is None or phase == self._open:
+        if self._turns is None:
             return
-        if self._hold is None or not self._hold.is_open:
-            self._hold = self.placement.hold(str(phase))
-        elif phase is None:
-            self._hold.release()
+        if phase is None:
+            self._turns.over()
         else:
-            self._hold.switch(phase)
+            self._turns.to(phase)
 
     def _in(self, phase: str) -> AbstractContextManager[Any]:
         """The phase for a `with` statement, unless the open one has all that it needs."""

@@ -32,8 +32,7 @@ class Hold:
     @property
     def is_open(self) -> bool:
         """Whether it has not been released yet."""
-        opened = self._phase._open
-        return opened is not None and not opened.is_abandoned
+        return self._phase.is_open
 
     def __repr__(self) -> str:
         return f"<hold {self.name!r}, {'open' if self.is_open else 'released'}>"

@@ -170,6 +170,12 @@ class PhaseContext(Phase):
     def _context(self) -> PhaseContext:
         return self  # not through the weak reference, which a garbage collection may have cleared before it calls __del__
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the phase is open. The stack is asked too, because an interrupt can come before `_open` is cleared."""
+        opened = self._open
+        return opened is not None and not opened.is_abandoned and opened in self._stack.open_phases
+
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised: see `PhaseStack.abandon`."""
         if self._open is not None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.docs.contexts import CONTEXTS, Tools
+from tests.docs import contexts, contexts_huggingface
+from tests.docs.contexts import Tools
 from tests.docs.pages import PAGES, Block, blocks
 
 GOES_ON, WITH, NAMES_ONLY = "goes on", "with ", "names only, "
 MOST_NAMES_ONLY = 3
+CONTEXTS = {**contexts.CONTEXTS, **contexts_huggingface.CONTEXTS}
 
 
 def python_blocks() -> list[Block]:

@@ -425,8 +425,8 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
 
 
 OPERATIONS: list[type[Case]] = [
-    Entry, EnterLeave, Switch, Nested, Holds, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase, BuildLazy,
-    ComputedStateDict, TakenOver,
+    Entry, EnterLeave, Switch, Nested, Holds, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase,
+    BuildLazy, ComputedStateDict, TakenOver,
 ]  # fmt: skip
 
 

@@ -26,6 +26,12 @@ _TOGETHER = {
         "tests/sharded/test_publish_lora.py",
         "tests/field_bugs/test_verl_6188_weight_sync.py",
     ),
+    "trl": (
+        "tests/integrations/test_transformers_trainer.py",
+        "tests/integrations/test_trl.py",
+        "tests/integrations/test_trl_runs.py",
+        "tests/integrations/test_trl_vllm.py",
+    ),
     "megatron": (
         "tests/sharded/test_megatron.py",
         "tests/sharded/test_megatron_fsdp.py",
@@ -42,6 +48,7 @@ _TOGETHER = {
 _SCOPES = {place: scope for scope, places in _TOGETHER.items() for place in places}
 _IMPORTS = {
     "peft": ("peft",),
+    "trl": ("trl.trainer.grpo_trainer",),
     "megatron": ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.transformer"),
     "verl": ("tests.integrations.verl.imported",),
 }

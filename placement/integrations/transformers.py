@@ -1,0 +1,160 @@
+"""A callback for transformers' `Trainer`: the model, its optimizer and frozen models take turns on the device.
+
+    from placement.integrations.transformers import PlacementCallback
+
+    with PlacementCallback(reward=reward_model) as callback:
+        trainer = Trainer(model, args, callbacks=[callback], ...)
+        trainer.train()
+
+A frozen model is on the device during forward and backward, and not while the optimizer steps. The optimizer is not on the device
+while the trainer evaluates. Checked against transformers 5.23.0 (transformers/trainer.py, transformers/trainer_callback.py).
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.training_args import ParallelMode
+
+from placement.core.errors import DeviceMemoryError
+from placement.core.journal import logger
+from placement.core.settings import Settings
+from placement.integrations.turns import Turns
+from placement.manager import Manager
+
+__all__ = ["PHASES", "PlacementCallback"]
+
+PHASES = {"frozen": ("ref", "reward", "teacher")}
+"""The phase of the callback that placement does not ship: `frozen`, in which models that are not trained are on the device."""
+
+_MODEL, _OPTIMIZER = "actor", "actor.optimizer"
+
+
+class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers is not followed by mypy
+    """Places the models of one `Trainer` from the beginning of `train()` to its end. Before and after, they are as the trainer has them.
+
+    Add it after callbacks of your own that ask for an evaluation. Use it in a `with` statement, or call `close` after an exception:
+    transformers tells callbacks nothing of one.
+
+    Args:
+        manager: the manager of this process. None: `Manager.from_settings()`, which reads the environment variables `PLACEMENT_*`.
+        frozen: modules that are used in the loss and not trained, by their roles: `ref=`, `reward=`, `teacher=`. Keep a reference to
+            them.
+
+    Raises:
+        ValueError: a role is none of these three, or `manager` lacks the phase `frozen`: make it with `Manager(phases=PHASES)`.
+    """
+
+    def __init__(self, manager: Manager | None = None, **frozen: torch.nn.Module) -> None:
+        if unknown := set(frozen) - set(PHASES["frozen"]):
+            raise ValueError(f"unknown role {', '.join(sorted(unknown))} of a frozen model: it is one of {', '.join(PHASES['frozen'])}")
+        if manager is None:
+            settings = Settings.from_any(None)
+            manager = Manager.from_settings(settings, phases={**PHASES, **settings.phases})
+        elif frozen and "frozen" not in manager.settings.phases:
+            raise ValueError(
+                "a manager for frozen models needs the phase 'frozen': make it with "
+                "Manager(phases=placement.integrations.transformers.PHASES)"
+            )
+        self.manager = manager
+        self._frozen = frozen
+        self._turns, self._around_frozen = Turns(manager), Turns(manager)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **keywords: Any) -> None:
+        """Register everything; accelerate has wrapped the optimizer, and a checkpoint is loaded.
+
+        Raises:
+            ValueError: several ranks or GPUs train together, or DeepSpeed does.
+            RegistrationError: a model cannot be registered; everything is as before.
+        """
+        if args.parallel_mode is not ParallelMode.NOT_PARALLEL or args.deepspeed:
+            raise ValueError(
+                "PlacementCallback is for a trainer of one process: it is not given the module that DDP, FSDP or DeepSpeed has made. "
+                "Register trainer.model_wrapped and trainer.optimizer with a Manager yourself, or leave the callback out"
+            )
+        self.close()  # an earlier train() raised
+        try:
+            self.manager.register(_MODEL, model, role="actor")
+            self.manager.register(_OPTIMIZER, optimizer)
+            for role, module in self._frozen.items():
+                self.manager.register(role, module, role=role, readonly=True)
+            self._evaluate()  # a trainer may evaluate before its first step
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def on_step_begin(self, *args: Any, **keywords: Any) -> None:
+        """Forward and backward come next."""
+        self._around_frozen.over()
+        self._turns.to("train")
+        self._show_frozen()
+
+    def on_pre_optimizer_step(self, *args: Any, **keywords: Any) -> None:
+        """The gradients are complete and clipped."""
+        self._around_frozen.over()
+        self._turns.to("optimizer_step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        """The step is over. Without an evaluation everything stays for the next one."""
+        if control.should_evaluate:
+            self._evaluate()
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **keywords: Any) -> None:
+        """The last lines of a training are logged before the best model is loaded."""
+        if args.load_best_model_at_end and "train_runtime" in (logs or {}) and _MODEL in self.manager.handles:
+            self._around_frozen.over()
+            self._turns.to("restore")
+
+    def on_train_end(self, *args: Any, **keywords: Any) -> None:
+        """Give everything back, as the trainer had it: on the device."""
+        self.close()
+
+    def _evaluate(self) -> None:
+        self._around_frozen.over()
+        self._turns.to("log_prob", only=[_MODEL])
+        self._show_frozen()
+
+    def _show_frozen(self) -> None:
+        if frozen := [role for role in self._frozen if role in self.manager.handles]:
+            self._around_frozen.to("frozen", only=frozen)
+
+    # --- the end
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the open phases and unregister what the callback has registered. Idempotent.
+
+        Everything is on the device then, as without placement. What does not fit there together stays in host memory, with a warning.
+
+        Args:
+            error: the exception that ended the training, if any. Failures of leaving become notes on it.
+        """
+        self._around_frozen.over(error)
+        self._turns.over(error)
+        if _MODEL not in self.manager.handles:
+            return
+        try:
+            self._turns.to("optimizer_step")
+            self._show_frozen()
+            self._forget()
+        except DeviceMemoryError as no_room:
+            logger.warning("after the training its models do not fit on the device together, so they are in host memory: %s", no_room)
+        finally:
+            self._around_frozen.over(error)
+            self._turns.over(error)
+            self._forget()
+
+    def _forget(self) -> None:
+        for name in (_OPTIMIZER, _MODEL, *self._frozen):
+            if name in self.manager.handles:
+                self.manager.unregister(name)
+
+    def __enter__(self) -> PlacementCallback:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(error)

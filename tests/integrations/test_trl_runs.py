@@ -1,0 +1,230 @@
+"""Placed trainers over several runs: checkpoints, evaluation, ranks, exceptions, and set-ups that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from placement import DeviceMemoryError, Manager, RegistrationError
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.integrations import trl_jobs as jobs
+from tests.integrations import trl_worker as worker
+from tests.integrations.trl_jobs import assert_same, digits, grpo_config, make, manager_for, placed, train, train_both, trl
+from tests.support import huggingface as hf
+from tests.support.frameworks import needs
+from tests.support.ranks import Ranks
+
+needs("trl")
+needs("accelerate")
+
+pytestmark = pytest.mark.filterwarnings(*jobs.QUIET)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return hf.saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "1")  # TRL sends telemetry otherwise
+
+
+# --- checkpoints, evaluation, several train() calls
+
+SAVING: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_reward",
+    "max_steps": 3,
+}
+
+
+def test_evaluation_checkpoints_and_the_best_model(folder: str, tmp_path: Path) -> None:
+    """Both save the same bytes, each resumes from the other's, and each trains a second time."""
+    evaluated = {"eval_dataset": hf.prompts()}
+    ours, own = train_both(folder, tmp_path, evaluated, **SAVING)
+    for name in ("model.safetensors", "optimizer.pt"):
+        saved = [_values(tmp_path / whose / "checkpoint-2" / name) for whose in ("ours", "own")]
+        hf.assert_same_bytes(*saved)
+    assert hf.moments_of(ours.optimizer)
+    resumed = []
+    for trainer, whose in ((ours, "own"), (own, "ours")):  # a second train() of each, from a checkpoint of the other
+        train(trainer, resume_from_checkpoint=str(tmp_path / whose / "checkpoint-2"))
+        resumed.append(trainer)
+    assert_same(*resumed)
+    assert_nothing_resident(ours.manager)
+    for trainer in (ours, own):
+        train(trainer)
+        trainer.evaluate()
+    assert_same(ours, own)
+    assert_nothing_resident(ours.manager)
+
+
+def test_new_trainers_resume(folder: str, tmp_path: Path) -> None:
+    """TRL's own one resumes from what the placed one has saved, and the other way round."""
+    manager = manager_for()
+    of_both = ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager}))
+    for cls, keywords in of_both:
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, save_strategy="steps", save_steps=2)
+        make(cls, config, folder, **keywords).train()
+    resumed = []
+    for (cls, keywords), other in zip(of_both, reversed(of_both), strict=True):
+        resumed.append(make(cls, grpo_config(tmp_path / "resumed", max_steps=3), folder, **keywords))
+        resumed[-1].train(resume_from_checkpoint=str(tmp_path / other[0].__name__ / "checkpoint-2"))
+    own, ours = resumed
+    assert ours.state.global_step == 3
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
+def _values(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(file))
+    return hf.tensors_in(torch.load(file, weights_only=True))
+
+
+# --- DistributedDataParallel
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["each alone", "together"])
+def test_two_ranks(folder: str, tmp_path: Path, two_ranks: Ranks, together: bool) -> None:
+    """Gradients lie in the reducer's buckets, which leave the device with the model."""
+    answers = two_ranks.run(worker.trains_alike, folder, str(tmp_path), together)
+    assert answers == [(3, ["DistributedDataParallel"] * 2)] * 2
+
+
+# --- what fails
+
+
+class Interrupting:
+    """A reward function that raises at its n-th call, once."""
+
+    __name__ = "interrupting"
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        self.error, self.left = error, at
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return digits(completions)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no reward"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_a_reward_function_that_raises(folder: str, tmp_path: Path, error: BaseException) -> None:
+    """In the second backward pass of a step, with gradients of the first. TRL's own trainer, treated alike, says how it goes on."""
+    manager = manager_for()
+    trainers = []
+    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager})):
+        config = grpo_config(tmp_path / cls.__name__, max_steps=2, steps_per_generation=1, num_iterations=1)
+        trainers.append(make(cls, config, folder, reward_funcs=Interrupting(error, at=4), **keywords))
+        with pytest.raises(type(error)):
+            trainers[-1].train()
+    assert manager.phase_name == "idle"
+    manager.check_integrity()
+    assert_nothing_resident(manager)
+    for trainer in trainers:
+        train(trainer)
+    own, ours = trainers
+    assert_same(ours, own)
+    assert_nothing_resident(manager)
+
+
+def test_an_interrupt_in_generate(folder: str, tmp_path: Path) -> None:
+    manager = manager_for()
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, manager=manager)
+    generate = trainer.model.generate
+
+    def interrupted(*args: Any, **keywords: Any) -> Any:
+        trainer.model.generate = generate
+        raise KeyboardInterrupt
+
+    trainer.model.generate = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert_nothing_resident(manager)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert_nothing_resident(manager)
+
+
+def test_no_memory_for_a_phase(folder: str, tmp_path: Path) -> None:
+    device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=4096))
+    manager = Manager(device=device)
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, max_steps=2), folder, manager=manager)
+    trainer.train()
+    device.fail("create", at=1)
+    with pytest.raises(DeviceMemoryError):
+        trainer.train()
+    device.clear()
+    assert_nothing_resident(manager)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+# --- what is refused
+
+
+def test_a_manager_without_the_phase_of_a_synced_reference(folder: str, tmp_path: Path) -> None:
+    manager = Manager(device=SimulatedDevice(capacity_bytes=16 << 20))
+    with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.trl\.PHASES\)"):
+        make(placed.PlacedGRPOTrainer, grpo_config(tmp_path, sync_ref_model=True), folder, manager=manager)
+
+
+def test_a_model_that_cannot_be_registered(folder: str, tmp_path: Path) -> None:
+    """The trainer refuses to train, and nothing stays registered."""
+    from transformers import Qwen2ForSequenceClassification
+
+    model, judge = hf.model_from(folder), Qwen2ForSequenceClassification(hf.config(num_labels=1))
+    judge.model.embed_tokens.weight = model.model.embed_tokens.weight
+    manager = manager_for()
+    funcs = {"reward_funcs": judge, "reward_processing_classes": hf.tokenizer()}
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager, **{"model": model, **funcs})
+    with pytest.raises(RegistrationError, match="'reward'"):
+        trainer.train()
+    assert not manager.handles
+    assert torch.isfinite(model.model.embed_tokens.weight).all()
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"), [("is_fsdp_enabled", "run one process or DDP"), ("is_deepspeed_enabled", "DeepSpeed's own offload")]
+)
+def test_what_places_models_itself_is_refused(folder: str, tmp_path: Path, flag: str, advice: str) -> None:
+    """accelerate turns neither of them on without a GPU, so the trainer is told afterwards that it did."""
+    trainer = make(placed.PlacedGRPOTrainer, grpo_config(tmp_path), folder, manager=manager_for())
+    setattr(trainer, flag, True)
+    with pytest.raises(ValueError, match=rf"use TRL's own GRPOTrainer.*{advice}"):
+        trainer._refuse_what_is_not_covered()
+
+
+def test_continuous_batching_is_refused(folder: str, tmp_path: Path) -> None:
+    config = grpo_config(tmp_path, use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching is not covered"):
+        make(placed.PlacedGRPOTrainer, config, folder, manager=manager_for())
+
+
+# --- the benchmark
+
+
+def test_the_benchmark_of_a_step(tmp_path: Path) -> None:
+    """It writes a result file. The models that take turns need fewer bytes than those that are all there; the results are the same."""
+    from bench import trl_step
+
+    trl_step.main(["--device", "simulated", "--size", "tiny", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "trl_step_simulated.json").read_text(encoding="utf-8"))["rows"]
+    found = {(row["system"], row["metric"]): row["value"] for row in rows}
+    assert {metric for _, metric in found} >= {"step", "bit-exact", "bytes to the host, a step"}
+    assert all(value == 1 for (_, metric), value in found.items() if metric == "bit-exact")
+    for phase in ("rollout", "log_prob", "train", "optimizer_step", "between steps"):
+        assert found["placement, colocated", f"peak bytes, {phase}"] < found["TRL", f"peak bytes, {phase}"]
