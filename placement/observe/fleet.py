@@ -21,6 +21,8 @@ _FRESH_SECONDS = 1.0
 _WATCHED_SECONDS = 15.0
 """How long the workers are polled after the last request. When nobody looks, polling stops."""
 _AT_ONCE = 16
+_PASSING = (PlacementError, OSError, RuntimeError, concurrent.futures.CancelledError)
+"""Errors of a folder that is being written, and of requests at shutdown."""
 
 
 def views_of(targets: Sequence[Target], pool: concurrent.futures.Executor) -> list[dict[str, Any]]:
@@ -83,7 +85,7 @@ class DiscoveryServer(HttpServer):
             self._asked_for.wait()
             try:
                 self._views = json.dumps(views_of(self._find(), self._pool)).encode()
-            except (PlacementError, OSError, RuntimeError) as error:  # a folder that is being written, or the pool at shutdown
+            except _PASSING as error:
                 self._views = json.dumps([{"name": "discovery", "labels": {}, "error": str(error)}]).encode()
             if time.monotonic() - self._last_asked > _WATCHED_SECONDS:
                 self._asked_for.clear()

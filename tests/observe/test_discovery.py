@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -181,3 +183,21 @@ def test_what_names_no_worker_is_an_error(tmp_path: Path, capsys: pytest.Capture
         find_targets([str(tmp_path / "nowhere")])
     assert main(["discover", str(tmp_path / "nowhere")]) == 1
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_server_that_is_closed_while_workers_hang_ends_its_thread_quietly() -> None:
+    """The requests that were still waiting are cancelled; an exception in the thread would fail this test."""
+    hanging: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        accepts = threading.Thread(target=lambda: hanging.extend(listening.accept()[0] for _ in range(16)), daemon=True)
+        accepts.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        workers = [Target(address=address, labels={"instance": f"worker {number}"}) for number in range(40)]
+        with DiscoveryServer(lambda: workers) as server:
+            urllib.request.urlopen(f"{server.url}/workers", timeout=10).read()
+            accepts.join(30)  # as many as are asked at once; the others wait
+        assert len(hanging) == 16
+        for each in hanging:
+            each.close()
+    server._asker.join(30)
+    assert not server._asker.is_alive()
