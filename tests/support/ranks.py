@@ -118,6 +118,13 @@ class Ranks:
         self._answers(START_SECONDS)
 
     def _answers(self, deadline_seconds: float, dies: int | None = None) -> list[Any]:
+        try:
+            return self._gathered(deadline_seconds, dies)
+        except BaseException:
+            self.close()  # an answer that comes after a timeout would be taken for that of the next call
+            raise
+
+    def _gathered(self, deadline_seconds: float, dies: int | None) -> list[Any]:
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while len(answers) + len(failures) < self.world_size:
@@ -137,6 +144,5 @@ class Ranks:
                     is_fine, value = rank == dies, None if rank == dies else "the process died"
                 (answers if is_fine else failures)[rank] = value
         if failures:
-            self.close()
             raise RankError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [answers[rank] for rank in range(self.world_size)]
