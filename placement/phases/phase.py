@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,9 @@ class Phase:
     line of `__exit__` has run. The phase is then left although the variable `phase` still exists.
     """
 
+    _is_finalizing = staticmethod(sys.is_finalizing)
+    """Whether the interpreter is exiting. Then nothing is left to move, and the names of modules may be gone: this one's class has its own."""
+
     def __init__(self, context: PhaseContext, name: str) -> None:
         self._weakly = weakref.ref(context)
         self._first_name = name
@@ -80,6 +84,8 @@ class Phase:
         return Phase(context, self._first_name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._is_finalizing():
+            return
         with self._in_open("leave", own=True, error=error) as context:
             context._stack.leave(context, error)
 
@@ -178,7 +184,7 @@ class PhaseContext(Phase):
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised: see `PhaseStack.abandon`."""
-        if self._open is not None:
+        if self._open is not None and not self._is_finalizing():
             self._stack.abandon(self)
 
     def __del__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -328,14 +327,10 @@ class PhaseStack:
 
     # --- phases and objects that were garbage-collected
 
-    def abandon(self, phase: Opener, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Leave a phase whose context was garbage-collected while open (a generator that never finished), now or at the next transition.
-
-        Args:
-            is_finalizing: whether the interpreter is exiting. Bound here, because the names of this module may be gone by then.
-        """
+    def abandon(self, phase: Opener) -> None:
+        """Leave a phase whose context was garbage-collected while open (a generator that never finished), now or at the next transition."""
         opened = phase._open
-        if opened is None or is_finalizing() or os.getpid() != self.lock.pid:
+        if opened is None or os.getpid() != self.lock.pid:
             return
         opened.is_abandoned = True
         self.lock.sweep_if_free()

@@ -40,10 +40,16 @@ def import_verl() -> None:
 
 
 def _leave_out_what_needs_a_gpu() -> None:
-    """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value models."""
+    """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value models.
+
+    Where TRL is installed, verl 0.9.1 also looks there for a model with a value head, which TRL 1.16 does not have any more.
+    """
     from transformers import AutoModelForTokenClassification
+    from verl.models.transformers import monkey_patch
+    from verl.utils import model
     from verl.workers.engine.fsdp import transformer_impl, utils
 
+    monkey_patch.is_trl_available = model.is_trl_available = lambda: False
     utils.get_device_name = lambda: "cpu"  # of meshes, for torch
     transformer_impl.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
     read = AutoModelForTokenClassification.from_pretrained
