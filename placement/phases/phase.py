@@ -53,7 +53,7 @@ class Phase:
     """
 
     _is_finalizing = staticmethod(sys.is_finalizing)
-    """Whether the interpreter is exiting. Then nothing is left to move, and the names of modules may be gone: this one's class has its own."""
+    """Whether the interpreter is exiting: nothing is left to move then, and the names of modules may be gone, so the class has its own."""
 
     def __init__(self, context: PhaseContext, name: str) -> None:
         self._weakly = weakref.ref(context)
