@@ -23,7 +23,7 @@ class Colocated:
     | `values`, `reward` | critic; reward |
     | `train`, `optimizer_step`, `restore` | every module that an optimizer steps, and the optimizers, all TRAINING |
     | `checkpoint` | nothing moves, the host copy is read; but FSDP1 gathers on the device, so its modules and their optimizers are loaded |
-    | a phase of `Settings.phases` | the modules and engines of its roles |
+    | a phase of `Settings.phases` | the modules and engines of its roles, GPU_RESIDENT or in the state that it names |
 
     A needed handle is GPU_RESIDENT unless the table says more. In `weight_sync` the engine is GPU_RESIDENT although its values change:
     TRAINING means writes by an optimizer, while an engine receives weights in that phase, so the manager allows its writes there. For

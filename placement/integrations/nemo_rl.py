@@ -109,7 +109,7 @@ class PlacedPolicyWorker(_PolicyWorker):
         manager = self.make_manager()
         manager.register("actor", self.model, role="actor")
         if getattr(self, "optimizer", None) is not None:
-            manager.register("actor.optimizer", self.optimizer)  # type: ignore[attr-defined]
+            manager.register("actor.optimizer", self.optimizer)  # type: ignore[attr-defined] # a worker that only infers has none
         self.placement, self._turns = manager, Turns(manager)
 
     # --- the hooks: each begins or ends a phase

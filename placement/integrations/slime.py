@@ -123,7 +123,7 @@ def train_actor_class() -> type[PlacedTrainActor]:
     """
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
-    class PlacedMegatronTrainRayActor(PlacedTrainActor, MegatronTrainRayActor):  # type: ignore[misc]
+    class PlacedMegatronTrainRayActor(PlacedTrainActor, MegatronTrainRayActor):  # type: ignore[misc] # slime has no types
         """slime's Megatron actor, placed by placement."""
 
     return PlacedMegatronTrainRayActor

@@ -22,7 +22,7 @@ else:
     _Engine = object
 
 
-class PlacedEngine(_Engine):  # type: ignore[misc]
+class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     """Registers the module and the optimizer that verl builds, and holds a phase wherever verl would load and offload them.
 
     verl's own flags `_is_offload_param` and `_is_offload_optimizer` are off, so that no line of verl moves anything. Every public method
