@@ -146,7 +146,8 @@ class PlanExecutor:
         """
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
         before = self._journal.num_changes
-        leaves = any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
+        is_there = self._reconciler.is_there(self._handles, within)
+        leaves = not is_there and any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
         try:
             # Zeroed gradients mean poison that is refilled now, and nothing may be loaded under the refilling. An offload waits for it
             # anyway.
@@ -154,11 +155,14 @@ class PlanExecutor:
                 self.writes.look_at_poison(wait=True)
         except Exception as error:
             failures.append(error)
-        failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=self._device.compare_poison)
+        if is_there:
+            self._reconciler.rest(self._handles)
+        else:
+            failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=self._device.compare_poison)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
-        self.left_behind = tuple(h for h in self._handles.values() if h.node[1] and not h.external and not plan.on_device(h.name))
+        self.left_behind = () if is_there and within is plan else self._left_behind(plan)
         self._journal.pairing_violations += len(self.left_behind)
         if name == IDLE:
             self.lease_client.trim()
@@ -169,6 +173,9 @@ class PlanExecutor:
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures
+
+    def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
+        return tuple(each for each in self._handles.values() if each.node[1] and not each.external and not plan.on_device(each.name))
 
     def complete(self, load: Load) -> list[Exception]:
         """See `Reconciler.complete`."""

@@ -41,11 +41,6 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handl
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
-def _is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
-    """Whether all handles are where the plan wants them, with nothing to repair."""
-    return all(handle.is_consistent and handle.node == target_of(handle, plan) for handle in handles.values())
-
-
 def _nobody(_: Plan) -> None:
     """Used in place of a group's agreement if there is no group."""
 
@@ -57,6 +52,11 @@ class Reconciler:
         self._mover = HandleMover(device, journal, strict=strict, verify=verify, annotate=annotate)
         self._engines = self._mover.engines
         self.callbacks_of = self._mover.of
+
+    @staticmethod
+    def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
+        """Whether all handles are where the plan wants them, with nothing to repair."""
+        return all(handle.is_consistent and handle.node == target_of(handle, plan) for handle in handles.values())
 
     def advance(
         self,
@@ -82,8 +82,8 @@ class Reconciler:
             Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
                 back, in its target state.
         """
-        if agree is None and _is_there(handles, plan):
-            self._rest(handles)
+        if agree is None and self.is_there(handles, plan):
+            self.rest(handles)
             return
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
@@ -131,7 +131,7 @@ class Reconciler:
                 holding.commit_load()
                 holding.make_consistent(self._mover.chunk_pool)
 
-    def _rest(self, handles: Mapping[str, Handle]) -> None:
+    def rest(self, handles: Mapping[str, Handle]) -> None:
         """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
         self._finish(handles.values())
         self._mover.end()
@@ -158,9 +158,6 @@ class Reconciler:
         Returns:
             The errors; empty if every handle is at its target.
         """
-        if _is_there(handles, plan):
-            self._rest(handles)
-            return []
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
         errors += self._retreat_others(others, plan, load, while_copying)

@@ -44,12 +44,15 @@ class WrongWrites:
 
         Call it before anything is loaded: a load would bring the old gradients back.
         """
-        found = [(handle, holding, holding.written_gradients()) for handle, holding in self._offloaded()]
+        found = []
+        for handle, holding in self._offloaded():
+            what = holding.written_gradients()
+            if what.zeroed or what.written:
+                found.append((handle, holding, what))
         for handle, holding, what in found:
             if what.written:
                 self._note_values(handle.name, what.written)
-            if what.zeroed or what.written:
-                holding.take_gradients(what)
+            holding.take_gradients(what)
         return any(what.zeroed for *_, what in found)
 
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from placement.core.errors import PhaseError, PolicyError
 from placement.core.states import HandleView, Plan, State, View
 from placement.registration.handle import Handle
 
+_FACTS = tuple(each.name for each in fields(HandleView))
+
 
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
-    """One handle as a policy sees it."""
-    return HandleView(
-        name=handle.name,
-        kind=handle.kind,
-        role=handle.role,
-        state=handle.state,
-        num_bytes=handle.num_bytes,
-        resident_bytes=handle.resident_bytes,
-        owners=tuple(owner.name for owner in handle.owners),
-        readonly=handle.readonly,
-        external=handle.external,
-        gathers=handle.gathers is not None,
-        built=handle.is_built,
-        kept=handle.name in kept,
-        tags=handle.storage.bytes_by_tag(),
-        resident_tags=handle.storage.resident_tags,
+    """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
+    storage = handle.storage
+    facts = (
+        handle.name,
+        handle.kind,
+        handle.role,
+        handle.state,
+        storage.num_bytes,
+        storage.resident_bytes,
+        tuple([owner.name for owner in handle.owners]),
+        handle.readonly,
+        handle.external,
+        handle.gathers is not None,
+        handle.is_built,
+        handle.name in kept,
+        storage.bytes_by_tag(),
+        storage.resident_tags,
     )
+    if handle.last_view is None or handle.last_view[0] != facts:
+        handle.last_view = facts, HandleView(**dict(zip(_FACTS, facts, strict=True)))
+    return handle.last_view[1]
 
 
 def ask(policy: Any, view: View) -> Plan:

@@ -11,7 +11,7 @@ import torch
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
 from placement.core.machine import HandleMachine, Node, TransitionCallbacks
-from placement.core.states import State, Trigger
+from placement.core.states import HandleView, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
@@ -69,6 +69,8 @@ class Handle:
         self.stray_names = ""
         """Names of the storages to which others held references at the last offload."""
         self.drift_bytes = 0
+        self.last_view: tuple[tuple[Any, ...], HandleView] | None = None
+        """The view of this handle that a policy was shown last, with the facts from which it was made."""
         self.built_object: Any = None
         """An object that the handle must keep alive, because nobody else may hold it: one that a `Lazy`'s factory made, or an engine."""
         self._object: weakref.ref[Any] | None = None

@@ -150,6 +150,8 @@ class Range:
 
     @property
     def resident_bytes(self) -> int:
+        if not self.chunks:
+            return 0
         if len(self.chunks) == len(self.chunk_sizes):
             return self.device_bytes
         return sum(self.chunk_sizes[index] for index in self.chunks)

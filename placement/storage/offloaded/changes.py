@@ -119,8 +119,9 @@ def refuse_written(name: str, names: Sequence[str]) -> None:
     """
     if names:
         raise WrittenWhileOffloaded(
-            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, when only poison lies behind its tensors. The write "
-            "is lost, every value is as it was. Look for updates outside a phase that has it on the device (EMA updates, initialisers)."
+            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, when only poison lies behind its tensors; the "
+            "written values are lost, and the handle's values are unchanged. Look for writes outside the phases that have it on the device "
+            "(EMA updates, initialisers)."
         )
 
 

@@ -94,6 +94,8 @@ class ChunkPool:
 
     def release(self) -> None:
         """Return all chunks to the driver, because the phase transition is committed."""
+        if not self._chunks:
+            return
         chunks = list(self)
         try:
             self._chunks = {}  # out of the pool first: a released chunk must never be handed out again
