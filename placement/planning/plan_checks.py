@@ -17,7 +17,7 @@ _FACTS = tuple(each.name for each in fields(HandleView))
 def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleView:
     """One handle as a policy sees it. The object is the last one as long as every fact is the same: making one takes as long as asking."""
     storage = handle.storage
-    facts = (
+    facts: tuple[Any, ...] = (
         handle.name,
         handle.kind,
         handle.role,
