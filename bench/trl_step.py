@@ -130,7 +130,8 @@ class _Job:
 
     def logged(self) -> list[dict[str, float]]:
         times = ("runtime", "per_second", "step_time")
-        return [{key: value for key, value in row.items() if not key.endswith(times)} for row in self.trainer.state.log_history]
+        rows = [{key: value for key, value in row.items() if not key.startswith("placement/")} for row in self.trainer.state.log_history]
+        return [{key: value for key, value in row.items() if not key.endswith(times)} for row in rows]
 
 
 def _measure_one(rig: Rig, results: Results, scenario: str, system: str, folder: str, policy: str | None) -> list[dict[str, float]]:

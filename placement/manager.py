@@ -215,20 +215,24 @@ class Manager:
         """Tell the group if registering a replicated handle fails here, even if it is refused before any work begins."""
         return nullcontext() if replicated is False else self._stack.lock.attempt(self._replication.vote, begins=True, own=True)
 
-    def unregister(self, handle: Handle | str) -> None:
+    def unregister(self, handle: Handle | str, *, on_device: bool = False) -> None:
         """Stop managing a handle. Its tensor objects stay, in ordinary memory: on the device if the handle is there, else on the host.
 
         Args:
             handle: the handle or its name.
+            on_device: load it first, so that its tensors are handed back on the device.
 
         Raises:
             PhaseError: no handle has this name, or a registered optimizer steps it: unregister the optimizer first.
+            DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays registered.
         """
         with self._stack.lock.transition():
             found = self._stack.known(handle if isinstance(handle, str) else handle.name)
             dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
             if dependent:
                 raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
+            if on_device:
+                self._stack.bring((found.name,))
             self._stack.forget(found)
 
     def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:

@@ -88,7 +88,7 @@ class HandleCounters:
     """The counters of one handle. They only grow."""
 
     state: State = State.CPU_OFFLOADED
-    """The last recorded state. After an interrupt the machine can be one step ahead; `Moves.make_consistent` repairs that."""
+    """The last recorded state. After an interrupt the machine can be one step ahead; `HandleMover.make_consistent` repairs that."""
     since_seconds: float = field(default_factory=time.monotonic)
     state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
     transitions: Counter[Trigger] = field(default_factory=Counter)
@@ -96,6 +96,7 @@ class HandleCounters:
     loaded_bytes: int = 0
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
+    registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 
     def seconds_by_state(self, now: float) -> dict[State, float]:

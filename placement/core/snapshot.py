@@ -6,6 +6,8 @@ points in time in `_timestamp_seconds` (Unix time).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, ConfigDict
 
 from placement.core.states import State, Trigger
@@ -60,6 +62,8 @@ class HandleSnapshot(_Frozen):
     """The tags that are on the device, for an engine that places its own memory."""
     offloaded_tags: tuple[str, ...] = ()
     """The engine's tags that are not on the device."""
+    registered_timestamp_seconds: float = 0.0
+    """The time of registration. It tells apart two objects that were registered under one name, one after the other."""
     stale: str | None = None
     """Why the weights are invalid until a weight sync fills them; None while they are valid."""
 
@@ -143,6 +147,40 @@ class Snapshot(_Frozen):
     """The largest number of bytes that the handles have held together."""
     lease: LeaseSnapshot | None = None
     """The lease; None where the GPU is not shared by leases."""
+
+    def since(self, earlier: Snapshot) -> dict[str, float]:
+        """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since an earlier snapshot of this manager.
+
+        `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"), `phase_seconds` by phase,
+        `loaded_bytes`, `offloaded_bytes`, `skipped_bytes`, `failures` and `pairing_violations` are differences. `resident_bytes` and
+        `host_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life. Handles that were unregistered since
+        do not count.
+        """
+        before = {handle.name: handle for handle in earlier.handles}
+        figures: dict[str, float] = dict.fromkeys(("loaded_bytes", "offloaded_bytes", "skipped_bytes", "failures"), 0.0)
+        for handle in self.handles:
+            old = before.get(handle.name)
+            if old is not None and old.registered_timestamp_seconds != handle.registered_timestamp_seconds:
+                old = None  # another object was registered under the name
+            for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes"):
+                figures[name] += getattr(handle, name) - (0 if old is None else getattr(old, name))
+            figures["failures"] += sum(handle.failures.values()) - (0 if old is None else sum(old.failures.values()))
+        figures["pairing_violations"] = self.pairing_violations - earlier.pairing_violations
+        figures["resident_bytes"] = sum(handle.resident_bytes for handle in self.handles)
+        figures["host_bytes"] = sum(handle.host_bytes for handle in self.handles)
+        figures["peak_bytes"] = self.peak_bytes
+        stalls = _differences(self.phase_stall_seconds, earlier.phase_stall_seconds)
+        figures["stall_seconds"] = sum(stalls.values())
+        figures |= {f"stall_seconds/{phase}": seconds for phase, seconds in stalls.items()}
+        phases = _differences(self.phase_seconds, earlier.phase_seconds)
+        figures |= {f"phase_seconds/{phase}": seconds for phase, seconds in phases.items()}
+        return {f"placement/{name}": float(value) for name, value in figures.items()}
+
+
+def _differences(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """The growth of each counter, without those that did not grow."""
+    grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    return {name: value for name, value in grown.items() if value > 0}
 
 
 class Finding(_Frozen):

@@ -184,6 +184,11 @@ class TaggedEngine(Engine):
             if getattr(bucket, "is_last", False):
                 self.weights_filled()
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a weight sync must come before the engine can generate: its weights were discarded, or a sync was cut off."""
+        return self.residency.stale is not None
+
     def weights_filled(self) -> None:
         """Record that the weights are complete and new. Call it for weights that came another way (a broadcast, a reload from disk).
 

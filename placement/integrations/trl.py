@@ -57,6 +57,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
                 "Manager(phases=placement.integrations.trl.PHASES)"
             )
         self.manager = manager
+        self._logged = manager.snapshot()
         self._turns = Turns(manager)
         ddp = self.accelerator.ddp_handler or DistributedDataParallelKwargs()
         ddp.gradient_as_bucket_view = True  # else DDP keeps a second copy of all gradients on the device, which cannot be moved
@@ -204,6 +205,13 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         else:
             self._turns.to(phase, only=only)
             yield self._turns.to
+
+    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+        """Log with placement's figures since the last line of the training: torch's own do not see its memory."""
+        if self.model.training:
+            last, self._logged = self._logged, self.manager.snapshot()
+            logs.update(self._logged.since(last))
+        super().log(logs, *args, **keywords)  # which adds to these logs, for the caller to read
 
     # --- around the steps
 

@@ -95,6 +95,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         offloaded_bytes=counters.offloaded_bytes,
         skipped_bytes=counters.skipped_bytes,
         last_transition_timestamp_seconds=counters.last_transition_timestamp_seconds,
+        registered_timestamp_seconds=counters.registered_timestamp_seconds,
         drift_bytes=handle.drift_bytes,
         stray_references=handle.stray_references,
         resident_tags=tuple(sorted(storage.resident_tags)),

@@ -271,7 +271,7 @@ class PhaseStack:
                 if self.open_phases:
                     raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
                 if on_device:
-                    self._bring(on_device)
+                    self.bring(on_device)
                 self._look_for_writes(wait=True)
                 for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
                     self.forget(handle)
@@ -283,12 +283,12 @@ class PhaseStack:
         finally:
             self.is_closing = False
 
-    def _bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device outside every phase."""
+    def bring(self, names: tuple[str, ...]) -> None:
+        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
         plan = self.base_plan()
         for name in names:
             plan = plan.also(self.known(name).name, State.GPU_RESIDENT)
-        self.executor.carry_out(plan, IDLE)
+        self.executor.carry_out(plan, self.phase_name)
 
     def _require_open(self, phase: Opener, what: str) -> OpenPhase:
         opened = phase._open

@@ -150,9 +150,11 @@ def test_adapters_alone_do_not_fill_discarded_base_weights(shared: Path) -> None
     with manager.phase("weight_sync"):
         with pytest.raises(EngineError, match="the adapters alone cannot fill"):
             engine.update_weights(bucket)
+        assert engine.needs_weights
         engine.weights_filled()
+        assert not engine.needs_weights
         engine.update_weights(bucket)
-        assert engine.residency.stale is None
+        assert not engine.needs_weights
 
 
 def test_a_sync_of_adapters_that_stops_half_way_is_made_anew(shared: Path) -> None:
@@ -318,6 +320,7 @@ def test_a_part_that_comes_is_recorded_and_changes_no_state(shared: Path) -> Non
 def test_what_a_snapshot_shows(shared: Path) -> None:
     engine = Own(shared, weights="discard")
     manager, _ = make(shared, engine)
+    assert engine.needs_weights
     with manager.phase("weight_sync"):
         shown = {each.name: each for each in manager.snapshot().handles}["rollout"]
         assert (shown.resident_tags, shown.offloaded_tags) == (("weights",), ("kv_cache",))

@@ -49,6 +49,10 @@ def test_grpo_with_a_reference(folder: str, tmp_path: Path) -> None:
         "_clip_grad_norm": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
         "log": {frozenset({"actor"}), frozenset({"actor", "actor.optimizer"})},
     }
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert len(rows) == 4
+    assert sum(row["placement/loaded_bytes"] for row in rows) > 0
+    assert all(row["placement/stall_seconds"] > 0 for row in rows)
 
 
 def test_the_model_generates_after_training(folder: str, tmp_path: Path) -> None:

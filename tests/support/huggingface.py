@@ -83,6 +83,7 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """What a trainer has logged, without times."""
+    """What a trainer has logged, without times and without placement's figures."""
     is_time = ("runtime", "per_second", "step_time", "time")
-    return [{key: value for key, value in row.items() if not key.endswith(is_time)} for row in trainer.state.log_history]
+    rows = [{key: value for key, value in row.items() if not key.startswith("placement/")} for row in trainer.state.log_history]
+    return [{key: value for key, value in row.items() if not key.endswith(is_time)} for row in rows]

@@ -196,6 +196,31 @@ def test_a_snapshot_counts_what_happened() -> None:
     json.loads(snapshot.model_dump_json())
 
 
+def test_figures_for_a_trainers_log_are_of_the_time_between_two_snapshots() -> None:
+    worker = Worker()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    first = worker.manager.snapshot()
+    with worker.manager.phase("log_prob"):
+        second = worker.manager.snapshot()
+        figures = second.since(first)
+        actor, ref = second.handles[0], second.handles[2]
+        assert figures["placement/loaded_bytes"] == actor.loaded_bytes - first.handles[0].loaded_bytes + ref.loaded_bytes
+        assert figures["placement/resident_bytes"] == worker.actor.resident_bytes + worker.ref.resident_bytes
+    assert figures["placement/offloaded_bytes"] == figures["placement/failures"] == figures["placement/pairing_violations"] == 0
+    assert figures["placement/stall_seconds"] == figures["placement/stall_seconds/log_prob"] > 0
+    assert figures["placement/phase_seconds/log_prob"] > 0
+    assert figures["placement/peak_bytes"] == worker.manager.snapshot().peak_bytes
+    assert "placement/stall_seconds/train" not in figures  # it trained before
+    worker.manager.unregister("ref")
+    other = net()
+    worker.manager.register("ref", other, role="ref")
+    with worker.manager.phase("ref_log_prob"):
+        again = worker.manager.snapshot().since(second)
+        assert again["placement/loaded_bytes"] == worker.manager.handles["ref"].counters.loaded_bytes > 0
+        assert again["placement/resident_bytes"] == worker.manager.handles["ref"].resident_bytes
+
+
 def test_every_state_change_is_one_record_and_one_count() -> None:
     worker = Worker()
     for name in ("train", "log_prob", "weight_sync", "values"):

@@ -509,3 +509,28 @@ def test_what_does_not_fit_is_not_handed_back_and_the_manager_stays_open() -> No
     assert_nothing_resident(worker.manager)
     worker.manager.close()
     assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_one_handle_is_handed_back_on_the_device_and_the_others_stay() -> None:
+    worker = trained()
+    values = copy.deepcopy(worker.ref_net.state_dict())
+    with worker.manager.phase("train"):
+        worker.manager.unregister("ref", on_device=True)
+        assert worker.manager.handles["actor"].state is State.TRAINING
+        worker.ref_net(batch())
+    assert_same(dict(worker.ref_net.state_dict()), dict(values))
+    assert worker.ref.counters.loaded_bytes
+    assert_nothing_resident(worker.manager)
+    with pytest.raises(PhaseError, match=r"stepped by actor\.optimizer"):
+        worker.manager.unregister("actor", on_device=True)
+    assert not worker.actor.resident_bytes
+
+
+def test_a_handle_that_does_not_fit_stays_registered() -> None:
+    worker = Worker(budget_bytes=4096)
+    with pytest.raises(DeviceMemoryError):
+        worker.manager.unregister("ref", on_device=True)
+    assert "ref" in worker.manager.handles
+    assert_nothing_resident(worker.manager)
+    worker.manager.unregister("ref")
+    assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
