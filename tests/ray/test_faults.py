@@ -41,12 +41,14 @@ def service(cluster: Any) -> Iterator[RayService]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_rank_at_every_step(fault: str, service: RayService, counted: Callable[[str], None]) -> None:
-    cases = [Case(fault, *step) for step in faults.STEPS]
+    """With SWEEP=all both faults at every step, else each at every other one: the ranks do the same on every board."""
+    steps = faults.STEPS if os.environ.get("SWEEP") == "all" else faults.STEPS[fault == "stop" :: 2]
+    cases = [Case(fault, *step) for step in steps]
     seen = faults.sweep(cases, service, "ray")
     verdicts = [{verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen]
     assert {"commit"} in verdicts
     assert {"abort"} in verdicts
-    counted(f"ray group: {fault} one of the ranks at every step of a change: {len(cases)} cases")
+    counted(f"ray group: {fault} one of the ranks at a step of a change: {len(cases)} cases")
 
 
 def disturbed(cases: list[Case], service: RayService, disturb: Callable[[], None]) -> list[list[Any]]:

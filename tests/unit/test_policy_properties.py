@@ -78,7 +78,7 @@ def vars_of(given: View) -> dict[str, Any]:
 
 
 @every_policy
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(given=views(ALL))
 def test_plans_are_total_and_legal(policy: Policy, given: View) -> None:
     plan = policy.plan(given)
@@ -93,7 +93,7 @@ def test_plans_are_total_and_legal(policy: Policy, given: View) -> None:
 
 
 @every_policy
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(given=views(ALL))
 def test_plans_are_pure(policy: Policy, given: View) -> None:
     before = copy.deepcopy(vars_of(given))
@@ -102,7 +102,7 @@ def test_plans_are_pure(policy: Policy, given: View) -> None:
 
 
 @every_policy
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(given=views(MOVING))
 def test_a_plan_is_where_it_leads(policy: Policy, given: View) -> None:
     """Planning the same phase again from where the first plan led changes nothing: a phase transition repeated moves no byte."""
@@ -113,7 +113,7 @@ def test_a_plan_is_where_it_leads(policy: Policy, given: View) -> None:
 
 
 @pytest.mark.parametrize("policy", [Resident(), Resident("optimizer_step")])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(given=views(MOVING))
 def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Resident, given: View) -> None:
     need = Colocated(policy.optimizer_in).plan(given)
