@@ -12,6 +12,7 @@ from placement.core.errors import PlacementError
 COMMANDS = {
     "dashboards": "write Grafana dashboards, Prometheus rules and a configuration for both",
     "demo": "run a small GRPO job and show what was on the device, phase by phase",
+    "doctor": "measure the link and look at what would slow moves down or stop them",
     "explain": "print where a policy puts every handle in every phase, as a table",
     "discover": "serve the workers of a discovery folder to Prometheus, and show them on one page",
     "status": "print what workers hold on their GPUs, once",

@@ -177,6 +177,11 @@ class Device(abc.ABC):
         """The accelerator's UUID as in `nvidia-smi -L`; empty without one. `cuda:0` of two processes may be two GPUs."""
         return ""
 
+    @property
+    def pci_address(self) -> str:
+        """The accelerator's PCI address as the kernel names it ("0000:3b:00.0"); empty without one. It tells the NUMA node."""
+        return ""
+
     @abc.abstractmethod
     def host(self, nbytes: int) -> HostSlab:
         """Reserve zero-filled host memory for the copy of a range. It is prefaulted and pinned in the background: `HostSlab.ready`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from placement.devices.base import Copy, HostSlab
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.host import slab as host
 from placement.devices.host.reserve import SPAN_BYTES, cut_at
+from placement.devices.inspection import inspect
 
 pytestmark = pytest.mark.gpu
 
@@ -169,3 +171,14 @@ slabs = [device.host(8 << 30), device.host(8 << 30)]
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=LONG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_device_is_inspected_and_nothing_of_it_stays(device: CudaDevice) -> None:
+    before = device.memory()
+    found = inspect(device, 256 << 20)
+    after = device.memory()
+    assert (found.pageable_reason, found.uuid, found.total_bytes) == (None, device.uuid, before.total_bytes)
+    assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", device.pci_address)
+    assert found.link.both_bytes_per_second > 0
+    assert after.chunk_bytes == before.chunk_bytes == 0
+    assert found.versions["nccl"]

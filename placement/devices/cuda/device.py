@@ -97,6 +97,10 @@ class CudaDevice(Device):
     def uuid(self) -> str:
         return f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}"
 
+    @property
+    def pci_address(self) -> str:
+        return self._driver.pci_address
+
     def host(self, nbytes: int) -> HostSlab:
         return Slab(nbytes, self._pin, self._pinning.unpin, self._place)
 

@@ -31,19 +31,30 @@ def placing(name: str, pci_address: str, system: Path = _SYSTEM) -> Place | None
         name: the device, for the log.
         pci_address: domain, bus, device and function, such as "0000:3b:00.0".
     """
-    nodes = sorted(path.name for path in (system / "devices/system/node").glob("node[0-9]*"))
-    if len(nodes) < 2:
+    count = nodes(system)
+    if count < 2:
         _logger.info("%s: the machine has one NUMA node, so host memory has no choice", name)
         return None
+    node = node_of(pci_address, system)
+    if node is None:
+        _logger.info("%s: the kernel does not say on which of %d NUMA nodes it is; host memory has no preference", name, count)
+        return None
+    _logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, count)
+    return functools.partial(prefer, node=node)
+
+
+def nodes(system: Path = _SYSTEM) -> int:
+    """The number of the machine's NUMA nodes; 0 where the kernel does not tell."""
+    return len([*(system / "devices/system/node").glob("node[0-9]*")])
+
+
+def node_of(pci_address: str, system: Path = _SYSTEM) -> int | None:
+    """The NUMA node of a PCI device. None: the kernel does not say, as in many virtual machines, or there is no such device."""
     try:
         node = int((system / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
-        node = -1
-    if node < 0:  # a virtual machine often hides it
-        _logger.info("%s: the kernel does not say on which of %d NUMA nodes it is; host memory has no preference", name, len(nodes))
         return None
-    _logger.info("%s: host memory is taken from NUMA node %d of %d, which is the GPU's", name, node, len(nodes))
-    return functools.partial(prefer, node=node)
+    return node if node >= 0 else None
 
 
 def prefer(address: int, nbytes: int, node: int) -> str | None:

@@ -1,0 +1,156 @@
+"""The facts about a device and its machine that decide whether models can be moved on and off it fast: `inspect`."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from placement.core.version import __version__
+from placement.devices.base import Copy, Device, Direction, HostSlab
+from placement.devices.host import numa
+from placement.devices.host.available import available_bytes
+
+MEASURED_BYTES = 1 << 30
+"""The size of the buffers whose copies are timed, where the device and the host have room for two of them."""
+_TIMES = 5
+_BOTH: Sequence[Direction] = ("to_device", "to_host")
+_SECONDS_TO_PIN = 60.0
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LinkRates(_Frozen):
+    """How fast page-locked memory is copied between the host and the device, in bytes a second."""
+
+    to_device_bytes_per_second: float
+    to_host_bytes_per_second: float
+    both_bytes_per_second: float
+    """Both directions at once, added up."""
+
+
+class Inspection(_Frozen):
+    """One device, the host beside it, and what would slow moves down or stop them."""
+
+    device: str
+    uuid: str
+    """As in `nvidia-smi -L`; empty without a GPU."""
+    total_bytes: int
+    free_bytes: int
+    chunk_bytes: int
+    """The size in which device memory moves between handles."""
+    link: LinkRates
+    host_available_bytes: int
+    """Host memory that this process can still take: the machine's, or what its control groups leave."""
+    pageable_reason: str | None
+    """Why host memory could not be page-locked, so that copies run at a fraction of the link's rate; None if it could."""
+    numa_nodes: int
+    numa_node: int | None
+    """The device's node. None: the machine has one node, or does not say."""
+    versions: dict[str, str]
+    findings: tuple[str, ...]
+    """Sentences about what is not as it should be; empty if all is well."""
+
+
+def inspect(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
+    """Look at a device and time copies. Takes two buffers of `nbytes` on both sides, or less where there is no room for them.
+
+    Raises:
+        DeviceMemoryError: the device does not even have two free chunks.
+        HostMemoryError: there is not enough host memory for the buffers.
+    """
+    memory, available = device.memory(), available_bytes()
+    room = min(nbytes, memory.free_bytes // 4, available // 4)
+    buffers = _Buffers(device, max(device.chunk_bytes, room // device.chunk_bytes * device.chunk_bytes))
+    try:
+        pageable = buffers.pin()
+        link = LinkRates(
+            to_device_bytes_per_second=buffers.rate(["to_device"]),
+            to_host_bytes_per_second=buffers.rate(["to_host"]),
+            both_bytes_per_second=buffers.rate(_BOTH),
+        )
+    finally:
+        buffers.release()
+    nodes, node = numa.nodes(), numa.node_of(device.pci_address)
+    found = [] if pageable is None else [f"host memory is not page-locked, so copies are slow: {pageable}"]
+    if nodes > 1 and node is None and device.pci_address:
+        found.append(f"the kernel does not say on which of {nodes} NUMA nodes the device is: copies from the other ones are slower")
+    if available < memory.total_bytes:
+        sizes = f"the host has {_gib(available)} left, and the device has {_gib(memory.total_bytes)}"
+        found.append(f"{sizes}: models that fill the device do not fit into host memory together")
+    return Inspection(
+        device=device.name,
+        uuid=device.uuid,
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.free_bytes,
+        chunk_bytes=device.chunk_bytes,
+        link=link,
+        host_available_bytes=available,
+        pageable_reason=pageable,
+        numa_nodes=nodes,
+        numa_node=node,
+        versions=_versions(),
+        findings=tuple(found),
+    )
+
+
+class _Buffers:
+    """For each direction device memory and host memory of the same size."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._nbytes = nbytes
+        self._slabs: dict[Direction, HostSlab] = {direction: device.host(nbytes) for direction in _BOTH}
+        self._addresses = {direction: device.reserve(nbytes) for direction in _BOTH}
+        self._chunks = {}
+        try:
+            for direction in _BOTH:
+                self._chunks[direction] = [device.create(device.chunk_bytes) for _ in range(nbytes // device.chunk_bytes)]
+                device.map(self._addresses[direction], self._chunks[direction])
+        except BaseException:
+            self.release()
+            raise
+
+    def pin(self) -> str | None:
+        """Wait until the host memory is page-locked. Returns the reason why it is not, or None."""
+        for slab in self._slabs.values():
+            if not slab.ready.wait(_SECONDS_TO_PIN):
+                return f"it took more than {_SECONDS_TO_PIN:g} s"
+        return next((reason for slab in self._slabs.values() if (reason := slab.pageable_reason) is not None), None)
+
+    def rate(self, directions: Sequence[Direction]) -> float:
+        """The median rate of copies in these directions at once, in bytes a second, all directions added up."""
+        seconds = []
+        for _ in range(1 + _TIMES):
+            self._device.sync()
+            began = time.perf_counter()
+            for direction in directions:
+                copy = Copy(self._addresses[direction].base, self._slabs[direction].address, self._nbytes)
+                self._device.copy([copy], direction)
+            self._device.sync()
+            seconds.append(time.perf_counter() - began)
+        return len(directions) * self._nbytes / statistics.median(seconds[1:])  # the first copy warms up
+
+    def release(self) -> None:
+        self._device.sync()
+        for addresses in self._addresses.values():
+            self._device.unmap(addresses, addresses.nbytes)
+        for chunks in self._chunks.values():
+            self._device.release(*chunks)
+
+
+def _versions() -> dict[str, str]:
+    found = {"placement": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"

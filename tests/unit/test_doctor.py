@@ -1,0 +1,115 @@
+"""`placement doctor`, and the inspection of a device behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from placement import DeviceMemoryError, PlacementError
+from placement.cli import main
+from placement.cli.doctor import table
+from placement.devices import inspection
+from placement.devices.host import numa
+from placement.devices.host.slab import Slab
+from placement.devices.inspection import Inspection, inspect
+from placement.testing import Faults, InjectedFault, SimulatedDevice
+
+CHUNK = 64 << 10
+
+
+def device(capacity_bytes: int = 64 * CHUNK, **keywords: object) -> SimulatedDevice:
+    return SimulatedDevice(capacity_bytes=capacity_bytes, chunk_bytes=CHUNK, **keywords)  # type: ignore[arg-type]
+
+
+def test_a_healthy_device() -> None:
+    looked_at = device()
+    before = looked_at.memory()
+    found = inspect(looked_at, 4 * CHUNK)
+    assert looked_at.memory() == before
+    assert found.findings == ()
+    assert (found.device, found.total_bytes, found.free_bytes) == ("simulated", before.total_bytes, before.free_bytes)
+    assert found.pageable_reason is None
+    rates = found.link
+    assert min(rates.to_device_bytes_per_second, rates.to_host_bytes_per_second, rates.both_bytes_per_second) > 0
+    assert found.versions.keys() >= {"placement", "python", "torch"}
+    assert table(found).endswith("nothing found")
+
+
+def test_the_rate_is_that_of_the_link() -> None:
+    """A link of 64 MiB a second needs 4 ms for 256 KiB, which a copy in host memory needs 20 us for."""
+    found = inspect(device(bandwidth_bytes_per_second=64 << 20), 4 * CHUNK)
+    assert found.link.to_device_bytes_per_second <= 64 << 20
+    assert found.link.to_host_bytes_per_second <= 64 << 20
+
+
+def test_buffers_shrink_to_the_room_that_there_is() -> None:
+    looked_at = device(5 * CHUNK)
+    assert inspect(looked_at).link.both_bytes_per_second > 0
+    assert looked_at.memory().chunk_bytes == 0
+
+
+@pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
+def test_a_failure_leaves_nothing_on_the_device(operation: str) -> None:
+    looked_at = device()
+    free_bytes = looked_at.memory().free_bytes
+    faulty = Faults(looked_at)
+    for at in (1, 2):
+        faulty.fail(operation, at=at)
+        with pytest.raises((InjectedFault, PlacementError)):
+            inspect(faulty, 2 * CHUNK)
+        assert faulty.memory().chunk_bytes == 0
+    inspect(faulty, 2 * CHUNK)
+    assert looked_at.memory().free_bytes == free_bytes
+
+
+def test_a_full_device_is_an_error() -> None:
+    with pytest.raises(DeviceMemoryError):
+        inspect(device(CHUNK), CHUNK)
+
+
+def test_what_is_not_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnTheBus(SimulatedDevice):
+        pci_address = "0000:3b:00.0"
+
+        def host(self, nbytes: int) -> Slab:
+            return Slab(nbytes, register=lambda *_: "over the limit of locked memory")
+
+    looked_at = OnTheBus(capacity_bytes=1 << 50, chunk_bytes=CHUNK)
+    monkeypatch.setattr(numa, "nodes", lambda: 2)
+    found = inspect(looked_at, CHUNK)
+    assert found.pageable_reason == "over the limit of locked memory"
+    assert len(found.findings) == 3
+    for finding, word in zip(found.findings, ("not page-locked", "2 NUMA nodes", "do not fit into host memory"), strict=True):
+        assert word in finding
+    assert table(found).count("\n! ") == 3
+
+
+@pytest.mark.parametrize(("node", "shown"), [("1", "from node 1 of 2"), ("-1", "2 nodes, the device's is not known"), (None, "one node")])
+def test_the_numa_node_of_the_device(node: str | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(1 if node is None else 2):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+    if node is not None:
+        (tmp_path / "bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+        (tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node").write_text(node)
+    nodes, node_of = numa.nodes(tmp_path), numa.node_of("0000:3B:00.0", tmp_path)
+    assert (nodes, node_of) == ((2, 1) if node == "1" else (2, None) if node else (1, None))
+    monkeypatch.setattr(inspection.numa, "nodes", lambda: nodes)
+    monkeypatch.setattr(inspection.numa, "node_of", lambda _: node_of)
+    assert shown in table(inspect(device(), CHUNK))
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB"]) == 0
+    assert "both directions at once" in capsys.readouterr().out
+    assert main(["doctor", "--device", "simulated:8MiB", "--bytes", "1MiB", "--json"]) == 0
+    assert Inspection(**json.loads(capsys.readouterr().out)).device == "simulated"
+
+
+def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--bytes", "3x"])
+    assert "'3x'" in capsys.readouterr().err
+    assert main(["doctor", "--device", "simulated:256KiB"]) == 1
+    assert "DeviceMemoryError" in capsys.readouterr().err
