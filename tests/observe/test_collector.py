@@ -52,6 +52,8 @@ NAMES = {
     "placement_broken",
     "placement_drift_bytes",
     "placement_stray_references",
+    "placement_communicator_bytes",
+    "placement_ipc_collected_bytes_total",
     "placement_wrong_writes_total",
     "placement_kept_bytes",
     "placement_expired_keeps_total",
@@ -139,6 +141,8 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
     put("placement_device_used_bytes", snapshot.device_used_bytes)
     put("placement_device_total_bytes", snapshot.device_total_bytes)
     put("placement_peak_bytes", snapshot.peak_bytes)
+    put("placement_communicator_bytes", snapshot.communicator_bytes or 0)
+    put("placement_ipc_collected_bytes_total", snapshot.ipc_collected_bytes)
     put("placement_wrong_writes_total", snapshot.wrong_writes)
     put("placement_kept_bytes", snapshot.kept_bytes)
     put("placement_expired_keeps_total", snapshot.expired_keeps)

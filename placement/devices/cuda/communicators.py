@@ -1,0 +1,47 @@
+"""NCCL communicators of this process and their device memory, which the driver counts and torch's allocator does not know.
+
+A process group makes its communicator at the first collective, or with `init_process_group(device_id=...)`. It may hold hundreds of
+megabytes for channel buffers. torch asks it how many from version 2.12 on, if built with NCCL 2.29.7 or later, and can also suspend
+and resume it there (`suspend()` and `resume()` of the group's backend, called by all its ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from placement.devices.base import Communicator
+
+
+def of_device(device: torch.device) -> list[Communicator]:
+    """The NCCL communicators that process groups of torch have made on a device."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
+    return list(_of_groups(device, groups))
+
+
+def _of_groups(device: torch.device, groups: Iterable[tuple[Any, Mapping[int, int]]]) -> Iterable[Communicator]:
+    for group, ranks in groups:
+        try:
+            backend = group._get_backend(device)
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+            is_made = backend._get_backend_name() == "nccl" and backend._is_initialized()
+        except (RuntimeError, AttributeError):  # no backend for this device, or none that says whether it has a communicator
+            continue
+        if is_made:
+            yield _described(backend, group.group_name, tuple(sorted(ranks)))
+
+
+def _described(backend: Any, name: str, ranks: tuple[int, ...]) -> Communicator:
+    if not hasattr(backend, "memory_stats"):
+        return Communicator(name, ranks, None, 0, f"torch {torch.__version__} does not ask NCCL; torch 2.12 does")
+    try:
+        stats = backend.memory_stats()
+    except RuntimeError as error:  # an older NCCL, or a communicator that was aborted
+        return Communicator(name, ranks, None, 0, str(error).partition("\n")[0])
+    suspendable = 0 if stats["suspended"] else stats["suspend"]
+    return Communicator(name, ranks, stats["persist"] + suspendable, suspendable)
