@@ -248,6 +248,12 @@ def test_describe_names_what_collect_returns(make_handle: MakeHandle, make_snaps
     assert all(m.documentation.endswith(".") for m in collector.describe())
 
 
+@pytest.mark.parametrize("nbytes", [None, 0, 71])
+def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None, make_snapshot: MakeSnapshot) -> None:
+    shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]
+    assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
+
+
 def test_a_failing_read_reaches_the_scrape() -> None:
     def read() -> Snapshot:
         raise RuntimeError("closed")

@@ -151,6 +151,14 @@ def test_a_library_that_does_not_count_is_named_with_the_reason() -> None:
     assert by_nccl.unknown_because == "getMemoryStats() requires NCCL 2.29.7 or later"
 
 
+def test_a_library_that_is_older_than_torch_expects_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert communicators._has_statistics()  # none is loaded here that could be too old
+    monkeypatch.setattr(communicators, "_has_statistics", lambda: False)
+    (refused,) = found(Counting({}))
+    assert refused.nbytes is None
+    assert "NCCL 2.29.7 or later can" in str(refused.unknown_because)
+
+
 def test_groups_without_a_communicator_of_nccl_are_left_out() -> None:
     assert found(Backend("gloo"), Backend(made=False), SimpleNamespace()) == []
 

@@ -7,6 +7,9 @@ and resume it there (`suspend()` and `resume()` of the group's backend, called b
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,11 +40,30 @@ def _of_groups(device: torch.device, groups: Iterable[tuple[Any, Mapping[int, in
 
 
 def _described(backend: Any, name: str, ranks: tuple[int, ...]) -> Communicator:
-    if not hasattr(backend, "memory_stats"):
-        return Communicator(name, ranks, None, 0, f"torch {torch.__version__} does not ask NCCL; torch 2.12 does")
+    if (reason := _cannot(backend)) is not None:
+        return Communicator(name, ranks, None, 0, reason)
     try:
         stats = backend.memory_stats()
     except RuntimeError as error:  # an older NCCL, or a communicator that was aborted
         return Communicator(name, ranks, None, 0, str(error).partition("\n")[0])
     suspendable = 0 if stats["suspended"] else stats["suspend"]
     return Communicator(name, ranks, stats["persist"] + suspendable, suspendable)
+
+
+def _cannot(backend: Any) -> str | None:
+    """Why a communicator can neither be asked for its memory nor suspended; None if nothing speaks against it."""
+    if not hasattr(backend, "memory_stats"):
+        return f"torch {torch.__version__} can neither count nor suspend it; torch 2.12 or later with NCCL 2.29.7 or later can"
+    if not _has_statistics():
+        return "the NCCL that is loaded can neither count nor suspend it; NCCL 2.29.7 or later can"
+    return None
+
+
+@functools.cache
+def _has_statistics() -> bool:
+    """Whether the loaded NCCL can count. It may be older than the one torch was built with, and then torch's call would end the process."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
+    except OSError:  # NCCL is a part of torch
+        return True
+    return hasattr(library, "ncclCommMemStats")
