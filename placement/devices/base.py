@@ -69,7 +69,7 @@ class Communicator:
     """A communicator of this process, whose device memory is neither in torch's allocator nor in a chunk."""
 
     name: str
-    """The name of its process group."""
+    """The name of its process group, unique in this process."""
     ranks: tuple[int, ...]
     """The ranks of the group, as the default group numbers them."""
     nbytes: int | None

@@ -128,19 +128,29 @@ class Counting(Backend):
         return self.stats
 
 
+class Group:
+    """A process group of torch, as `communicators` sees it."""
+
+    def __init__(self, number: int, backend: Any) -> None:
+        self.group_name, self.group_desc = str(number), "undefined" if number else "default_pg"
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if self._backend is None:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self._backend
+
+
 def found(*backends: Any) -> list[Communicator]:
-    groups = [
-        (SimpleNamespace(group_name=f"group {i}", _get_backend=lambda _, each=each: each), {5: 0, 3: 1}) for i, each in enumerate(backends)
-    ]
-    return list(communicators._of_groups(CPU, groups))
+    return list(communicators._of_groups(CPU, [(Group(i, each), {5: 0, 3: 1}) for i, each in enumerate(backends)]))
 
 
 def test_a_library_that_counts_is_believed() -> None:
     active = Counting({"persist": 10, "suspend": 500, "suspended": 0, "total": 510})
     suspended = Counting({"persist": 20, "suspend": 500, "suspended": 1, "total": 520})
     assert found(active, SimpleNamespace(wrapped_pg=suspended)) == [
-        Communicator("group 0", (3, 5), 510, 500),
-        Communicator("group 1", (3, 5), 20, 0),
+        Communicator("default_pg 0", (3, 5), 510, 500),
+        Communicator("1", (3, 5), 20, 0),
     ]
 
 
@@ -160,7 +170,7 @@ def test_a_library_that_is_older_than_torch_expects_is_not_called(monkeypatch: p
 
 
 def test_groups_without_a_communicator_of_nccl_are_left_out() -> None:
-    assert found(Backend("gloo"), Backend(made=False), SimpleNamespace()) == []
+    assert found(None, Backend("gloo"), Backend(made=False), SimpleNamespace()) == []
 
 
 def test_without_nccl_there_are_none() -> None:

@@ -33,10 +33,16 @@ def _of_groups(device: torch.device, groups: Iterable[tuple[Any, Mapping[int, in
             backend = group._get_backend(device)
             backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
             is_made = backend._get_backend_name() == "nccl" and backend._is_initialized()
-        except (RuntimeError, AttributeError):  # no backend for this device, or none that says whether it has a communicator
+        except Exception:  # noqa: S112 - no backend for this device, or a group of somebody's own that says nothing
             continue
         if is_made:
-            yield _described(backend, group.group_name, tuple(sorted(ranks)))
+            yield _described(backend, _name(group), tuple(sorted(ranks)))
+
+
+def _name(group: Any) -> str:
+    """The name that torch numbers the group with, after the description that a framework gave it."""
+    description = group.group_desc
+    return str(group.group_name) if description in ("", "undefined") else f"{description} {group.group_name}"
 
 
 def _described(backend: Any, name: str, ranks: tuple[int, ...]) -> Communicator:
