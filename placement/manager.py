@@ -364,7 +364,8 @@ class Manager:
         with self._stack.lock.transition():
             plan, writes = self._stack.base_plan(), self._stack.executor.writes
             writes.look(wait=True, at_counters=True)
-            return audit.audit(self.handles, plan, self.device, writes.findings)
+            outside, others = self._stack.executor.outside, self._snapshots.others
+            return audit.audit(self.handles, plan, self.device, writes.findings, outside, others)
 
     def check_integrity(self) -> None:
         """Raise if the bytes that the handles declare differ from those that the device holds.

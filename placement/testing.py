@@ -11,7 +11,19 @@ import torch
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
 from placement.devices.adoption import Adopter
-from placement.devices.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
+from placement.devices.base import (
+    Addresses,
+    Chunk,
+    Communicator,
+    Copy,
+    Device,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    SharedSlab,
+    WrittenPoison,
+)
 from placement.devices.simulated.device import SimulatedDevice
 
 if TYPE_CHECKING:
@@ -173,6 +185,13 @@ class Faults(Device):
 
     def torch_allocated_bytes(self) -> int:
         return self.device.torch_allocated_bytes()
+
+    @property
+    def ipc_collected_bytes(self) -> int:
+        return self.device.ipc_collected_bytes
+
+    def communicators(self) -> Sequence[Communicator]:
+        return self.device.communicators()
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         return self.device.ask(values)

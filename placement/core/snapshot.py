@@ -113,6 +113,20 @@ class LeaseSnapshot(_Frozen):
         return sum(each.held_bytes for each in self.holders if not each.is_mine)
 
 
+class CommunicatorSnapshot(_Frozen):
+    """A communicator of this process, whose device memory is neither torch's allocator's nor placement's."""
+
+    name: str
+    """The name of its process group."""
+    ranks: tuple[int, ...]
+    nbytes: int | None
+    """Device bytes that it holds; None where the library does not say."""
+    suspendable_bytes: int
+    """The part of `nbytes` that its own `suspend()` would free."""
+    unknown_because: str | None = None
+    """Why `nbytes` is None."""
+
+
 class Snapshot(_Frozen):
     """The state of a manager at one moment. Taking it holds the manager's lock for microseconds; reading it takes no lock."""
 
@@ -137,6 +151,12 @@ class Snapshot(_Frozen):
     """At the last phase transition: device used − torch reserved − our chunks and poison − others' use where visible."""
     other_processes_bytes: int | None = None
     """Device bytes of other processes according to NVML; None where NVML is not installed, not asked, or gives no answer."""
+    communicators: tuple[CommunicatorSnapshot, ...] = ()
+    """The communicators of this process on the device, as of the last phase transition that moved something."""
+    communicator_bytes: int | None = None
+    """Their device bytes, which are part of `unaccounted_bytes`; None where one of them does not say how many it holds."""
+    ipc_collected_bytes: int = 0
+    """Bytes of tensors shared with other processes that came back because those had dropped them."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int
@@ -201,5 +221,7 @@ class Audit(_Frozen):
     """Measured device bytes of all handles."""
     foreign_bytes: int = 0
     """Device bytes that frameworks keep for handles in every state (a reducer's buckets). The report names them; they are no finding."""
+    unaccounted_bytes: int = 0
+    """Device bytes that are neither torch's, nor placement's, nor of a visible process. The report names likely owners; no finding."""
     report: str
     """The audit as text, one line for each handle."""

@@ -58,6 +58,27 @@ class DeviceMemory:
     def used_bytes(self) -> int:
         return self.total_bytes - self.free_bytes
 
+    @property
+    def unaccounted_bytes(self) -> int:
+        """Used bytes that are neither torch's nor this device's: the driver's context, communicators, other processes."""
+        return self.used_bytes - self.torch_reserved_bytes - self.chunk_bytes - self.poison_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A communicator of this process, whose device memory is neither in torch's allocator nor in a chunk."""
+
+    name: str
+    """The name of its process group, unique in this process."""
+    ranks: tuple[int, ...]
+    """The ranks of the group, as the default group numbers them."""
+    nbytes: int | None
+    """Device bytes that it holds now; None where the library does not say."""
+    suspendable_bytes: int
+    """The part of `nbytes` that its own `suspend()` would free."""
+    unknown_because: str | None = None
+    """Why `nbytes` is None; None where it is known."""
+
 
 class Addresses(abc.ABC):
     """Reserved device addresses. They are given back when this object dies, never before.
@@ -354,6 +375,21 @@ class Device(abc.ABC):
         behind the addresses must not change.
         """
         fill_with_poison(self.view(addresses, offset, nbytes), offset)
+
+    @property
+    def ipc_collected_bytes(self) -> int:
+        """Bytes of tensors shared with other processes that this device has taken back so far, once those processes had dropped them.
+
+        `memory` looks for them before it measures, because torch keeps such a tensor's memory until somebody looks.
+        """
+        return 0
+
+    def communicators(self) -> Sequence[Communicator]:
+        """The communicators that hold memory of this device in this process, as far as they can be found.
+
+        Called at phase transitions that move something. Never fails, and communicates with nobody.
+        """
+        return ()
 
     def trim(self) -> None:
         """Make torch's allocator return its cached memory to the driver. Waits for the whole device; never used in the hot path."""

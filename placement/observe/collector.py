@@ -37,6 +37,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_phase": ("1 for the innermost open phase, 0 for the others.", ("phase",)),
     "placement_unpaired_bytes": ("Device bytes held by handles that their closed phases should have offloaded.", ()),
     "placement_unaccounted_bytes": ("Device bytes in use that neither torch, nor placement, nor a visible process explains.", ()),
+    "placement_communicator_bytes": ("Device bytes of communicators, part of the unaccounted; absent where NCCL does not say.", ()),
     "placement_other_processes_bytes": ("Device bytes of other processes; absent where NVML does not report them.", ()),
     "placement_lease_bytes": ("Device bytes that this process has leased; absent without leases.", ()),
     "placement_lease_capacity_bytes": ("Device bytes that all processes under leases may use together.", ()),
@@ -62,6 +63,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_pairing_violations_total": ("Phases that ended and left a handle on the device that belongs on the host.", ()),
     "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
     "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to free memory, including a wait in progress.", ()),
+    "placement_ipc_collected_bytes_total": ("Bytes of shared tensors taken back after other processes had dropped them.", ()),
     "placement_wrong_writes_total": ("Writes found at device addresses of offloaded handles.", ()),
     "placement_expired_keeps_total": ("Kept handles that the next phase did not take over.", ()),
 }
@@ -185,6 +187,8 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     gauges["placement_unaccounted_bytes"].add_metric((), snapshot.unaccounted_bytes)
     if snapshot.other_processes_bytes is not None:
         gauges["placement_other_processes_bytes"].add_metric((), snapshot.other_processes_bytes)
+    if snapshot.communicator_bytes is not None:
+        gauges["placement_communicator_bytes"].add_metric((), snapshot.communicator_bytes)
     if snapshot.lease is not None:
         _add_lease(families, snapshot.lease)
     gauges["placement_budget_bytes"].add_metric((), snapshot.budget_bytes)
@@ -194,6 +198,7 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     gauges["placement_kept_bytes"].add_metric((), snapshot.kept_bytes)
     gauges["placement_host_pageable_bytes"].add_metric((), sum(handle.host_pageable_bytes for handle in snapshot.handles))
     counters["placement_pairing_violations_total"].add_metric((), snapshot.pairing_violations)
+    counters["placement_ipc_collected_bytes_total"].add_metric((), snapshot.ipc_collected_bytes)
     counters["placement_wrong_writes_total"].add_metric((), snapshot.wrong_writes)
     counters["placement_expired_keeps_total"].add_metric((), snapshot.expired_keeps)
     for decision in dict.fromkeys((*DECISIONS, *snapshot.policy_decisions)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
 from placement.core.errors import IntegrityError
-from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
+from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
 from placement.core.states import Plan
 from placement.registration.handle import Handle
 from placement.registration.unregistered import living
@@ -15,6 +16,7 @@ from placement.registration.unregistered import living
 if TYPE_CHECKING:
     from placement.core.journal import Journal
     from placement.devices.base import Device
+    from placement.devices.outside import Outside
     from placement.phases.stack import PhaseStack
 
 
@@ -39,7 +41,7 @@ class Snapshots:
     def take(self) -> Snapshot:
         """The state of the manager and all handles at this moment. Takes no lock."""
         stack, journal = self._stack, self._journal
-        memory = stack.executor.memory
+        memory, outside = stack.executor.memory, stack.executor.outside
         others = None if self.others is None else self.others.nbytes
         handles = tuple(snapshot_of(handle, stack.kept) for handle in stack.registry.handles.copy().values())
         return Snapshot(
@@ -55,8 +57,11 @@ class Snapshots:
             policy_decisions=dict(journal.decisions),
             pairing_violations=journal.pairing_violations,
             unpaired_bytes=sum(handle.resident_bytes for handle in stack.executor.left_behind),
-            unaccounted_bytes=memory.used_bytes - memory.torch_reserved_bytes - memory.chunk_bytes - memory.poison_bytes - (others or 0),
+            unaccounted_bytes=memory.unaccounted_bytes - (others or 0),
             other_processes_bytes=others,
+            communicators=tuple(CommunicatorSnapshot.model_validate(asdict(each)) for each in outside.communicators),
+            communicator_bytes=outside.communicator_bytes,
+            ipc_collected_bytes=self._device.ipc_collected_bytes,
             wrong_writes=journal.wrong_writes,
             kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
             expired_keeps=journal.expired_keeps,
@@ -104,17 +109,29 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
     )
 
 
-def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Sequence[tuple[str | None, str]]) -> Audit:
+def audit(
+    handles: Mapping[str, Handle],
+    plan: Plan,
+    device: Device,
+    written: Sequence[tuple[str | None, str]],
+    outside: Outside,
+    others: OtherProcesses | None,
+) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
 
     Args:
         written: handle's name and description of each write into offloaded memory.
+        outside: the memory outside torch and placement; it is measured again.
+        others: measures other processes; None: nobody does.
     """
     findings: list[Finding] = []
     for handle in handles.values():
         handle.measure()
         findings += _findings(handle, plan.on_device(handle.name))
-    chunks, declared = device.memory().chunk_bytes, chunk_bytes(handles.values())
+    memory = device.memory()
+    outside.measure(memory)
+    others_bytes = None if others is None else others.nbytes
+    chunks, declared = memory.chunk_bytes, chunk_bytes(handles.values())
     if chunks != declared:
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
         findings.append(Finding(handle=None, what="unaccounted", detail=detail))
@@ -126,6 +143,7 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
     kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.storage.framework_memory()]
     lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
+    lines += outside.report(others_bytes)
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
     return Audit(
@@ -133,6 +151,7 @@ def audit(handles: Mapping[str, Handle], plan: Plan, device: Device, written: Se
         findings=tuple(findings),
         resident_bytes=resident,
         foreign_bytes=sum(nbytes for *_, nbytes in kept_by_framework),
+        unaccounted_bytes=memory.unaccounted_bytes - (others_bytes or 0),
         report="\n".join(lines),
     )
 

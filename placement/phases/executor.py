@@ -10,6 +10,7 @@ from placement.core.journal import Journal
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device, DeviceMemory
+from placement.devices.outside import Outside
 from placement.group.vote import GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
 from placement.phases.open_phase import OpenPhase, innermost
@@ -66,6 +67,7 @@ class PlanExecutor:
         self._vote = vote
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
+        self.outside = Outside(device, self.planner.memory)
         self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
         """Handles that are on the device although the last phase transition wanted them off it."""
@@ -193,6 +195,7 @@ class PlanExecutor:
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
         self.planner.memory = self._device.memory()
+        self.outside.measure(self.planner.memory)
         for handle in self._handles.values():
             handle.measure()
         self.planner.measure_state()

@@ -166,6 +166,20 @@ def test_mapped_memory_counts_until_it_is_released(device: Device) -> None:
     assert device.memory().chunk_bytes == before
 
 
+def test_chunks_and_poison_are_not_unaccounted(device: Device) -> None:
+    device.release(device.create(device.granularity))  # whatever the first chunk brings with it
+    before = device.memory().unaccounted_bytes
+    chunks = [device.create(device.chunk_bytes) for _ in range(2)]
+    assert abs(device.memory().unaccounted_bytes - before) < device.chunk_bytes
+    device.release(*chunks)
+    assert abs(device.memory().unaccounted_bytes - before) < device.chunk_bytes
+
+
+def test_who_holds_memory_outside_can_always_be_asked(device: Device) -> None:
+    assert list(device.communicators()) == []
+    assert device.ipc_collected_bytes == 0
+
+
 def test_a_view_keeps_addresses_and_what_is_behind_them(device: Device) -> None:
     offloaded = device.view(poisoned(device, device.chunk_bytes), 3, 100)
     addresses = poisoned(device, device.chunk_bytes)

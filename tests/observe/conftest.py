@@ -59,6 +59,8 @@ def _snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
         "pairing_violations": 61,
         "unpaired_bytes": 62,
         "unaccounted_bytes": -63,
+        "communicator_bytes": 71,
+        "ipc_collected_bytes": 72,
         "wrong_writes": 64,
         "kept_bytes": 65,
         "expired_keeps": 66,

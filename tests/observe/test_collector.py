@@ -52,6 +52,8 @@ NAMES = {
     "placement_broken",
     "placement_drift_bytes",
     "placement_stray_references",
+    "placement_communicator_bytes",
+    "placement_ipc_collected_bytes_total",
     "placement_wrong_writes_total",
     "placement_kept_bytes",
     "placement_expired_keeps_total",
@@ -139,6 +141,8 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
     put("placement_device_used_bytes", snapshot.device_used_bytes)
     put("placement_device_total_bytes", snapshot.device_total_bytes)
     put("placement_peak_bytes", snapshot.peak_bytes)
+    put("placement_communicator_bytes", snapshot.communicator_bytes or 0)
+    put("placement_ipc_collected_bytes_total", snapshot.ipc_collected_bytes)
     put("placement_wrong_writes_total", snapshot.wrong_writes)
     put("placement_kept_bytes", snapshot.kept_bytes)
     put("placement_expired_keeps_total", snapshot.expired_keeps)
@@ -242,6 +246,12 @@ def test_describe_names_what_collect_returns(make_handle: MakeHandle, make_snaps
     described = {(m.name, m.type) for m in collector.describe()}
     assert described == {(m.name, m.type) for m in collector.collect()}
     assert all(m.documentation.endswith(".") for m in collector.describe())
+
+
+@pytest.mark.parametrize("nbytes", [None, 0, 71])
+def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None, make_snapshot: MakeSnapshot) -> None:
+    shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]
+    assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
 
 
 def test_a_failing_read_reaches_the_scrape() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
-from placement.devices.base import Addresses, Chunk, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
-from placement.devices.cuda import pool
+from placement.devices.base import Addresses, Chunk, Communicator, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.adoption import CudaAdopter
 from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
 from placement.devices.cuda.driver import Driver
@@ -23,6 +23,7 @@ from placement.devices.cuda.lifetime import Life, Lives, uninterrupted
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
+from placement.devices.cuda.shared_tensors import SharedTensors
 from placement.devices.host import numa
 from placement.devices.host.reserve import Register
 from placement.devices.host.shared_slab import MappedSlab
@@ -78,6 +79,7 @@ class CudaDevice(Device):
         self._poison: Poison | None = None
         self._answers: Answers | None = None
         self._pinning = Pinning(self._driver)
+        self._shared_tensors = SharedTensors(self.is_capturing, functools.partial(self._torch_bytes, "allocated_bytes"))
         self._place = numa.placing(self.name, self._driver.pci_address)
         self._streams: dict[Direction, Any] = {
             "to_device": torch.cuda.Stream(self.torch_device),
@@ -248,6 +250,7 @@ class CudaDevice(Device):
         return values.cpu if self._answers is None else self._answers.ask(values)
 
     def memory(self) -> DeviceMemory:
+        self._shared_tensors.collect()
         pool.reap()
         self._collect()
         poison = self._poison.nbytes if self._poison else 0
@@ -293,7 +296,15 @@ class CudaDevice(Device):
     def heal_poison(self, wait: bool = True) -> bool:
         return self._poison is not None and self._poison.heal(wait)
 
+    @property
+    def ipc_collected_bytes(self) -> int:
+        return self._shared_tensors.collected_bytes
+
+    def communicators(self) -> Sequence[Communicator]:
+        return communicators.of_device(self.torch_device)
+
     def trim(self) -> None:
+        self._shared_tensors.collect()
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
 

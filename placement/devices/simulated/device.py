@@ -76,6 +76,9 @@ class SimulatedDevice(Device):
         shared_with: a file through which processes share the capacity. Memory that a process drops without releasing is free for the
             others after its own next call; memory of a dead process is free at the others' next call.
 
+    Attributes:
+        outside_bytes: capacity that something else in this process has taken, such as a communicator. A test sets it; 0 at first.
+
     A forked child cannot use the device: a call that would change the parent's memory raises `PlacementError`.
     """
 
@@ -97,6 +100,7 @@ class SimulatedDevice(Device):
         self.granularity = granularity
         self.chunk_bytes = chunk_bytes
         self.capacity_bytes = capacity_bytes
+        self.outside_bytes = 0
         self._bandwidth = bandwidth_bytes_per_second or float("inf")
         self._link_free_at: dict[Direction, float] = {"to_device": 0.0, "to_host": 0.0}
         self._pid = os.getpid()
@@ -154,7 +158,7 @@ class SimulatedDevice(Device):
             raise ValueError(f"a chunk of {nbytes} bytes is not a multiple of the granularity {self.granularity}")
         held = self._held_bytes()
         others = self._shared.claim(held, nbytes) if self._shared else 0
-        free = max(0, self.capacity_bytes - held - others)
+        free = max(0, self.capacity_bytes - held - others - self.outside_bytes)
         if nbytes > free:
             elsewhere = f", {others:,} held by other processes" if self._shared else ""
             raise DeviceMemoryError(f"simulated: asked for {nbytes:,} bytes, {free:,} free of {self.capacity_bytes:,}{elsewhere}")
@@ -259,7 +263,7 @@ class SimulatedDevice(Device):
         others = self._shared.claim(held, 0) if self._shared else 0
         return DeviceMemory(
             total_bytes=self.capacity_bytes + self.chunk_bytes,
-            free_bytes=max(0, self.capacity_bytes - held - others),
+            free_bytes=max(0, self.capacity_bytes - held - others - self.outside_bytes),
             torch_reserved_bytes=0,
             chunk_bytes=held,
             poison_bytes=self.chunk_bytes,
