@@ -107,7 +107,7 @@ class PlanExecutor:
             self.writes.count(error)
             raise
         if self._journal.num_changes != before:  # measuring is a large part of the time of a phase transition that moves nothing
-            self.measure()
+            self._measure_after_moves()
         self.lease_client.settle(name)
         return plan
 
@@ -169,7 +169,7 @@ class PlanExecutor:
         if name == IDLE:
             self.lease_client.trim()
         if self.lease_client.is_shared or self._journal.num_changes != before:
-            self.measure()
+            self._measure_after_moves()
         self.lease_client.settle(name)
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
@@ -195,11 +195,14 @@ class PlanExecutor:
     def measure(self) -> None:
         """Measure the device's memory and the handles' bytes on it, and update the peak."""
         self.planner.memory = self._device.memory()
-        self.outside.measure(self.planner.memory)
         for handle in self._handles.values():
             handle.measure()
         self.planner.measure_state()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
+
+    def _measure_after_moves(self) -> None:
+        self.measure()
+        self.outside.measure(self.planner.memory)
 
     def _ask(self, wanted: PhaseRequest) -> tuple[View, Plan]:
         view, plan = self.planner.ask(wanted.name, innermost(wanted.around), wanted.kept)
