@@ -534,3 +534,29 @@ def test_a_handle_that_does_not_fit_stays_registered() -> None:
     assert_nothing_resident(worker.manager)
     worker.manager.unregister("ref")
     assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
+
+
+def test_an_engine_an_external_module_and_what_is_not_built_are_handed_back_too() -> None:
+    manager, built = make_manager(), []
+    module, tracked = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    values = copy.deepcopy(module.state_dict())
+    manager.register("critic", placement.Lazy(lambda: built.append(net()) or built[0]), role="critic")
+    manager.register("reward", tracked, role="reward", external=True)
+    manager.register("rollout", placement.TorchEngine(module), role="rollout")
+    for name in ("critic", "reward", "rollout"):
+        manager.unregister(name, on_device=True)
+    assert built == []
+    assert_same(dict(module.state_dict()), dict(values))
+    assert manager.audit().ok
+    manager.close()
+
+
+def test_an_actor_that_is_published_from_the_host_copy_is_handed_back_on_the_device() -> None:
+    worker = Worker(policy="colocated(stream_sync=True)")
+    worker.manager.unregister("actor.optimizer")
+    with worker.manager.phase("weight_sync"):
+        assert (worker.actor.state, worker.actor.resident_bytes) == (State.SYNCING, 0)
+        worker.manager.unregister("actor", on_device=True)
+    assert worker.actor.counters.loaded_bytes
+    assert_same(dict(worker.net.state_dict()), dict(worker.values))
+    assert worker.manager.audit().ok
