@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import CoordinatorLost, PhaseError
@@ -285,9 +286,11 @@ class PhaseStack:
 
     def bring(self, names: tuple[str, ...]) -> None:
         """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
-        plan = self.base_plan()
-        for name in names:
-            plan = plan.also(self.known(name).name, State.GPU_RESIDENT)
+        plan, named = self.base_plan(), {self.known(name).name for name in names}
+        parts = {name: tags for name, tags in plan.parts.items() if name not in named}
+        plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
+        for name in named:
+            plan = plan.also(name, State.GPU_RESIDENT)
         self.executor.carry_out(plan, self.phase_name)
 
     def _require_open(self, phase: Opener, what: str) -> OpenPhase:
