@@ -74,8 +74,8 @@ class _Vllm(TaggedEngine):
                 f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was back, and vLLM cannot bring back the rest"
             )
         return EngineError(
-            f"{said}. vLLM still counts {', '.join(tags)} as asleep, although part of the memory may be in use; free memory on its device and "
-            "enter the phase again"
+            f"{said}. vLLM still counts {', '.join(tags)} as asleep, although part of the memory may be in use; free memory on its device "
+            "and enter the phase again"
         )
 
     def _is_sleeping_now(self) -> bool:
