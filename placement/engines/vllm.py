@@ -305,7 +305,9 @@ class VllmInProcess(_Vllm):
         if self._send is not None:
             self._send(bucket)
             return
-        pairs = [*bucket]
+        # Sent to another process, a tensor takes the whole storage along, which the tensors of a bucket share.
+        is_apart = not hasattr(self._llm.llm_engine, "model_executor")
+        pairs = [(name, tensor.cpu() if is_apart else tensor) for name, tensor in bucket]
         self._call("apply_model", lambda model: model.load_weights(pairs) and None)
 
     def forget_cache(self) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, EngineError, EngineLost, State
+from placement import BrokenHandleError, DeviceMemoryError, EngineError, EngineLost, State
 from placement.engines.vllm import VllmInProcess
 from placement.testing import assert_nothing_resident
 from tests.gpu.vllm import models
-from tests.gpu.vllm.job import KV_CACHE_BYTES, Job, assert_bytes, ended
+from tests.gpu.vllm.job import BATCHED_TOKENS, KV_CACHE_BYTES, Job, assert_bytes, ended
 
 WAKES = ("weights", "kv_cache")
 BEYOND_THE_DEVICE = 1 << 40
@@ -37,6 +37,7 @@ def build(folder: str, sleeps: bool = True) -> None:
             enforce_eager=True,
             max_model_len=models.CONTEXT,
             max_num_seqs=16,
+            max_num_batched_tokens=BATCHED_TOKENS,
             gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
             enable_sleep_mode=sleeps,
@@ -162,7 +163,7 @@ def no_room_for_the_plan() -> None:
     """The tags have been measured: what does not fit is refused before anything is sent."""
     with job("keep") as made:
         made.step(7, is_twice=False)
-        held = fill(64 << 20)
+        held = fill(sum(_blocks("weights")) // 2)
         with pytest.raises(DeviceMemoryError):
             made.manager.phase("rollout").__enter__()
         assert _llms[0].llm_engine.is_sleeping()
@@ -213,7 +214,7 @@ def room_for_a_part_of_the_kv_cache() -> None:
         made.manager.phase("rollout").__enter__()
     del held
     torch.cuda.empty_cache()
-    with pytest.raises(EngineLost, match="vLLM cannot bring back the rest"):
+    with pytest.raises((EngineLost, BrokenHandleError), match="vLLM cannot bring back the rest"):  # or the way back has found it already
         made.manager.phase("rollout").__enter__()
     assert made.rollout.broken is not None
     made.manager.unregister("rollout")

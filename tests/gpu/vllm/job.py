@@ -18,6 +18,8 @@ from tests.gpu.vllm import models
 BUCKET_BYTES = 48 << 20
 """Several buckets a sync."""
 KV_CACHE_BYTES = 512 << 20
+BATCHED_TOKENS = 2048
+"""Few, so that what torch's allocator keeps of activations is small beside the tags."""
 SLACK_BYTES = 64 << 20
 """The allocator of vLLM's weights takes whole segments."""
 LEAK_BYTES = 8 << 20
@@ -131,7 +133,7 @@ class Job:
             for answered in answers:
                 models.assert_generated_by(self.module, self.asked, answered)
         seen["idle"] = self.used_bytes()
-        assert_nothing_resident(self.manager)
+        assert_nothing_resident(self.manager, allow_foreign=self.kind == "fsdp2")
         return seen
 
 

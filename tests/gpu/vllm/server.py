@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from tests.gpu.vllm import models
-from tests.gpu.vllm.job import KV_CACHE_BYTES
+from tests.gpu.vllm.job import BATCHED_TOKENS, KV_CACHE_BYTES
 from tests.gpu.vllm.worker import pickled_handles
 
 ROOT = Path(__file__).parents[3]
@@ -70,24 +70,35 @@ def wake(url: str, tags: list[str]) -> None:
         ask(url, f"/wake_up?tags={tag}", {})
 
 
+def _visible(gpus: Sequence[int]) -> str:
+    """The driver's names of GPUs that this process knows by number."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(named[gpu] if named else str(gpu) for gpu in gpus)
+
+
 @contextmanager
-def running(folder: str, log: Path, *, gpus: str = "0", sleeps: bool = True, ranks: int = 1) -> Iterator[tuple[str, int]]:
+def running(folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool = True) -> Iterator[tuple[str, int]]:
     """A server of the model. Gives its address and the number of its process group.
 
     Args:
-        gpus: the numbers of the GPUs that it sees.
+        gpus: the numbers of its GPUs. Over several it is tensor parallel.
         sleeps: with sleep mode.
-        ranks: of tensor parallelism.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpus, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpus), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     options = {"model": folder, "served-model-name": "model", "host": "127.0.0.1", "port": port, "dtype": "bfloat16"}
-    options |= {"max-model-len": models.CONTEXT, "max-num-seqs": 16, "gpu-memory-utilization": 0.2, "generation-config": "vllm"}
+    options |= {
+        "max-model-len": models.CONTEXT,
+        "max-num-seqs": 16,
+        "max-num-batched-tokens": BATCHED_TOKENS,
+        "gpu-memory-utilization": 0.2,
+        "generation-config": "vllm",
+    }
     options |= {"kv-cache-memory-bytes": KV_CACHE_BYTES, "worker-extension-cls": "tests.gpu.vllm.worker.TakesWeights"}
-    options |= {"tensor-parallel-size": ranks}
+    options |= {"tensor-parallel-size": len(gpus)}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--skip-tokenizer-init"]
     command += ["--enable-sleep-mode"] if sleeps else []
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -25,11 +25,11 @@ def ranks() -> Iterator[Ranks]:
 def test_an_engine_on_each_gpu(ranks: Ranks, folder: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     with ExitStack() as servers:
         logs = tmp_path_factory.mktemp("each")
-        urls = [servers.enter_context(running(folder, logs / gpu, gpus=gpu))[0] for gpu in "01"]
+        urls = [servers.enter_context(running(folder, logs / f"log{gpu}", gpus=[gpu]))[0] for gpu in (0, 1)]
         ranks.run(two_ranks.an_engine_each, urls, 1, deadline_seconds=DEADLINE_SECONDS)
 
 
 def test_one_engine_over_both_gpus(ranks: Ranks, folder: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     where = tmp_path_factory.mktemp("both")
-    with running(folder, where / "log", gpus="0,1", ranks=2) as (url, _):
+    with running(folder, where / "log", gpus=[0, 1]) as (url, _):
         ranks.run(two_ranks.one_engine, url, str(where), 2, deadline_seconds=DEADLINE_SECONDS)
