@@ -33,6 +33,15 @@ def _mesh() -> Any:
     return dist.init_device_mesh("cuda", (dist.get_world_size(),))
 
 
+def _on_any_rank(flag: bool) -> bool:
+    """Whether it is so on some rank. A follower does not know about the weights, and all ranks publish together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    flags = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
+
+
 def plain(device: str) -> Any:
     return models.model(1, device)
 
@@ -124,7 +133,7 @@ class Job:
             if is_twice:
                 step.switch("weight_sync")
                 seen["second weight_sync"] = self.used_bytes()
-                if self.engine.residency.stale is not None:  # this vLLM cannot keep the weights then
+                if _on_any_rank(self.engine.residency.stale is not None):  # this vLLM cannot keep the weights then
                     self.publish()
                 step.switch("rollout")
                 answers.append(self.roll_out())
