@@ -87,8 +87,9 @@ class Server:
             body: sent as JSON unless it is None.
 
         Raises:
-            EngineError: nobody listens there, so nothing was sent; or a GET, which changes nothing, was not answered.
-            EngineLost: no complete answer came within the deadline, so it is not known what the server did.
+            EngineError: the address cannot be reached, so nothing was sent; or a GET, which changes nothing, was not answered.
+            EngineLost: no complete answer came within the deadline, so it is not known what the server did; or something is to be changed
+                and nobody listens there: the server has ended.
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
@@ -99,7 +100,10 @@ class Server:
             try:
                 connection.connect()
             except (OSError, UnicodeError) as error:  # UnicodeError: the host name cannot exist
-                raise EngineError(f"{request}: nobody answers there ({error}). Is it running, and is this its address?") from error
+                said = f"{request}: nobody answers there ({error}). Is it running, and is this its address?"
+                if isinstance(error, ConnectionRefusedError) and method != "GET":
+                    raise EngineLost(said) from error
+                raise EngineError(said) from error
             payload = None if body is None else json.dumps(body).encode()
             headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
             until = began + limit

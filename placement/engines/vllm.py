@@ -1,8 +1,9 @@
 """vLLM: its server over HTTP, and its `LLM` in this process.
 
 The differences between versions are read from the server's answers. Checked against 0.33.0 (vllm/entrypoints/serve/dev/sleep/
-api_router.py, vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py) and 0.11.0. The server needs
-`VLLM_SERVER_DEV_MODE=1` for the routes and `--enable-sleep-mode` for memory to move.
+api_router.py, vllm/entrypoints/rl/online/api_router.py, vllm/v1/executor/abstract.py), 0.24.0 (vllm/entrypoints/serve/dev, vllm/v1/
+engine/core.py, vllm/device_allocator/cumem.py) and 0.11.0. The server needs `VLLM_SERVER_DEV_MODE=1` for the routes and
+`--enable-sleep-mode` for memory to move.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _POLL_SECONDS = 0.05
 _BUSY = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 _LEVELS: dict[Weights, int] = {"keep": 1, "discard": 2}
 _ENABLE = "vLLM moves its memory only with --enable-sleep-mode (enable_sleep_mode=True), and answers 'sleeping' even without it."
+_MAPPED_ALREADY = "CUDA Error: invalid argument"
+"""The answer to a second wake of a tag of which a wake before has brought back a part. vLLM maps every block of the tag anew."""
 
 
 class _Vllm(TaggedEngine):
@@ -63,6 +66,17 @@ class _Vllm(TaggedEngine):
         self._wake([tag for tag in self.residency.tags if tag in tags])
         if self._is_sleeping_now() is is_last:  # with the last tag back it must be awake, before that asleep
             raise EngineLost(f"{self!r} was told to wake {', '.join(tags)}, but reports to be {'still' if is_last else 'no longer'} asleep")
+
+    def _failed_wake(self, said: str, tags: Sequence[str]) -> EngineError:
+        """The error for a wake that failed: an `EngineLost` where no later one can succeed."""
+        if _MAPPED_ALREADY in said:
+            return EngineLost(
+                f"{said}. A wake before this one has failed after a part of {', '.join(tags)} was back, and vLLM cannot bring back the rest"
+            )
+        return EngineError(
+            f"{said}. vLLM still counts {', '.join(tags)} as asleep, although part of the memory may be in use; free memory on its device "
+            "and enter the phase again"
+        )
 
     def _is_sleeping_now(self) -> bool:
         """Ask after a call that should have changed the answer. Without an answer the call's effect is unknown."""
@@ -187,10 +201,7 @@ class VllmServer(_Vllm):
     def _wake(self, tags: Sequence[str]) -> None:
         answer = self._server.ask("POST", "/wake_up", query={"tags": tags})
         if not answer.is_ok:
-            raise EngineError(
-                f"{answer}. The server still counts {', '.join(tags)} as asleep, although part of the memory may be in use; free memory on "
-                "its device and enter the phase again"
-            )
+            raise self._failed_wake(str(answer), tags)
 
     def _is_sleeping(self) -> bool:
         answer = self._server.ask("GET", "/is_sleeping")
@@ -244,7 +255,9 @@ class VllmInProcess(_Vllm):
 
     Args:
         llm: the `vllm.LLM`. For an asynchronous engine use `VllmServer`.
-        send: as in `VllmServer`; None: `llm.apply_model` calls the model's `load_weights`, which takes the checkpoint's names.
+        send: as in `VllmServer`; None: `llm.apply_model` calls the model's `load_weights`, which takes the checkpoint's names. vLLM runs
+            the model in a process of its own unless it was started with `VLLM_ENABLE_V1_MULTIPROCESSING=0`. That process takes functions
+            only with `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, and the weights then go through the host.
         weights: "keep": level 1; "discard": level 2.
         options: options of `TaggedEngine`.
 
@@ -262,11 +275,14 @@ class VllmInProcess(_Vllm):
         self._level = _LEVELS[weights]
 
     def register(self) -> None:
-        """Check that the engine is awake or asleep as the record says.
+        """Check that the engine moves its memory, and that it is awake or asleep as the record says.
 
         Raises:
-            EngineError: it is not.
+            EngineError: it was made without sleep mode, or is not as the record says.
         """
+        config = getattr(self._llm.llm_engine, "model_config", None)
+        if not getattr(config, "enable_sleep_mode", True) and not getattr(config, "enable_cumem_allocator", False):
+            raise EngineError(f"{self!r} was made without sleep mode. {_ENABLE}")
         if self._is_sleeping() is not bool(self.residency.offloaded):
             raise EngineError(
                 f"{self!r} is {'asleep' if self._is_sleeping() else 'awake'}, but it was made with "
@@ -289,7 +305,9 @@ class VllmInProcess(_Vllm):
         if self._send is not None:
             self._send(bucket)
             return
-        pairs = [*bucket]
+        # Sent to another process, a tensor takes the whole storage along, which the tensors of a bucket share.
+        is_apart = not hasattr(self._llm.llm_engine, "model_executor")
+        pairs = [(name, tensor.cpu() if is_apart else tensor) for name, tensor in bucket]
         self._call("apply_model", lambda model: model.load_weights(pairs) and None)
 
     def forget_cache(self) -> None:
@@ -305,7 +323,10 @@ class VllmInProcess(_Vllm):
             raise EngineLost(f"sleep(level={self._level}) returned, but vLLM is not asleep. {_ENABLE}")
 
     def _wake(self, tags: Sequence[str]) -> None:
-        self._call("wake_up", tags=[*tags])
+        try:
+            self._call("wake_up", tags=[*tags])
+        except EngineError as error:
+            raise self._failed_wake(str(error), tags) from error
 
     def _is_sleeping(self) -> bool:
         return bool(self._llm.llm_engine.is_sleeping())

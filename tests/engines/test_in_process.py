@@ -187,6 +187,17 @@ def test_vllm_that_fails(shared: Path) -> None:
         handle.object.assume(offloaded=[])
 
 
+def test_vllm_that_was_made_without_sleep_mode(shared: Path) -> None:
+    llm = LLM(shared)
+    llm.llm_engine.model_config = SimpleNamespace(enable_sleep_mode=False)
+    with pytest.raises(EngineError, match="made without sleep mode"):
+        job(VllmInProcess(llm), shared)
+    assert llm.calls == []
+    llm.llm_engine.model_config.enable_cumem_allocator = True  # then it moves all the same
+    _, _, handle = job(VllmInProcess(llm), shared)
+    assert handle.state is State.CPU_OFFLOADED
+
+
 def test_vllm_whose_kv_cache_is_not_released_may_be_paused(shared: Path) -> None:
     llm = LLM(shared)
     manager, actor, handle = job(engine := VllmInProcess(llm), shared)

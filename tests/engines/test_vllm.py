@@ -189,6 +189,39 @@ def test_a_server_that_is_gone(shared: Path, started: list[StandIn]) -> None:
     assert_nothing_resident(job.manager)
 
 
+def test_a_server_that_ends_during_a_rollout(shared: Path, started: list[StandIn]) -> None:
+    """Nobody can offload it any more. Once the user has said that its memory is gone with it, the others go on."""
+    server = Vllm033(shared)
+    job = Job(server, shared)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        server.close()
+        with pytest.raises(EngineLost, match="nobody answers there"):
+            step.switch("train")
+        assert handle.broken is not None
+        job.engine.assume(offloaded=["weights", "kv_cache"])
+        step.switch("train")
+        assert job.actor.state is State.TRAINING
+    assert_nothing_resident(job.manager)
+
+
+@every_vllm
+def test_a_wake_after_one_that_failed_half_way(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """What the first one brought back cannot be mapped a second time."""
+    job = start(kind, shared, started)
+    handle = job.register()
+    said = "Call to wake_up method failed: CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:138"
+    job.server.failing["/wake_up"] = 500, {"error": {"message": said}}
+    with pytest.raises(EngineLost, match="vLLM cannot bring back the rest"):
+        job.manager.phase("weight_sync").__enter__()
+    assert handle.broken is not None
+    with job.manager.phase("train"):
+        assert job.actor.state is State.TRAINING
+    job.engine.assume(offloaded=["weights", "kv_cache"])
+
+
 @every_vllm
 def test_woken_or_restarted_by_somebody_else(kind: Any, shared: Path, started: list[StandIn]) -> None:
     job = start(kind, shared, started)

@@ -1,0 +1,35 @@
+"""vLLM on two GPUs: a server on each of them, and one that spans both. Skipped where there is one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.gpu.on_gpus import gpus
+from tests.gpu.vllm import two_ranks
+from tests.gpu.vllm.server import running
+from tests.support.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+DEADLINE_SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    yield from gpus(2)
+
+
+def test_an_engine_on_each_gpu(ranks: Ranks, folder: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with ExitStack() as servers:
+        logs = tmp_path_factory.mktemp("each")
+        urls = [servers.enter_context(running(folder, logs / f"log{gpu}", gpus=[gpu]))[0] for gpu in (0, 1)]
+        ranks.run(two_ranks.an_engine_each, urls, 1, deadline_seconds=DEADLINE_SECONDS)
+
+
+def test_one_engine_over_both_gpus(ranks: Ranks, folder: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    where = tmp_path_factory.mktemp("both")
+    with running(folder, where / "log", gpus=[0, 1]) as (url, _):
+        ranks.run(two_ranks.one_engine, url, str(where), 2, deadline_seconds=DEADLINE_SECONDS)
