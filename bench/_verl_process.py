@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -37,7 +38,8 @@ def _states() -> list[dict[str, Any]]:
     for file in sorted(Path(folder).glob("*.json")) if folder else ():
         for group in json.loads(file.read_text(encoding="utf-8")):
             for address in group["targets"]:
-                with urllib.request.urlopen(f"http://{address}/state", timeout=10) as answer:
+                # A page that does not answer costs its figures, and not the run.
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{address}/state", timeout=10) as answer:
                     found.append(json.load(answer))
     return found
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def _gpu_options(gpus: int) -> dict[str, Any]:
         f"{_ROLLOUT}.max_model_len": 512,
         "trainer.n_gpus_per_node": gpus,
         "ray_kwargs.ray_init.num_cpus": 64,  # as many as verl's actors ask for, whatever the machine has
+        "+ray_kwargs.ray_init.object_store_memory": 4 << 30,
     }
 
 
@@ -127,7 +129,7 @@ class _Benchmark:
             recording = _timeline.recorded(
                 uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", self._folder / f"{_file_name(system)}.samples"
             )
-        with recording as timeline:
+        with recording as timeline, self._output_kept(system):
             job = _verl_job.run(
                 self._folder / _file_name(system),
                 self._inputs,
@@ -143,6 +145,17 @@ class _Benchmark:
         if snapshots:
             self._write_moves(scenario, system, snapshots[0][0], snapshots[-1][0], len(snapshots) - 1)
         return job
+
+    @contextlib.contextmanager
+    def _output_kept(self, system: str) -> Iterator[None]:
+        """Keep what a run printed, beside the results, if it fails: vLLM's own errors come long before the end."""
+        try:
+            yield
+        except RuntimeError:
+            self._results.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._results.path.with_name(f"{self._results.path.stem}_{_file_name(system)}.txt")
+            shutil.copy(self._folder / _file_name(system) / "output.txt", kept)
+            raise
 
     def _write_steps(self, scenario: str, system: str, job: Job) -> None:
         for name in ("step", *_PARTS):

@@ -27,6 +27,8 @@ def _register_adapter() -> None:
     from verl.workers.rollout import base
 
     base._ROLLOUT_REGISTRY[STANDIN, "async"] = "tests.integrations.verl.driver_rollout.StandInAdapter"
+    if plugin.is_chosen():
+        importlib.import_module("placement.integrations.verl.rollout").place(STANDIN)
 
 
 def _leave_out_what_needs_a_gpu() -> None:
@@ -43,7 +45,7 @@ def _leave_out_what_needs_a_gpu() -> None:
 
 use_cpu()
 device.auto_set_device = lambda config: None  # it would write a name into the recipe that is no plain text
-importlib.import_module("placement.integrations.verl.plugin")
+plugin = importlib.import_module("placement.integrations.verl.plugin")
 after_import("verl.workers.rollout.replica", _register_replica)
 after_import("verl.workers.rollout.base", _register_adapter)
 after_import("verl.workers.engine_workers", _leave_out_what_needs_a_gpu)

@@ -39,8 +39,10 @@ def test_three_steps_are_those_of_verl(tmp_path: Path) -> None:
     phases = ["sleep", "log_prob", "ref_log_prob", "train", "rollout to train", "weight_sync"]
     assert [event["phase"] for event in placed.events] == 3 * phases
     (snapshot,) = placed.events[-1]["states"]
-    assert [handle["name"] for handle in snapshot["handles"]] == ["ref", "actor", "actor.optimizer"]
-    assert {handle["state"] for handle in snapshot["handles"]} == {"CPU_OFFLOADED"}
-    assert all(handle["loaded_bytes"] > 0 for handle in snapshot["handles"])
+    assert [handle["name"] for handle in snapshot["handles"]] == ["ref", "actor", "actor.optimizer", "rollout"]
+    *models, rollout = snapshot["handles"]
+    assert {handle["state"] for handle in models} == {"CPU_OFFLOADED"}
+    assert all(handle["loaded_bytes"] > 0 for handle in models)
+    assert (rollout["state"], rollout["resident_tags"], rollout["stale"]) == ("GPU_RESIDENT", ["kv_cache", "weights"], None)
     assert set(snapshot["phase_seconds"]) >= {"log_prob", "ref_log_prob", "train", "weight_sync"}
     assert (snapshot["pairing_violations"], snapshot["unpaired_bytes"], snapshot["wrong_writes"]) == (0, 0, 0)
