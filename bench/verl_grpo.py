@@ -106,19 +106,19 @@ class _Benchmark:
 
         self._rig, self._results, self._folder = rig, results, folder
         self._inputs = folder / "inputs"
-        self._environment = {"OMP_NUM_THREADS": "1"}
+        self._environment: dict[str, str] = {}
         self._modules: list[str] = []
         if rig.is_cuda:
             _write_qwen(self._inputs, is_full=rig.size == "full")
             recipe.write_inputs(self._inputs, _VOCABULARY, _PROMPTS * given.gpus)
             self._options: Mapping[str, Any] = _gpu_options(given.gpus)
-            self._environment |= {SHARED_MEMORY: "1"} if given.shared_memory else {}
+            self._environment = {SHARED_MEMORY: "1"} if given.shared_memory else {}
         else:
             worker.write_model(self._inputs)
             recipe.write_inputs(self._inputs, worker.VOCABULARY, prompts=4)
             self._options = recipe.tiny()
             self._modules = ["tests.integrations.verl.driver_process"]
-            self._environment |= {"VERL_ENGINE_DEVICE": "cuda", "PLACEMENT_DEVICE": f"simulated:{worker.CAPACITY}"}
+            self._environment = {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cuda", "PLACEMENT_DEVICE": f"simulated:{worker.CAPACITY}"}
         self._options = {**self._options, "trainer.total_training_steps": given.steps, "trainer.total_epochs": given.steps}
         self._seconds = given.seconds
 

@@ -18,7 +18,7 @@ _lock = threading.Lock()
 _made: list[Manager] = []
 _numbers = itertools.count()
 _ended: list[weakref.WeakMethod[Callable[[], None]]] = []
-"""What ends when an engine begins a phase: the rollout's."""
+"""Methods that end the rollout's phase, called when an engine begins one."""
 
 
 def manager() -> Manager:

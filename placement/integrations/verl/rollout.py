@@ -76,7 +76,7 @@ class ColocatedRollout(TaggedEngine):
     def offload(self, tags: Collection[str]) -> None:
         """Nothing where the driver has done it; else put all to sleep. What was never measured counts as done."""
         held = self.residency.resident_bytes
-        if self._free_bytes() - self._free_when_awake < held * _ASLEEP_SHARE:
+        if held and self._free_bytes() - self._free_when_awake < held * _ASLEEP_SHARE:
             self._sleep()
 
     def admit(self) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from placement import DeviceMemoryError, Manager, PlacementError
 from placement.devices.simulated.device import SimulatedDevice
@@ -125,6 +126,40 @@ def steps(model: Path, file: Path) -> dict[str, Any]:
     return found | {"calls": job.replica.calls, "told": job.told}
 
 
+class Follower(Adapter):
+    """The adapter on a rank that does not lead the replica: as in verl it sends nothing."""
+
+    async def resume(self, tags: list[str]) -> None: ...
+
+    async def release(self) -> None: ...
+
+
+class PlacedFollower(PlacedRollout, Follower):
+    """The class that `place` would make."""
+
+
+def over_two_ranks(model: Path, file: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """Two steps with one replica over both ranks; the states after each sync and each training, and the replica's calls."""
+    manager = workers.use_simulated()
+    actor = workers.build(model, placed=True)
+    adapter: Any = (PlacedAdapter if dist.get_rank() == 0 else PlacedFollower)(Replica(file))
+    states = []
+
+    async def update() -> None:
+        await adapter.resume(["weights"])
+        weights, _ = actor.engine.get_per_tensor_param()
+        await adapter.update_weights(weights)
+        await adapter.resume(["kv_cache"])
+
+    for seed in range(2):
+        asyncio.run(update())
+        states.append({name: handle.state.value for name, handle in manager.handles.items()})
+        asyncio.run(adapter.replica.sleep())
+        actor.train_batch(batch(seed))
+        states.append({name: handle.state.value for name, handle in manager.handles.items()})
+    return states, adapter.replica.calls
+
+
 def left_awake(model: Path, file: Path) -> tuple[list[str], str]:
     """A driver that does not put the rollout to sleep."""
     job = Job(model, file)
@@ -163,3 +198,24 @@ def failure(model: Path, file: Path) -> str:
     except PlacementError as error:
         return str(error)
     raise AssertionError("a rollout that failed to wake was taken for awake")
+
+
+def placed_adapters() -> dict[str, Any]:
+    """The class that verl gets for a rollout that `place` was called for, twice; and for one of no name."""
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class
+
+    from placement.integrations.verl import rollout
+
+    _ROLLOUT_REGISTRY["nearby", "async"] = f"{__name__}.Adapter"
+    try:
+        rollout.place("nearby")
+        rollout.place("nearby")
+        found = get_rollout_class("nearby")
+        again = get_rollout_class("nearby")
+        try:
+            rollout.place("nowhere")
+        except KeyError as error:
+            unknown = str(error)
+        return {"bases": [base.__name__ for base in found.__bases__], "same": found is again, "unknown": unknown}
+    finally:
+        del _ROLLOUT_REGISTRY["nearby", "async"]

@@ -59,3 +59,16 @@ def test_a_budget_counts_it(one_rank: Ranks, model: Path, tmp_path: Path) -> Non
 def test_a_rollout_that_fails_to_wake(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
     (error,) = one_rank.run(colocated.failure, model, tmp_path / "capacity")
     assert "no memory left on the device" in error
+
+
+def test_a_replica_over_two_ranks(two_ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    leader, follower = two_ranks.run(colocated.over_two_ranks, model, tmp_path / "capacity")
+    asleep = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+    assert leader[0] == follower[0] == [{**asleep, "rollout": GPU}, asleep] * 2
+    assert leader[1] == ["wake_up weights", "wake_up kv_cache", "sleep"] * 2
+    assert follower[1] == ["sleep"] * 2, "the driver's"
+
+
+def test_verl_finds_the_placed_adapter(one_rank: Ranks) -> None:
+    (found,) = one_rank.run(colocated.placed_adapters)
+    assert found == {"bases": ["PlacedRollout", "Adapter"], "same": True, "unknown": "('nowhere', 'async')"}
