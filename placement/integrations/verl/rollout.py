@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,9 @@ else:
 
 _ASLEEP_SHARE = 0.5
 """The share of its bytes that must be free again for the rollout to count as asleep."""
+_PATIENCE_SECONDS = 1.0
+"""The time for memory to show as free after the driver was told that the rollout sleeps."""
+_POLL_SECONDS = 0.01
 _bases: dict[str, str] = {}
 """The paths of verl's adapters, by the names under which this module has them placed."""
 
@@ -75,9 +79,13 @@ class ColocatedRollout(TaggedEngine):
 
     def offload(self, tags: Collection[str]) -> None:
         """Nothing where the driver has done it; else put all to sleep. What was never measured counts as done."""
-        held = self.residency.resident_bytes
-        if held and self._free_bytes() - self._free_when_awake < held * _ASLEEP_SHARE:
-            self._sleep()
+        wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self.residency.resident_bytes and self._free_bytes() < wanted:
+            if time.monotonic() >= until:
+                self._sleep()
+                return
+            time.sleep(_POLL_SECONDS)
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
