@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -15,6 +17,8 @@ from placement.manager import Manager
 _lock = threading.Lock()
 _made: list[Manager] = []
 _numbers = itertools.count()
+_ended: list[weakref.WeakMethod[Callable[[], None]]] = []
+"""Methods that end the rollout's phase, called when an engine begins one."""
 
 
 def manager() -> Manager:
@@ -33,6 +37,24 @@ def manager() -> Manager:
             if made.settings.discovery is not None:
                 made.serve()
         return _made[0]
+
+
+def current() -> Manager | None:
+    """The manager of this process, if there is one already."""
+    return _made[0] if _made else None
+
+
+def on_next_phase(end: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call `end` before an engine of this process begins a phase, each time."""
+    _ended.append(end)
+
+
+def next_phase() -> None:
+    """An engine of this process is about to begin a phase in which the rollout is not needed."""
+    for end in _ended:
+        method = end()
+        if method is not None:
+            method()
 
 
 def use_manager(made: Manager) -> None:
@@ -55,8 +77,10 @@ def close_manager() -> None:
     """
     with _lock:
         if _made:
+            next_phase()
             _made[0].close()
             _made.clear()
+            _ended.clear()
 
 
 def _group() -> Group | None:

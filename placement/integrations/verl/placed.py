@@ -114,6 +114,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _hold(self, phase: str) -> AbstractContextManager[Any]:
         if self._manager is None or self._model_handle is None:
             return nullcontext()
+        managers.next_phase()
         return self._manager.hold(phase, only=[self._model_handle])
 
     # --- phases
@@ -197,6 +198,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         parts = self._manual_parts - named if device == "cpu" else self._manual_parts | named
         has_model = "model" in parts or self._model_handle.external
         phase = "train" if has_model and "optimizer" in parts else self._reading_phase if "model" in parts else None
+        if phase is not None:
+            managers.next_phase()
         following = None if phase is None else self._manager.hold(phase, only=[self._model_handle])
         self._end_manual()
         self._manual, self._manual_parts = following, parts

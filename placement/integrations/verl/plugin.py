@@ -39,4 +39,16 @@ def register_engines() -> None:
         logger.info("placement is active: param_offload and optimizer_offload of verl's %s engines mean that placement places", names)
 
 
+def place_rollout() -> None:
+    """Let verl use the adapter of vLLM that tells placement what the rollout holds, where placement was asked for."""
+    if is_chosen():
+        from placement.integrations.verl import rollout
+
+        try:
+            rollout.place("vllm")
+        except (AttributeError, KeyError) as error:
+            logger.info("the rollout is no handle of placement: this verl has no adapter of vLLM under %s", error)
+
+
 after_import("verl.workers.engine", register_engines)
+after_import("verl.workers.rollout.base", place_rollout)

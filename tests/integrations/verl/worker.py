@@ -36,10 +36,10 @@ def import_verl() -> None:
         importlib.import_module("placement.integrations.verl.plugin")
         assert "verl.workers.engine" not in sys.modules, "the engines would not be on the CPU"
         importlib.import_module("verl.workers.engine_workers")
-        _leave_out_what_needs_a_gpu()
+        leave_out_what_needs_a_gpu()
 
 
-def _leave_out_what_needs_a_gpu() -> None:
+def leave_out_what_needs_a_gpu() -> None:
     """verl asks for pinned memory under FSDP2's CPUOffloadPolicy, and for flash attention in value models.
 
     Where TRL is installed, verl 0.9.1 also looks there for a model with a value head, which TRL 1.16 does not have any more.

@@ -1,0 +1,210 @@
+"""The rollout that shares the worker's GPU, as a handle of placement.
+
+verl wakes it in the worker, through an adapter (`resume`), and puts it to sleep in the driver, past the worker. So placement makes the
+calls that wake it, in phases of its own, and measures what each part holds. That it sleeps again placement learns at the worker's next
+phase: the driver's free bytes say so. Where they do not, placement puts it to sleep itself. No call is sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+import weakref
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from placement.core.errors import EngineError, EngineLost
+from placement.core.states import KV_CACHE, WEIGHTS
+from placement.engines.residency import Residency
+from placement.engines.tagged import TaggedEngine
+from placement.integrations.verl import managers
+from placement.integrations.verl.log import logger
+
+if TYPE_CHECKING:
+    from placement.manager import Manager
+    from placement.phases.hold import Hold
+
+    _Adapter = Any
+else:
+    _Adapter = object
+
+_ASLEEP_SHARE = 0.5
+"""The share of its bytes that must be free again for the rollout to count as asleep."""
+_PATIENCE_SECONDS = 1.0
+"""The time for memory to show as free after the driver was told that the rollout sleeps."""
+_POLL_SECONDS = 0.01
+_bases: dict[str, str] = {}
+"""The paths of verl's adapters, by the names under which this module has them placed."""
+
+
+class _Record(Residency):
+    """The record of an engine whose memory is free before placement asks for it, so that nothing becomes free by asking."""
+
+    def _see_freed(self, tags: frozenset[str], before: int) -> None: ...
+
+
+class ColocatedRollout(TaggedEngine):
+    """The engine behind a rollout that verl's driver puts to sleep.
+
+    Args:
+        wake: wakes one part.
+        sleep: puts everything to sleep, at verl's level.
+        free_bytes: the free bytes of the device.
+    """
+
+    def __init__(self, wake: Callable[[str], object], sleep: Callable[[], object], free_bytes: Callable[[], int]) -> None:
+        super().__init__(weights="discard", offloaded=(WEIGHTS, KV_CACHE))
+        self.residency = _Record(self, (WEIGHTS, KV_CACHE), offloaded=(WEIGHTS, KV_CACHE), keeps_weights=False, given={}, by_memory=True)
+        self._wake, self._sleep, self._free_bytes = wake, sleep, free_bytes
+        self._free_when_awake = 0
+        self.may_wake = False
+        """Whether verl has asked for it. A policy alone does not wake the rollout: verl's driver would not know."""
+
+    def drain(self) -> None:
+        """Nothing: verl's driver waits for the answers before it goes on."""
+
+    def load(self, tags: Collection[str]) -> None:
+        if not self.may_wake:
+            raise EngineError(
+                "verl alone decides when its rollout wakes, and the policy wants it on the device now: use a policy that offloads what a "
+                "phase does not need, such as 'colocated'"
+            )
+        for tag in tags:
+            self._wake(tag)
+        self._free_when_awake = self._free_bytes()
+
+    def offload(self, tags: Collection[str]) -> None:
+        """Nothing where the driver has done it; else put all to sleep. What was never measured counts as done."""
+        wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self.residency.resident_bytes and self._free_bytes() < wanted:
+            if time.monotonic() >= until:
+                self._sleep()
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def admit(self) -> None:
+        """Nothing: verl's driver sends no prompt before `resume` returns."""
+
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        raise EngineError("verl sends the weights to its rollout itself, in ActorRolloutRefWorker.update_weights")
+
+
+class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
+    """Comes before one of verl's adapters among the bases of a class. Its methods are those of `verl.workers.rollout.base.BaseRollout`."""
+
+    _manager: Manager | None = None
+    _engine: ColocatedRollout | None = None
+    _open: Hold | None = None
+    """The phase in which the rollout is awake, or wakes."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        manager = managers.current()
+        reason = self._reason_to_leave_it(manager)
+        if manager is None or reason is not None:
+            logger.info("the rollout is no handle of placement: %s", reason)
+            return
+        inherited: Any = super()
+        self._engine = ColocatedRollout(
+            lambda tag: _done(inherited.resume, [tag]), lambda: _done(inherited.release), lambda: manager.device.memory().free_bytes
+        )
+        manager.register("rollout", self._engine, role="rollout", replace=True)
+        self._manager = manager
+        managers.on_next_phase(weakref.WeakMethod(self.ended))
+        logger.info("placement knows the rollout as 'rollout' (%s)", type(self).__name__)
+
+    def _reason_to_leave_it(self, manager: Manager | None) -> str | None:
+        if manager is None:
+            return "no engine of this worker is placed"
+        if not self.config.free_cache_engine:
+            return "it never sleeps (rollout.free_cache_engine=False)"
+        if manager.policy.name != "colocated":
+            return f"the policy {manager.policy.name!r} may keep it on the device, where verl's driver puts it to sleep"
+        return None
+
+    async def resume(self, tags: list[str]) -> None:
+        """Wake these parts, in the phase `weight_sync`, or `rollout` once the KV cache comes."""
+        if self._manager is None or self._engine is None:
+            await super().resume(tags)
+            return
+        if KV_CACHE not in tags:
+            self.ended()
+        self._engine.may_wake = True
+        try:
+            following = self._manager.hold("rollout" if KV_CACHE in tags else "weight_sync", only=["rollout"])
+        except BaseException as error:
+            self.ended(error)
+            raise
+        finally:
+            self._engine.may_wake = False
+        before, self._open = self._open, following
+        if before is not None:
+            before.release()
+
+    async def release(self) -> None:
+        """Put the rollout to sleep."""
+        if self._open is None:
+            await super().release()
+        else:
+            self.ended()
+
+    async def update_weights(self, *args: Any, **keywords: Any) -> Any:
+        """verl's own, after which the weights are valid."""
+        try:
+            result = await super().update_weights(*args, **keywords)
+        except BaseException as error:
+            self.ended(error)
+            raise
+        if self._engine is not None and WEIGHTS in self._engine.residency.resident:
+            self._engine.weights_filled()
+        return result
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """End the phase in which the rollout was awake: the worker begins another."""
+        hold, self._open = self._open, None
+        if hold is not None:
+            hold.release(error)
+
+
+def place(name: str) -> None:
+    """Let verl use a placed adapter for the rollouts of this name, in this process.
+
+    Raises:
+        KeyError: verl knows no such rollout.
+    """
+    from verl.workers.rollout import base
+
+    key = name, "async"
+    attribute = f"Placed_{name}"
+    if attribute not in _bases:
+        _bases[attribute] = base._ROLLOUT_REGISTRY[key]
+        base._ROLLOUT_REGISTRY[key] = f"{__name__}.{attribute}"
+
+
+def __getattr__(attribute: str) -> Any:
+    """The placed adapter of a name. Made when verl asks for it, because verl's own needs the engine's package."""
+    if attribute not in _bases:
+        raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")
+    module, _, name = _bases[attribute].rpartition(".")
+    adapter = getattr(importlib.import_module(module), name)
+    placed = type(f"Placed{name}", (PlacedRollout, adapter), {"__doc__": f"{name}, known to placement."})
+    globals()[attribute] = placed
+    return placed
+
+
+def _done(method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
+    """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one.
+
+    Raises:
+        EngineLost: it failed, so that its effect is unknown.
+    """
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, method(*arguments)).result()
+    except Exception as error:
+        raise EngineLost(f"verl's rollout failed in {method.__name__}(): {error}") from error
