@@ -341,7 +341,8 @@ def test_a_phase_for_some_handles_fits_whenever_what_is_needed_together_does(
         if not outer and whole is not None:
             assert part is not None
         if part is not None:
-            assert held <= part, "what the enclosing phase needs was evicted"
+            published = only if streams and phase == "weight_sync" else set()  # from the host copy: the inner phase decides about these
+            assert held - published <= part, "what the enclosing phase needs was evicted"
             assert total(job, part) <= budget * UNIT
     job.manager.check_integrity()
     assert job.manager.snapshot().pairing_violations == 0
