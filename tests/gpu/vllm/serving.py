@@ -94,7 +94,7 @@ def held_back(url: str) -> None:
         with made.manager.phase("train") as step:
             models.change(made.module, 9)
             future = pool.submit(server.complete, url, made.asked)
-            time.sleep(1)
+            time.sleep(1)  # an answer that did not wait would be here by then; on a slow machine this cannot fail wrongly
             assert not future.done()
             step.switch("weight_sync")
             made.publish()
