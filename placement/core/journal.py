@@ -60,6 +60,8 @@ class Record:
     """Time that the calling thread spent in the transition."""
     resident_bytes: int = 0
     """Device bytes that the handle holds after the transition."""
+    prefetched_bytes: int = 0
+    """Bytes that had arrived before a load, and were not copied by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class HandleCounters:
     loaded_bytes: int = 0
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
+    prefetched_bytes: int = 0
     registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 
@@ -140,8 +143,9 @@ class Journal:
             counters.transitions[record.trigger] += 1
         counters.last_transition_timestamp_seconds = record.timestamp_seconds
         counters.skipped_bytes += record.skipped_bytes
+        counters.prefetched_bytes += record.prefetched_bytes
         if record.trigger is Trigger.LOAD:
-            counters.loaded_bytes += record.nbytes
+            counters.loaded_bytes += record.nbytes + record.prefetched_bytes
         elif record.trigger is Trigger.OFFLOAD:
             counters.offloaded_bytes += record.nbytes
         self._observe(record.trigger.value if record.trigger in (Trigger.LOAD, Trigger.OFFLOAD) else "sync", record.seconds)

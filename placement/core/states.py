@@ -112,7 +112,11 @@ class HandleView:
     """Device bytes that the handle needs while it is on the device; 0 for an unbuilt `Lazy` and for an external handle. State that an
     optimizer's steps have still to create is included where its size is known, even while the optimizer is on the device."""
     resident_bytes: int = 0
-    """Device bytes that the handle holds now."""
+    """Device bytes that the handle holds now, with those that arrived early (see `Plan.prefetch`)."""
+    prefetched_bytes: int = 0
+    """The part of `resident_bytes` that arrived early, or is arriving. 0 while the handle is on the device."""
+    can_prefetch: bool = True
+    """Whether `Plan.prefetch` may name the handle: placement moves its bytes, from a host copy of this process alone."""
     owners: tuple[str, ...] = ()
     """For an optimizer: the module handles whose parameters it steps."""
     readonly: bool = False
@@ -140,12 +144,16 @@ class Plan:
         streamed: handles whose SYNCING is published from the host copy, without loading.
         dropped: handles whose gradients are set to None, not copied, when this plan takes them out of TRAINING.
         parts: engines that are on the device in part, with the tags that are; every other engine is there whole.
+        prefetch: device bytes to bring while the phase computes, by handle, in this order. The handles are CPU_OFFLOADED under this plan,
+            and stay so: what has arrived early spares the phase transition that loads them the copy. It is a wish, not a need: the
+            manager brings as much as the budget leaves, and gives the memory back when something else needs it.
     """
 
     targets: Mapping[str, State]
     streamed: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
     parts: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    prefetch: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         targets = {n: s if type(s) is State else State(s) for n, s in dict(self.targets).items()}
@@ -153,6 +161,7 @@ class Plan:
         object.__setattr__(self, "streamed", frozenset(self.streamed))
         object.__setattr__(self, "dropped", frozenset(self.dropped))
         object.__setattr__(self, "parts", ReadOnly({n: frozenset(tags) for n, tags in dict(self.parts).items()}))
+        object.__setattr__(self, "prefetch", ReadOnly(self.prefetch))
 
     def __getitem__(self, name: str) -> State:
         return self.targets[name]
@@ -167,7 +176,8 @@ class Plan:
         if self.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
             return self
         parts = self.parts if tags is None else {**self.parts, name: tags}
-        return replace(self, targets={**self.targets, name: state}, parts=parts)
+        prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n != name}
+        return replace(self, targets={**self.targets, name: state}, parts=parts, prefetch=prefetch)
 
     def on_device(self, name: str) -> bool:
         """Whether the handle's bytes are on the device under this plan."""
@@ -181,13 +191,16 @@ class Plan:
         dropped = (self.dropped & chosen) | (enclosing.dropped - chosen)
         parts = {n: tags for n, tags in self.parts.items() if n in chosen}
         parts |= {n: tags for n, tags in enclosing.parts.items() if n not in chosen}
-        return Plan(targets, streamed, dropped, parts)
+        prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n in chosen}
+        prefetch |= {n: nbytes for n, nbytes in enclosing.prefetch.items() if n not in chosen}
+        return Plan(targets, streamed, dropped, parts, prefetch)
 
     def without(self, name: str) -> Plan:
         """This plan without the handle `name`, for a worker that does not have it."""
         targets = {n: s for n, s in self.targets.items() if n != name}
         parts = {n: tags for n, tags in self.parts.items() if n != name}
-        return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts)
+        prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n != name}
+        return Plan(targets, self.streamed - {name}, self.dropped - {name}, parts, prefetch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,9 +243,11 @@ class View:
         streamed: Iterable[str] = (),
         dropped: Iterable[str] = (),
         parts: Mapping[str, frozenset[str]] = ReadOnly(),
+        prefetch: Mapping[str, int] = ReadOnly(),
     ) -> Plan:
         """A plan with these targets, and CPU_OFFLOADED for every other handle of the view."""
-        return Plan({**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}, frozenset(streamed), frozenset(dropped), parts)
+        targets = {**dict.fromkeys(self.handles, State.CPU_OFFLOADED), **targets}
+        return Plan(targets, frozenset(streamed), frozenset(dropped), parts, prefetch)
 
     def bytes_of(self, plan: Plan) -> int:
         """Device bytes that the handles hold together under `plan`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.core.errors import EngineError, PlacementError
@@ -19,6 +20,7 @@ from placement.phases.wrong_writes import WrongWrites
 from placement.planning import plan_checks
 from placement.planning.budget import check_fits, without_surplus
 from placement.planning.planner import Planner
+from placement.planning.prefetcher import Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
@@ -67,6 +69,7 @@ class PlanExecutor:
         self._vote = vote
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
+        self.prefetcher = Prefetcher(device, self._handles, self.planner)
         self.outside = Outside(device, self.planner.memory)
         self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
@@ -81,6 +84,7 @@ class PlanExecutor:
             action: text that must be the same on every rank of the group, such as "enter 'train'".
         """
         name, handles = wanted.name, self._handles
+        self.prefetcher.hold()
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name))
         try:
             view, plan = self._ask(wanted)
@@ -101,8 +105,11 @@ class PlanExecutor:
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
+        room_bytes += self._make_room(name, plan)
         try:
-            self._reconciler.advance(handles, plan, room_bytes, self._vote.agreement, self._vote.go_on)
+            self._reconciler.advance(
+                handles, plan, room_bytes, self._vote.agreement, self._vote.go_on, partial(self.prefetcher.begin, name, plan)
+            )
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
@@ -129,9 +136,10 @@ class PlanExecutor:
         Raises:
             DeviceMemoryError: the plan does not fit the budget. Nothing has moved.
         """
+        self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        room_bytes = self.lease_client.take(name, plan, room_bytes)
-        self._reconciler.advance(self._handles, plan, room_bytes, agree)
+        room_bytes = self.lease_client.take(name, plan, room_bytes) + self._make_room(name, plan)
+        self._reconciler.advance(self._handles, plan, room_bytes, agree, prefetch=partial(self.prefetcher.begin, name, plan))
         self.measure()
         self.lease_client.settle(name)
 
@@ -146,8 +154,10 @@ class PlanExecutor:
         Returns:
             The errors; empty if every handle is where the plan wants it.
         """
+        self.prefetcher.hold()
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
-        before = self._journal.num_changes
+        self._make_room(name, within)
+        before, prefetch = self._journal.num_changes, partial(self.prefetcher.begin, name, within)
         is_there = self._reconciler.is_there(self._handles, within)
         leaves = not is_there and any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
         try:
@@ -158,9 +168,10 @@ class PlanExecutor:
         except Exception as error:
             failures.append(error)
         if is_there:
-            self._reconciler.rest(self._handles)
+            self._reconciler.rest(self._handles, prefetch)
         else:
-            failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=self._device.compare_poison)
+            while_copying = self._device.compare_poison
+            failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=while_copying, prefetch=prefetch)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
@@ -175,6 +186,9 @@ class PlanExecutor:
         if (written := self.writes.take()) is not None:
             failures.append(written)
         return failures
+
+    def _make_room(self, name: str, plan: Plan) -> int:
+        return self.prefetcher.make_room(name, plan, self._reconciler.chunk_pool)
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         return tuple(each for each in self._handles.values() if each.node[1] and not each.external and not plan.on_device(each.name))

@@ -237,6 +237,7 @@ class HandleMover:
             skipped_bytes=moved.skipped_bytes,
             seconds=moved.seconds or now - began_seconds,
             resident_bytes=handle.resident_bytes,
+            prefetched_bytes=moved.prefetched_bytes,
         )
         self._journal.record(handle.counters, record)
 

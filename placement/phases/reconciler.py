@@ -19,6 +19,7 @@ from placement.phases.engine_mover import residency_of, wanted_tags
 from placement.phases.handle_mover import HandleMover, target_of
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
+from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
 from placement.storage.transfer.load import ALONE, TOGETHER, Load
 from placement.storage.transfer.verification import Verify
@@ -45,6 +46,10 @@ def _nobody(_: Plan) -> None:
     """Used in place of a group's agreement if there is no group."""
 
 
+def _nothing_early(_: ChunkPool) -> None:
+    """Used in place of a prefetch where nothing shall arrive early."""
+
+
 class Reconciler:
     """Moves handles of one device. Called with the manager's lock held."""
 
@@ -52,6 +57,11 @@ class Reconciler:
         self._mover = HandleMover(device, journal, strict=strict, verify=verify, annotate=annotate)
         self._engines = self._mover.engines
         self.callbacks_of = self._mover.of
+
+    @property
+    def chunk_pool(self) -> ChunkPool:
+        """The chunks that the next phase transition begins with."""
+        return self._mover.chunk_pool
 
     @staticmethod
     def is_there(handles: Mapping[str, Handle], plan: Plan) -> bool:
@@ -65,6 +75,7 @@ class Reconciler:
         room_bytes: int,
         agree: Callable[[Plan], None] | None = None,
         go_on: Callable[[str], object] = lambda _: None,
+        prefetch: Callable[[ChunkPool], None] = _nothing_early,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
@@ -77,13 +88,14 @@ class Reconciler:
                 step with engines. If it raises, everything goes back, except on CoordinatorLost, which leaves everything as it is.
                 None: nobody is asked, and this rank loads shared handles alone.
             go_on: called before each further step, with its description.
+            prefetch: called last, with the chunks that are free now. What it leaves of them goes back to the driver.
 
         Raises:
             Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
                 back, in its target state.
         """
         if agree is None and self.is_there(handles, plan):
-            self.rest(handles)
+            self.rest(handles, prefetch)
             return
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
@@ -113,14 +125,22 @@ class Reconciler:
             self._go_back(handles, sources, error)
             self._mover.end()
             raise
-        self._mover.end()
         if any(self._engines.lacks(engine, plan) for engine in engines):
+            self._mover.end()
             go_on("load engines")
             for engine in engines:
                 self._engines.come(engine, plan)
             agree(plan)
         for engine in engines:  # engines that only change state, without loading anything
             self._engines.come(engine, plan)
+        self._end(prefetch)
+
+    def _end(self, prefetch: Callable[[ChunkPool], None]) -> None:
+        """End the phase transition. Memory that it has freed is used for what arrives early, and else goes back to the driver."""
+        try:
+            prefetch(self._mover.chunk_pool)
+        finally:
+            self._mover.end()
 
     def _complete(self, handles: Iterable[Handle], load: Load) -> None:
         """Commit the loads that waited for the decision of the group. With `TOGETHER`, every rank must call this now."""
@@ -131,10 +151,10 @@ class Reconciler:
                 holding.commit_load()
                 holding.make_consistent(self._mover.chunk_pool)
 
-    def rest(self, handles: Mapping[str, Handle]) -> None:
+    def rest(self, handles: Mapping[str, Handle], prefetch: Callable[[ChunkPool], None] = _nothing_early) -> None:
         """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
         self._finish(handles.values())
-        self._mover.end()
+        self._end(prefetch)
 
     def _finish(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop gradients on the device that the plan drops, and note new host copies for verification."""
@@ -147,13 +167,20 @@ class Reconciler:
         self._mover.verifier.note(handle.holding for handle in handles if handle.holding is not None)
 
     def retreat(
-        self, handles: Mapping[str, Handle], plan: Plan, *, load: Load = ALONE, while_copying: Callable[[], None] = nothing
+        self,
+        handles: Mapping[str, Handle],
+        plan: Plan,
+        *,
+        load: Load = ALONE,
+        while_copying: Callable[[], None] = nothing,
+        prefetch: Callable[[ChunkPool], None] = _nothing_early,
     ) -> list[Exception]:
         """Bring every handle as far towards its target as possible.
 
         Args:
             load: with `TOGETHER`, the caller asks the ranks of the group afterwards how far they came, and then calls `complete`.
             while_copying: called once while bytes are being copied to the host, if any are.
+            prefetch: called last, see `advance`.
 
         Returns:
             The errors; empty if every handle is at its target.
@@ -163,7 +190,10 @@ class Reconciler:
         errors += self._retreat_others(others, plan, load, while_copying)
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
-        return errors + self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
+        errors += self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
+        if not errors:
+            self._end(prefetch)
+        return errors
 
     def complete(self, handles: Mapping[str, Handle], load: Load) -> list[Exception]:
         """Commit the loads that waited for other ranks after a retreat. Returns the errors.

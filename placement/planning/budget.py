@@ -42,6 +42,11 @@ class Budget:
             return int(available * (1 - self._headroom))
         return max(0, available - max(0, seen - memory.torch_reserved_bytes))
 
+    def growth_bytes(self, phase: str, memory: DeviceMemory) -> int:
+        """Bytes that others may still take in a phase that has begun: up to the most that was seen in it, or the headroom."""
+        seen = self._others_bytes.get(phase)
+        return int(memory.free_bytes * self._headroom) if seen is None else max(0, seen - memory.torch_reserved_bytes)
+
     def working_bytes(self, phase: str) -> int:
         """Bytes to lease for a phase in addition to the handles' bytes: the most that torch's allocator reserved in it, or the headroom."""
         available = self._leased_from_bytes or 0

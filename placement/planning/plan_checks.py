@@ -24,6 +24,8 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         handle.state,
         storage.num_bytes,
         storage.resident_bytes,
+        storage.prefetched_bytes,
+        storage.can_prefetch,
         tuple([owner.name for owner in handle.owners]),
         handle.readonly,
         handle.external,
@@ -63,7 +65,11 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     forgotten = [name for name in view.handles if name not in plan.targets]
     if forgotten:
         yield f"it forgets {', '.join(map(repr, forgotten))}"
-    unknown = [name for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts)) if name not in view.handles]
+    unknown = [
+        name
+        for name in dict.fromkeys((*plan.targets, *plan.streamed, *plan.dropped, *plan.parts, *plan.prefetch))
+        if name not in view.handles
+    ]
     if unknown:
         yield f"it names {', '.join(map(repr, unknown))}, which are not registered"
     for name, state in plan.targets.items():
@@ -83,6 +89,17 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
             yield f"it drops gradients of {name!r}, an optimizer: name the module that has them"
         elif plan.targets.get(name) is State.TRAINING:
             yield f"it drops gradients of {name!r} and wants it in TRAINING"
+    yield from _problems_of_prefetch(view, plan)
+
+
+def _problems_of_prefetch(view: View, plan: Plan) -> Iterable[str]:
+    for name, nbytes in plan.prefetch.items():
+        if name in view.handles and not view.handles[name].can_prefetch:
+            yield f"it prefetches {name!r}, of which nothing can arrive early (HandleView.can_prefetch)"
+        elif plan.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
+            yield f"it prefetches {name!r}, which it wants {plan.targets[name]}: only what is CPU_OFFLOADED can arrive early"
+        elif nbytes < 0:
+            yield f"it prefetches {nbytes} bytes of {name!r}"
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:

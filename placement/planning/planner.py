@@ -42,6 +42,7 @@ class Planner:
         self._settings = settings
         self._handles = handles
         self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
+        self._is_leased = leased_from_bytes is not None
         self._history: deque[str] = deque(maxlen=_HISTORY)
         self.memory = memory
         """The device's memory as measured last."""
@@ -107,6 +108,17 @@ class Planner:
 
     def _limit(self, phase: str, handles: Iterable[Handle | HandleView]) -> int:
         return self._budget.limit(phase, self._others(), _held_bytes(handles) + self._born_bytes)
+
+    def room_bytes(self, phase: str, plan: Plan) -> int:
+        """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. None under leases: others wait for it."""
+        if self._is_leased:
+            return 0
+        view = self.view(phase, None, frozenset())
+        return max(0, view.budget_bytes - view.bytes_of(plan))
+
+    def growth_bytes(self, phase: str, memory: DeviceMemory) -> int:
+        """Bytes that others may still take in a phase that has begun, as of this measurement."""
+        return self._budget.growth_bytes(phase, memory)
 
     def measure_state(self) -> None:
         """Measure the optimizer state in torch's own memory. Call `Handle.measure` first."""

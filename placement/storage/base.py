@@ -75,8 +75,18 @@ class Storage(abc.ABC):
 
     @property
     def chunk_bytes(self) -> int:
-        """The part of `resident_bytes` that is in the chunks behind the ranges."""
+        """The part of `resident_bytes` that is in chunks: behind the ranges, or arrived early."""
         return 0
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """The part of `resident_bytes` that arrived early, while the handle is offloaded."""
+        return 0
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether bytes may arrive early: placement moves them, from a host copy of this process alone."""
+        return False
 
     @property
     def unadopted_bytes(self) -> int:

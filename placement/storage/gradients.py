@@ -66,6 +66,6 @@ class Gradients:
         lasting = self.lasting()
         staying = [r for r in dropped if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)]
         for r in staying:
-            r.prints = None
+            r.note_written()
             r.slab.view(0, r.nbytes).zero_()
         return staying

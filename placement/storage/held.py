@@ -94,13 +94,17 @@ class HeldStorage(Storage):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the chunks behind the ranges, plus `unadopted_bytes`."""
-        return self.storages.chunk_bytes + self.unadopted_bytes
+        """Bytes of the chunks behind the ranges and of those that arrived early, plus `unadopted_bytes`."""
+        return self.chunk_bytes + self.unadopted_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of the chunks behind the ranges."""
-        return self.storages.chunk_bytes
+        """Bytes of the chunks behind the ranges, and of those that arrived early."""
+        return self.storages.chunk_bytes + self.storages.early_bytes
+
+    @property
+    def prefetched_bytes(self) -> int:
+        return self.storages.early_bytes
 
     @property
     def unadopted_bytes(self) -> int:
@@ -144,7 +148,8 @@ class HeldStorage(Storage):
 
     @property
     def leftovers(self) -> str | None:
-        return f"{self.resident_bytes:,} bytes on the device" if self.resident_bytes else None
+        left = self.resident_bytes - self.prefetched_bytes
+        return f"{left:,} bytes on the device" if left else None
 
     # --- the host copy
 
@@ -158,7 +163,7 @@ class HeldStorage(Storage):
     def note_written(self) -> None:
         if not self.on_device:
             for r in self.ranges:
-                r.prints = None
+                r.note_written()
 
     def over_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""

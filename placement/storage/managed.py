@@ -72,6 +72,9 @@ class ManagedStorage(HeldStorage):
             self.storages.new_unless_changed()
         self.is_consistent = False
         self._is_copying = not self.on_device
+        for r in self.ranges:
+            if r.early is not None:
+                r.early.settle(chunk_pool)
         if self.on_device:
             self.adapter.ready()
         if self.on_device and self.storages.state_dict_tensors:
@@ -98,6 +101,27 @@ class ManagedStorage(HeldStorage):
     def bring_share(self, r: Range, indices: Sequence[int]) -> int:
         """Like `bring`, for a load that the ranks of a group vote on: chunks that other ranks can bring may be left to them."""
         return self.bring(r, indices)
+
+    def take_early(self) -> int:
+        """Map what arrived early behind the object's own addresses. Returns its bytes."""
+        return sum(r.early.hand_over(r.layout.addresses, r.chunks) for r in self.ranges if r.early is not None)
+
+    def give_up_early(self, keep_bytes: int, chunk_pool: ChunkPool) -> int:
+        """Give up what arrived early, except for the first chunks, up to `keep_bytes`. Returns the device bytes given up."""
+        before = self.prefetched_bytes
+        for r in self.ranges:
+            gone = []
+            for index in [] if r.early is None else sorted(r.early.chunks):
+                keep_bytes -= r.chunk_sizes[index]
+                if keep_bytes < 0:
+                    gone.append(index)
+            if r.early is not None:
+                r.early.discard(gone, chunk_pool)
+        return before - self.prefetched_bytes
+
+    @property
+    def can_prefetch(self) -> bool:
+        return True
 
     @property
     def is_complete(self) -> bool:

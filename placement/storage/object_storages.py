@@ -90,6 +90,11 @@ class ObjectStorages:
         return sum([r.resident_bytes for r in self.by_address.ranges])
 
     @property
+    def early_bytes(self) -> int:
+        """Bytes of the chunks that arrived early."""
+        return sum([r.early_bytes for r in self.by_address.ranges])
+
+    @property
     def host_bytes(self) -> int:
         """Host memory of the slabs, and host memory reserved for state that is not created yet."""
         return sum(r.slab.held_bytes for r in self.ranges) + (0 if (aside := self._scanner.reserved) is None else aside.nbytes)
@@ -336,7 +341,10 @@ class ObjectStorages:
             self.ranges = tuple(r for r in self.ranges if r not in out)
 
     def vacate(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """Take away all memory behind a range. The caller has its bytes elsewhere, or nobody needs them."""
+        """Take away all memory of a range. The caller has its bytes elsewhere, or nobody needs them."""
+        if r.early is not None:
+            r.early.forget(r.chunks.values())
+            r.early.discard_all(chunk_pool)
         if r.chunks:
             self._device.unmap(r.layout.addresses, r.nbytes)
             r.give([*r.chunks], chunk_pool)

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.devices.base import Chunk, Copy, Device, HostSlab
+from placement.storage.early import EarlyChunks
 from placement.storage.range_layout import Claim, RangeLayout
 from placement.storage.transfer.chunk_pool import ChunkPool
 
@@ -108,6 +109,8 @@ class Range:
         """Used by `unadopt`: the ordinary memory that each storage of the range is given when it leaves for good, by its old address."""
         self.is_shown = False
         """Whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date."""
+        self.early: EarlyChunks | None = None
+        """The chunks that arrived early, while the range is offloaded; None if none ever did."""
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent, and safe to repeat after an interrupt."""
@@ -155,6 +158,22 @@ class Range:
         if len(self.chunks) == len(self.chunk_sizes):
             return self.device_bytes
         return sum(self.chunk_sizes[index] for index in self.chunks)
+
+    @property
+    def early_bytes(self) -> int:
+        return 0 if self.early is None else self.early.nbytes
+
+    def note_written(self) -> None:
+        """The slab has changed, or is about to: forget its fingerprints, and do not use what arrived early."""
+        self.prints = None
+        if self.early is not None:
+            self.early.is_stale = True
+
+    def note_shown(self) -> None:
+        """The slab is shown to a caller who may write there as long as the range is offloaded: do not use what arrived early."""
+        self.is_shown = True
+        if self.early is not None:
+            self.early.is_stale = True
 
     def missing(self) -> list[int]:
         """Indices of the chunks that are not behind the addresses now."""

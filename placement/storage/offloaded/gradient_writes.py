@@ -81,7 +81,7 @@ class GradientWrites:
     def take(self, found: Found, ranges: Sequence[Range]) -> None:
         """Zero the host copies of the gradients that were zeroed, restore their poison, and do not report the other writes again."""
         for place in found.zeroed:
-            place.range.prints = None
+            place.range.note_written()
             place.range.slab.view(place.offset, place.nbytes).zero_()
             self._device.mend_poison(place.range.layout.addresses, place.offset, place.nbytes)
         self.forget()

@@ -171,7 +171,7 @@ class StateDictTensors:
         for tensor in self if tensors is None else tensors:
             place = places.find(tensor)
             if place is not None:
-                place[0].is_shown = True
+                place[0].note_shown()
 
     def point_to_host(self, places: RangesByAddress, except_for: Collection[int] = ()) -> None:
         """Point every living tensor to the host copy, except tensors in storages that follow by themselves. Idempotent.

@@ -75,6 +75,11 @@ class ReplicatedStorage(ManagedStorage):
         return brought
 
     @property
+    def can_prefetch(self) -> bool:
+        """False: a load gathers what other ranks copy, so all ranks would have to bring the same chunks early."""
+        return False
+
+    @property
     def is_complete(self) -> bool:
         return not self._waiting
 

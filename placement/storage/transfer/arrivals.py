@@ -49,10 +49,12 @@ class Arrivals:
         return bool(self._full or self._tails)
 
     def expect(self, holding: ManagedStorage, ranges: Iterable[Range]) -> None:
-        """Add every chunk of these ranges to the end of the queues."""
+        """Add the chunks of these ranges to the end of the queues, without those that arrived early."""
         for r in ranges:
+            there = () if r.early is None else r.early.chunks
             for index, size in enumerate(r.chunk_sizes):
-                (self._full if size == self._device.chunk_bytes else self._tails).append((holding, r, index))
+                if index not in there:
+                    (self._full if size == self._device.chunk_bytes else self._tails).append((holding, r, index))
 
     def window(self, room_bytes: int) -> int:
         """How many of the first `WINDOW` waiting chunks fit into `room_bytes`, the room beside everything that leaves."""

@@ -222,7 +222,7 @@ class Exchange:
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
         if leaving and coming:
-            gain = sum(each.storages.device_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
+            gain = sum(each.storages.device_bytes - each.prefetched_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
             self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[ManagedStorage, MoveResult]:
@@ -299,6 +299,7 @@ class Exchange:
     def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:
             self._arrivals.bring_more()
+        early = {holding: holding.take_early() for holding in holdings}
         if holdings:
             self._device.order()
         complete = [holding for holding in holdings if holding.is_complete]
@@ -307,4 +308,5 @@ class Exchange:
         for holding in complete:
             holding.commit_load()
             holding.make_consistent(self._chunk_pool)
-        return {holding: MoveResult(copied_bytes=self._arrivals.brought_bytes[holding]) for holding in holdings}
+        brought = self._arrivals.brought_bytes
+        return {holding: MoveResult(copied_bytes=brought[holding], prefetched_bytes=early[holding]) for holding in holdings}

@@ -12,6 +12,8 @@ class MoveResult:
     seconds: float = 0.0
     copied_bytes: int = 0
     skipped_bytes: int = 0
+    prefetched_bytes: int = 0
+    """Bytes of a load that had arrived before it."""
     rewritten_chunks: int = 0
     """Chunks of a readonly object whose bytes changed on the device."""
     stray_references: int = 0

@@ -1,0 +1,88 @@
+"""What arrives early: how much of what a plan wants to prefetch there is room for, and what must give up its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from placement.core.states import Plan
+from placement.devices.base import Device
+from placement.planning.planner import Planner
+from placement.registration.handle import Handle
+from placement.storage.managed import ManagedStorage
+from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.prefetch import Prefetch
+
+
+class Prefetcher:
+    """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
+
+    A phase transition calls `hold`, then `make_room` before it moves anything, and `begin` when everything is where it belongs.
+
+    Args:
+        handles: the manager's handles; read at each call.
+        planner: knows the budget, and what others needed in earlier runs of a phase.
+    """
+
+    def __init__(self, device: Device, handles: Mapping[str, Handle], planner: Planner) -> None:
+        self._device = device
+        self._handles = handles
+        self._planner = planner
+        self._prefetch = Prefetch(device)
+        self._has_any = False
+        """Whether anything may have arrived early and be unused."""
+
+    @property
+    def discarded_bytes(self) -> int:
+        """Device bytes that arrived early and were given up unused, so far."""
+        return self._prefetch.discarded_bytes
+
+    def hold(self) -> None:
+        """Start no further copy until the next `begin`."""
+        self._prefetch.hold()
+
+    def make_room(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> int:
+        """Give up what arrived early and is neither loaded now nor wanted for later, or for which the budget has no room any more.
+
+        Args:
+            name: the phase of the plan.
+            chunk_pool: takes the chunks.
+
+        Returns:
+            The device bytes given up.
+        """
+        if not self._has_any:
+            return 0
+        staying = dict(self._wanted(plan, self._planner.room_bytes(name, plan)))
+        given = 0
+        for handle in self._handles.values():
+            if handle.holding is not None and not plan.on_device(handle.name):
+                given += handle.holding.give_up_early(staying.get(handle.holding, 0), chunk_pool)
+        self._has_any = any(handle.storage.prefetched_bytes for handle in self._handles.values())
+        return given
+
+    def begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
+        """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
+
+        Args:
+            chunk_pool: chunks that the phase transition freed, and that would go back to the driver now.
+        """
+        if not plan.prefetch:
+            return
+        memory = self._device.memory()
+        early_bytes = sum(handle.storage.prefetched_bytes for handle in self._handles.values())
+        spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
+        room_bytes = min(self._planner.room_bytes(name, plan), early_bytes + spare_bytes)
+        chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
+        self._has_any = True
+        self._prefetch.begin(self._wanted(plan, room_bytes), chunk_pool)
+
+    def _wanted(self, plan: Plan, room_bytes: int) -> Iterator[tuple[ManagedStorage, int]]:
+        """The storages of which bytes may arrive early, in the plan's order, each with as many bytes as there is room for."""
+        for name, most_bytes in plan.prefetch.items():
+            storage = self._handles[name].holding if name in self._handles else None
+            if storage is None or not storage.can_prefetch or storage.on_device or plan.on_device(name):
+                continue
+            nbytes = min(most_bytes, storage.storages.device_bytes, room_bytes)
+            if nbytes > 0:
+                yield storage, nbytes
+            room_bytes -= max(0, nbytes)
