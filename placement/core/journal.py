@@ -98,7 +98,7 @@ class HandleCounters:
     loaded_bytes: int = 0
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
-    prefetched_bytes: int = 0
+    prefetch_used_bytes: int = 0
     registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 
@@ -143,7 +143,7 @@ class Journal:
             counters.transitions[record.trigger] += 1
         counters.last_transition_timestamp_seconds = record.timestamp_seconds
         counters.skipped_bytes += record.skipped_bytes
-        counters.prefetched_bytes += record.prefetched_bytes
+        counters.prefetch_used_bytes += record.prefetched_bytes
         if record.trigger is Trigger.LOAD:
             counters.loaded_bytes += record.nbytes + record.prefetched_bytes
         elif record.trigger is Trigger.OFFLOAD:

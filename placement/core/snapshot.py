@@ -38,6 +38,8 @@ class HandleSnapshot(_Frozen):
     """Device bytes that the handle needs while resident. For an optimizer this includes state that its steps have still to create."""
     resident_bytes: int
     """Device bytes that the handle holds now."""
+    prefetched_bytes: int = 0
+    """The part of `resident_bytes` that arrived early, while the handle is CPU_OFFLOADED (`Plan.prefetch`)."""
     foreign_bytes: int = 0
     """Device bytes that a framework keeps for the handle even while it is offloaded. They are not part of `resident_bytes`."""
     host_bytes: int
@@ -53,6 +55,8 @@ class HandleSnapshot(_Frozen):
     offloaded_bytes: int
     skipped_bytes: int
     """Bytes that offloads proved clean and did not copy."""
+    prefetch_used_bytes: int = 0
+    """The part of `loaded_bytes` that had arrived before the load."""
     last_transition_timestamp_seconds: float
     drift_bytes: int
     """Bytes of tensors that the last audit found outside the handle's ranges."""
@@ -157,6 +161,8 @@ class Snapshot(_Frozen):
     """Their device bytes, which are part of `unaccounted_bytes`; None where one of them does not say how many it holds."""
     ipc_collected_bytes: int = 0
     """Bytes of tensors shared with other processes that came back because those had dropped them."""
+    prefetch_discarded_bytes: int = 0
+    """Bytes that arrived early and were given up unused."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int
@@ -172,19 +178,22 @@ class Snapshot(_Frozen):
         """Figures for a trainer's own log, flat, with the prefix "placement/": what happened since an earlier snapshot of this manager.
 
         `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"), `phase_seconds` by phase,
-        `loaded_bytes`, `offloaded_bytes`, `skipped_bytes`, `failures` and `pairing_violations` are differences. `resident_bytes` and
+        `loaded_bytes`, `prefetch_used_bytes` (the part of them that nobody waited for), `prefetch_discarded_bytes`, `offloaded_bytes`,
+        `skipped_bytes`, `failures` and `pairing_violations` are differences. `resident_bytes` and
         `host_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life. Handles that were unregistered since
         do not count.
         """
         before = {handle.name: handle for handle in earlier.handles}
-        figures: dict[str, float] = dict.fromkeys(("loaded_bytes", "offloaded_bytes", "skipped_bytes", "failures"), 0.0)
+        moved = ("loaded_bytes", "prefetch_used_bytes", "offloaded_bytes", "skipped_bytes")
+        figures: dict[str, float] = dict.fromkeys((*moved, "failures"), 0.0)
         for handle in self.handles:
             old = before.get(handle.name)
             if old is not None and old.registered_timestamp_seconds != handle.registered_timestamp_seconds:
                 old = None  # another object was registered under the name
-            for name in ("loaded_bytes", "offloaded_bytes", "skipped_bytes"):
+            for name in moved:
                 figures[name] += getattr(handle, name) - (0 if old is None else getattr(old, name))
             figures["failures"] += sum(handle.failures.values()) - (0 if old is None else sum(old.failures.values()))
+        figures["prefetch_discarded_bytes"] = self.prefetch_discarded_bytes - earlier.prefetch_discarded_bytes
         figures["pairing_violations"] = self.pairing_violations - earlier.pairing_violations
         figures["resident_bytes"] = sum(handle.resident_bytes for handle in self.handles)
         figures["host_bytes"] = sum(handle.host_bytes for handle in self.handles)

@@ -64,5 +64,5 @@ class EnclosingPlans:
             streamed = each.plan.streamed | (below.streamed & {handle.name})
             dropped = each.plan.dropped | (below.dropped & {handle.name})
             parts = {**each.plan.parts, **{name: tags for name, tags in below.parts.items() if name == handle.name}}
-            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts)
+            base = Plan({**each.plan.targets, handle.name: below.targets[handle.name]}, streamed, dropped, parts, each.plan.prefetch)
             each.plan = below = asked.limited_to(joining if meant is None else joining & meant, base)

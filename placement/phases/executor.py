@@ -156,7 +156,10 @@ class PlanExecutor:
         """
         self.prefetcher.hold()
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
-        self._make_room(name, within)
+        try:
+            self._make_room(name, within)
+        except Exception as error:  # the device failed
+            failures.append(error)
         before, prefetch = self._journal.num_changes, partial(self.prefetcher.begin, name, within)
         is_there = self._reconciler.is_there(self._handles, within)
         leaves = not is_there and any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())

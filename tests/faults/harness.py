@@ -9,6 +9,7 @@ import gc
 import hashlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ CAPACITY_BYTES = 104 * 1024
 """What the largest phase (train, with its gradients) needs, and not a page more; see `test_capacity_is_tight`."""
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward")
+
+
+class Foresight(placement.policies.Colocated):
+    """Colocated, and everything that a phase does not need arrives early in it, as far as there is room."""
+
+    name = "foresight"
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        away = {h.name: h.num_bytes for h in view.handles.values() if h.can_prefetch and plan[h.name] is placement.State.CPU_OFFLOADED}
+        return replace(plan, prefetch={} if view.phase == "idle" else away)
 
 
 class Actor(nn.Module):
@@ -199,7 +211,8 @@ def hidden_bytes(handle: placement.Handle) -> dict[str, bytes]:
 def check_sound(worker: FaultyWorker) -> None:
     """Nothing disagrees, and the ledger is what the handles hold."""
     worker.manager.check_integrity()
-    held = sum(r.resident_bytes for handle in worker.manager.handles.values() if handle.holding for r in handle.holding.ranges)
+    holdings = [handle.holding for handle in worker.manager.handles.values() if handle.holding]
+    held = sum(r.resident_bytes + r.early_bytes for holding in holdings for r in holding.ranges)
     assert worker.device.memory().chunk_bytes == held
     assert [name for name, handle in worker.manager.handles.items() if handle.broken] == []
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 from unittest import mock
 
@@ -28,7 +29,7 @@ from placement.devices import adoption
 from placement.storage.offloaded.host_reads import is_reading
 from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice
-from tests.faults.harness import FaultyWorker, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
+from tests.faults.harness import FaultyWorker, Foresight, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 
 pytestmark = pytest.mark.leaves_behind("each of thousands of cases is looked at by the harness when it ends")
@@ -66,9 +67,10 @@ class Case:
 
     every_point = EVERY_POINT
     """Whether each of its points is interrupted, and not a share of them."""
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self) -> None:
-        self.worker = FaultyWorker(CAPACITY_BYTES).register_few()
+        self.worker = FaultyWorker(CAPACITY_BYTES, **self.settings).register_few()
         self.manager = self.worker.manager
         with self.manager.phase("train"):
             self.worker.train_actor()
@@ -157,6 +159,25 @@ class Switch(Case):
             tracing.on()
             step.switch("weight_sync")
             tracing.off()
+
+
+class Prefetch(Case):
+    """What a phase does not need arrives early: one switch uses the engine's bytes and begins with the optimizer's, the next uses those."""
+
+    settings: Mapping[str, Any] = MappingProxyType({"policy": Foresight()})
+
+    def run(self, tracing: Tracing) -> None:
+        with self.manager.phase("train") as step:
+            tracing.on()
+            step.switch("weight_sync")
+            with self.manager.phase("rollout"):
+                pass
+            step.switch("train")
+            tracing.off()
+
+    def check(self) -> None:
+        super().check()
+        assert self.manager.handles["actor.optimizer"].counters.prefetch_used_bytes
 
 
 class Nested(Case):
@@ -425,8 +446,8 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
 
 
 OPERATIONS: list[type[Case]] = [
-    Entry, EnterLeave, Switch, Nested, Holds, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere, RegisterInPhase,
-    BuildLazy, ComputedStateDict, TakenOver,
+    Entry, EnterLeave, Switch, Prefetch, Nested, Holds, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere,
+    RegisterInPhase, BuildLazy, ComputedStateDict, TakenOver,
 ]  # fmt: skip
 
 

@@ -37,6 +37,9 @@ NAMES = {
     "placement_loaded_bytes_total",
     "placement_offloaded_bytes_total",
     "placement_skipped_bytes_total",
+    "placement_prefetched_bytes",
+    "placement_prefetch_used_bytes_total",
+    "placement_prefetch_discarded_bytes_total",
     "placement_last_transition_timestamp_seconds",
     "placement_phase",
     "placement_phase_seconds_total",
@@ -98,6 +101,8 @@ def expected_of_handle(handle: HandleSnapshot) -> Series:
     put("placement_loaded_bytes_total", handle.loaded_bytes)
     put("placement_offloaded_bytes_total", handle.offloaded_bytes)
     put("placement_skipped_bytes_total", handle.skipped_bytes)
+    put("placement_prefetched_bytes", handle.prefetched_bytes)
+    put("placement_prefetch_used_bytes_total", handle.prefetch_used_bytes)
     put("placement_last_transition_timestamp_seconds", handle.last_transition_timestamp_seconds)
     put("placement_broken", 0.0 if handle.broken is None else 1.0)
     put("placement_drift_bytes", handle.drift_bytes)

@@ -8,6 +8,7 @@ few calls, which a busy interpreter delays by milliseconds, while the copies of 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -25,6 +26,9 @@ BURST_CHUNKS = 4
 three calls (the interpreter's switch interval) keeps up with that."""
 _AHEAD = 2
 """The number of bursts whose copies are started and not complete."""
+
+_GLANCE_SECONDS = 1e-4
+"""How long to sleep between two looks at the thread. Starting a burst takes about as long."""
 
 
 class _Burst(NamedTuple):
@@ -127,45 +131,56 @@ def _runs_within(r: Range, room_bytes: int) -> Iterator[Sequence[int]]:
 
 
 class _Copying:
-    """The copies of one `Prefetch.begin`, started burst by burst."""
+    """The copies of one `Prefetch.begin`, started burst by burst.
+
+    There is no lock between the two threads: an interrupt could leave the calling thread with a lock that nobody releases.
+    """
 
     def __init__(self, device: Device, bursts: deque[_Burst]) -> None:
         self._device = device
         self._bursts = bursts
-        self._lock = threading.Lock()
-        """Held while the copies of one burst are started."""
+        self._is_starting = False
+        """Whether the thread is taking a burst from `_bursts` and starting it. Set before it is taken."""
         self._started: deque[Mark] = deque()
 
     def start_first(self) -> None:
         """Start the first bursts here, and the rest in a thread."""
-        for _ in range(_AHEAD):
-            self._start_next()
+        for _ in range(min(_AHEAD, len(self._bursts))):
+            self._start(self._bursts.popleft())
         if self._bursts:
             threading.Thread(target=self._start_rest, name="placement-prefetch", daemon=True).start()
 
     def stop(self) -> None:
-        """Return once it is certain that no further copy is started."""
-        with self._lock:
-            self._bursts.clear()
+        """Return once it is certain that no further copy is started. Waits while the thread starts one burst."""
+        self._bursts.clear()
+        while self._is_starting:
+            time.sleep(_GLANCE_SECONDS)
 
     def _start_rest(self) -> None:
         try:
             while self._bursts:
                 self._device.wait(self._started.popleft())
-                self._start_next()
+                self._is_starting = True
+                if burst := self._next():
+                    self._start(burst)
+                self._is_starting = False
         except Exception as error:  # the device failed: the next phase transition meets the same, and says so
-            self.stop()
             logger.warning("prefetch stopped: %s", str(error))
+        finally:
+            self._bursts.clear()
+            self._is_starting = False
 
-    def _start_next(self) -> None:
-        with self._lock:
-            if not self._bursts:
-                return
-            burst = self._bursts.popleft()
-            for early, indices in burst.chunks:
-                early.copied.update(dict.fromkeys(indices))
-            self._device.copy(burst.copies, "to_device")
-            mark = self._device.mark("to_device")
-            for early, indices in burst.chunks:
-                early.copied.update(dict.fromkeys(indices, mark))
-            self._started.append(mark)
+    def _next(self) -> _Burst | None:
+        try:
+            return self._bursts.popleft()
+        except IndexError:  # stopped meanwhile
+            return None
+
+    def _start(self, burst: _Burst) -> None:
+        for early, indices in burst.chunks:
+            early.copied.update(dict.fromkeys(indices))
+        self._device.copy(burst.copies, "to_device")
+        mark = self._device.mark("to_device")
+        for early, indices in burst.chunks:
+            early.copied.update(dict.fromkeys(indices, mark))
+        self._started.append(mark)

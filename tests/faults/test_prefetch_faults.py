@@ -1,0 +1,154 @@
+"""Every call of the device during a step with prefetch failed in turn: nothing lost, nothing left; and copies that a thread starts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+import placement
+from placement import State
+from placement.devices.base import Copy, Direction
+from placement.storage.transfer.prefetch import BURST_CHUNKS
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import PAGE, FaultyWorker, Foresight, check_left, check_sound, check_values, many_cases
+from tests.faults.test_allocations import FAULTS
+
+CAPACITY_BYTES = 256 * 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_cases() -> Iterator[None]:
+    with many_cases():
+        yield
+
+
+def a_few_phases(worker: FaultyWorker) -> None:
+    """Everything arrives early once, is used, and is given up once."""
+    with worker.manager.phase("log_prob") as step:
+        for name in ("weight_sync", "train"):
+            step.switch(name)
+        worker.train_actor()
+        worker.actor.zero_grad()
+        worker.commit("actor")
+        with worker.manager.phase("rollout"):
+            pass
+        step.switch("log_prob")
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("operation", ["reserve", "create", "map", "copy", "sync"])
+def test_every_call_failed(operation: str, forever: bool, counted: Callable[[str], None]) -> None:
+    points = 0
+    while True:
+        worker = FaultyWorker(CAPACITY_BYTES, policy=Foresight()).register_few()
+        if operation != "reserve":  # addresses are reserved once, when something arrives early for the first time
+            a_few_phases(worker)
+        worker.device.fail(operation, at=points + 1, forever=forever)
+        with contextlib.suppress(*FAULTS):
+            a_few_phases(worker)
+        if not worker.device.fired:
+            worker.device.clear()
+            break
+        points += 1
+        worker.manager.check_integrity()
+        broken = {name for name, handle in worker.manager.handles.items() if handle.broken}
+        assert not broken or (forever and operation in ("copy", "sync"))
+        check_values(worker, except_for=broken)
+        worker.device.clear()
+        with worker.manager.phase("log_prob"):
+            check_sound(worker)
+        check_left(worker)
+        a_few_phases(worker)
+        check_left(worker)
+    assert points
+    counted(f"{points} calls of {operation} failed {'for ever' if forever else 'once'} in phases with prefetch: nothing lost, nothing left")
+
+
+class Gate(Faults):
+    """A device whose copies to the device wait, in the thread that starts them, until the test lets them through."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(SimulatedDevice(capacity_bytes, chunk_bytes=PAGE))
+        self.let = threading.Semaphore(0)
+        self.started = 0
+
+    def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
+        if threading.current_thread().name == "placement-prefetch":
+            self.let.acquire(timeout=60)
+            self.started += 1
+        super().copy(copies, direction)
+
+    def wait_until_started(self, bursts: int) -> None:
+        deadline = time.monotonic() + 60
+        while self.started < bursts:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)  # another thread is at work
+
+
+BURSTS = 6
+
+
+@pytest.fixture
+def gated() -> tuple[placement.Manager, Gate, torch.nn.Module]:
+    """A critic of six bursts that arrives early in `log_prob`: two are started at once, and a thread starts the others, one at a time."""
+    device = Gate(4 << 20)
+    manager = placement.Manager(device=device, policy=Foresight())
+    critic = torch.nn.Linear(BURSTS * BURST_CHUNKS * PAGE // 4, 1, bias=False)
+    torch.nn.init.constant_(critic.weight, 3)
+    manager.register("critic", critic, role="critic")
+    return manager, device, critic
+
+
+def early_bytes(manager: placement.Manager) -> int:
+    return manager.snapshot().handles[0].prefetched_bytes
+
+
+def loads(manager: placement.Manager) -> list[tuple[int, int]]:
+    return [(each.nbytes, each.prefetched_bytes) for each in manager.journal if each.trigger == "load"]
+
+
+@pytest.mark.parametrize("bursts", [0, 1, 4])
+def test_a_load_copies_what_the_thread_had_not_started(bursts: int, gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
+    manager, device, critic = gated
+    with manager.phase("log_prob") as step:
+        assert early_bytes(manager) == BURSTS * BURST_CHUNKS * PAGE  # the memory is there at once
+        for _ in range(bursts):
+            device.let.release()
+        device.wait_until_started(bursts)
+        if bursts < BURSTS - 2:
+            threading.Timer(0.05, device.let.release).start()  # the burst that the thread has taken, while the switch waits for it
+        step.switch("values")
+        copied, early = loads(manager)[0]
+        assert copied + early == BURSTS * BURST_CHUNKS * PAGE
+        assert early in {min(BURSTS, started) * BURST_CHUNKS * PAGE for started in (2 + bursts, 3 + bursts)}
+        assert bool((critic.weight == 3).all())
+    assert_nothing_resident(manager)
+
+
+def test_what_is_still_arriving_is_given_up_when_nobody_wants_it(gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
+    manager, device, _ = gated
+    with manager.phase("log_prob"):
+        device.let.release()
+        device.wait_until_started(1)
+        threading.Timer(0.05, device.let.release).start()
+    assert_nothing_resident(manager)
+    assert manager.snapshot().prefetch_discarded_bytes in {each * BURST_CHUNKS * PAGE for each in (3, 4)}
+    assert manager.handles["critic"].state is State.CPU_OFFLOADED
+
+
+def test_a_copy_that_fails_in_the_thread_is_made_by_the_load(gated: tuple[placement.Manager, Gate, torch.nn.Module]) -> None:
+    manager, device, critic = gated
+    with manager.phase("log_prob") as step:
+        device.fail("copy")
+        device.let.release()
+        device.wait_until_started(1)
+        step.switch("values")
+        assert device.fired == 1
+        assert loads(manager) == [((BURSTS - 2) * BURST_CHUNKS * PAGE, 2 * BURST_CHUNKS * PAGE)]
+        assert bool((critic.weight == 3).all())
+    assert_nothing_resident(manager)

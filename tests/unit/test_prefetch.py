@@ -1,0 +1,337 @@
+"""Prefetch: what a plan brings while a phase computes, how a load uses it, and what becomes of it when nobody needs it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import Plan, PolicyError, State, View
+from placement.policies import Colocated
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import CAPACITY, Worker, assert_same, learn
+
+ALL = 1 << 40
+CHUNK = 4096
+
+
+class Early(Colocated):
+    """Colocated, and in each phase it prefetches what the test says."""
+
+    name = "early"
+
+    def __init__(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        wanted = {n: b for n, b in self.wanted.get(view.phase, {}).items() if n in view.handles}
+        return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts, wanted)
+
+
+def early_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
+    return Worker(**{"policy": Early(wanted), "device": SimulatedDevice(CAPACITY, chunk_bytes=CHUNK), **keywords})
+
+
+def early_bytes(worker: Worker) -> dict[str, int]:
+    """Device bytes that have arrived early, by handle, once the copies of all of them have been started."""
+    deadline = time.monotonic() + 60
+    for handle in worker.manager.handles.values():
+        for r in () if handle.holding is None else handle.holding.ranges:
+            while r.early is not None and r.early.chunks.keys() != r.early.copied.keys():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)  # a thread starts them
+    return {each.name: each.prefetched_bytes for each in worker.manager.snapshot().handles if each.prefetched_bytes}
+
+
+def last_load(worker: Worker, name: str) -> tuple[int, int]:
+    """Bytes that the handle's last load copied, and bytes that had arrived before."""
+    record = [each for each in worker.manager.journal if each.handle == name and each.trigger == "load"][-1]
+    return record.nbytes, record.prefetched_bytes
+
+
+def used_bytes(worker: Worker, name: str) -> int:
+    holding = worker.manager.handles[name].holding
+    assert holding is not None
+    return sum(r.nbytes for r in holding.ranges)
+
+
+# --- what arrives early is used
+
+
+def test_a_load_copies_nothing_that_arrived_early() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL}})
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        step.switch("values")
+        assert early_bytes(worker) == {}
+        assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
+        worker.critic_net(torch.ones(1, 64))
+    assert_nothing_resident(worker.manager)
+    assert worker.manager.snapshot().prefetch_discarded_bytes == 0
+
+
+def test_what_arrived_early_is_not_loaded_yet() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL}})
+    with worker.manager.phase("log_prob"):
+        assert worker.critic.state is State.CPU_OFFLOADED
+        assert worker.critic.resident_bytes == worker.critic.num_bytes  # and yet it is counted
+        assert not torch.isfinite(worker.critic_net[0].weight).any()
+        with pytest.raises(placement.NotResidentError):
+            worker.critic_net(torch.ones(1, 64))
+        worker.manager.check_integrity()
+        assert worker.manager.audit().ok
+
+
+def test_a_write_into_what_arrived_early_is_found_and_not_kept() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL}})
+    values = {name: each.clone() for name, each in worker.critic.state_dict().items()}
+    with worker.manager.phase("log_prob") as step:
+        with torch.no_grad():
+            worker.critic_net[0].weight.zero_()
+        with pytest.raises(placement.IntegrityError):
+            step.switch("values")
+    assert_same(worker.critic.state_dict(), values)
+
+
+def test_a_part_arrives_early_and_the_load_brings_the_rest() -> None:
+    worker = early_worker({"log_prob": {"critic": 2 * CHUNK + 1}})
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {"critic": 2 * CHUNK}
+        step.switch("values")
+        assert last_load(worker, "critic") == (used_bytes(worker, "critic") - 2 * CHUNK, 2 * CHUNK)
+        assert_same(worker.critic_net.state_dict(), worker.critic.state_dict())
+    assert_nothing_resident(worker.manager)
+
+
+def test_what_has_arrived_stays_over_a_phase_that_still_wants_it() -> None:
+    worker = early_worker({"log_prob": {"critic": 2 * CHUNK}, "ref_log_prob": {"critic": ALL}})
+    with worker.manager.phase("log_prob") as step:
+        step.switch("ref_log_prob")
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        step.switch("values")
+    assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
+    assert worker.manager.snapshot().prefetch_discarded_bytes == 0
+
+
+def test_training_with_prefetch_gives_the_same_bits() -> None:
+    """Two steps of a cycle in which everything arrives early, against the same steps without placement."""
+    everybody = {"actor": ALL, "actor.optimizer": ALL, "critic": ALL, "critic.optimizer": ALL, "ref": ALL}
+    others = {"rollout": ("actor",), "log_prob": ("actor", "ref"), "values": ("critic",), "train": everybody.keys() - {"ref"}}
+    worker = early_worker({phase: {n: b for n, b in everybody.items() if n not in here} for phase, here in others.items()})
+    free = Worker()
+    for net, twin in ((worker.net, free.net), (worker.critic_net, free.critic_net)):
+        with free.manager.phase("train"), worker.manager.phase("train"):
+            twin.load_state_dict(net.state_dict())
+    for step in range(3):
+        with worker.manager.phase("rollout") as phase:
+            worker.net(torch.ones(1, 64))
+            for name in ("log_prob", "values", "train"):
+                early_bytes(worker)
+                phase.switch(name)
+            learn(worker.net, worker.adam, step)
+            learn(worker.critic_net, worker.sgd, step)
+            phase.switch("rollout")
+        with free.manager.phase("train"):
+            learn(free.net, free.adam, step)
+            learn(free.critic_net, free.sgd, step)
+    assert_same(worker.net.state_dict(), free.net.state_dict())
+    assert_same(worker.adam.state_dict(), free.adam.state_dict())
+    assert_same(worker.sgd.state_dict(), free.sgd.state_dict())
+    figures = worker.manager.snapshot()
+    assert {each.name for each in figures.handles if each.prefetch_used_bytes} == everybody.keys() - {"ref"} | {"ref"}
+    assert_nothing_resident(worker.manager)
+
+
+# --- room
+
+
+def test_prefetch_takes_the_room_that_the_budget_leaves_and_no_more() -> None:
+    plain = Worker()
+    with plain.manager.phase("log_prob"):
+        needed = sum(handle.resident_bytes for handle in plain.manager.handles.values())
+    budget = needed + 3 * CHUNK
+    worker = early_worker({"log_prob": {"critic": ALL}}, budget_bytes=budget)
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {"critic": 3 * CHUNK}
+        assert sum(handle.resident_bytes for handle in worker.manager.handles.values()) <= budget
+        step.switch("values")
+        assert last_load(worker, "critic")[1] == 3 * CHUNK
+
+
+def test_the_first_in_the_plan_comes_first() -> None:
+    worker = early_worker({"reward": {"critic": CHUNK, "ref": ALL, "actor": ALL}}, budget_bytes=7 * CHUNK)
+    with worker.manager.phase("reward"):
+        assert early_bytes(worker) == {"critic": CHUNK, "ref": worker.ref.num_bytes, "actor": CHUNK}
+
+
+def test_what_arrived_early_makes_room_for_what_is_needed_now() -> None:
+    """The device holds the critic early and then the actor and the reference: together they would not fit."""
+    sizes = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK))
+    budget = sizes.actor.num_bytes + sizes.ref.num_bytes
+    worker = early_worker({"reward": {"critic": ALL}}, budget_bytes=budget, device=SimulatedDevice(budget, chunk_bytes=CHUNK))
+    with worker.manager.phase("reward") as step:
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        step.switch("log_prob")
+        assert worker.on_device() == {"actor", "ref"}
+    assert worker.manager.snapshot().prefetch_discarded_bytes == worker.critic.num_bytes
+    assert worker.manager.snapshot().peak_bytes <= budget
+
+
+def test_a_device_without_memory_prefetches_nothing_and_fails_nothing() -> None:
+    sizes = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK))
+    capacity = sizes.actor.num_bytes + sizes.ref.num_bytes
+    worker = early_worker({"log_prob": {"critic": ALL}}, budget_bytes=CAPACITY, device=SimulatedDevice(capacity, chunk_bytes=CHUNK))
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {}
+        step.switch("values")
+        assert worker.on_device() == {"critic"}
+    assert_nothing_resident(worker.manager)
+
+
+# --- what nobody needs
+
+
+def test_nothing_is_left_outside_every_phase() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL}})
+    with worker.manager.phase("log_prob"):
+        assert early_bytes(worker)
+    assert_nothing_resident(worker.manager)
+    assert worker.manager.device.memory().chunk_bytes == 0
+    assert worker.manager.snapshot().prefetch_discarded_bytes == worker.critic.num_bytes
+
+
+def test_an_idle_plan_may_prefetch_too() -> None:
+    worker = early_worker({"idle": {"critic": ALL}, "log_prob": {"critic": ALL}})
+    with worker.manager.phase("log_prob"):
+        pass
+    assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+    with worker.manager.phase("values"):
+        assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
+    worker.manager.close()
+    assert worker.manager.device.memory().chunk_bytes == 0
+
+
+def test_only_leaves_the_prefetch_of_other_handles_to_the_phase_around_it() -> None:
+    worker = early_worker({"train": {"ref": ALL}, "log_prob": {"critic": ALL}})
+    with worker.manager.phase("train"), worker.manager.phase("log_prob", only=["ref"]):
+        assert early_bytes(worker) == {}  # the critic trains around it, and the reference is on the device
+    with worker.manager.phase("train"):
+        assert early_bytes(worker) == {"ref": worker.ref.num_bytes}
+
+
+@pytest.mark.parametrize("end", ["unregister", "close", "drop"])
+def test_whatever_ends_while_it_arrives_early_keeps_its_values(end: str) -> None:
+    worker = early_worker({"idle": {"critic": ALL}, "log_prob": {"critic": ALL}})
+    values = {name: each.clone() for name, each in worker.critic.state_dict().items()}
+    with worker.manager.phase("log_prob"):
+        pass
+    assert early_bytes(worker)
+    device, net = worker.manager.device, worker.critic_net
+    match end:
+        case "unregister":
+            worker.manager.unregister("critic.optimizer")
+            worker.manager.unregister("critic")
+            assert early_bytes(worker) == {}
+        case "close":
+            worker.manager.close()
+        case "drop":
+            gone = weakref.ref(worker.manager)
+            del worker
+            gc.collect()
+            assert gone() is None
+    assert_same(net.state_dict(), values)
+    assert device.memory().chunk_bytes == 0
+
+
+# --- the host copy changes while a copy of it is there early
+
+
+def test_a_host_copy_that_was_written_is_copied_again() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL}})
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker)
+        shown = worker.critic.state_dict()
+        for each in shown.values():
+            each.fill_(3)
+        step.switch("values")
+        assert last_load(worker, "critic") == (used_bytes(worker, "critic"), 0)
+        assert all(bool((each == 3).all()) for each in worker.critic_net.parameters())
+
+
+def test_nothing_arrives_early_while_a_state_dict_shows_the_host_copy() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL}})
+    shown = worker.critic.state_dict()
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {}
+        for each in shown.values():
+            each.fill_(3)
+        step.switch("values")
+        assert all(bool((each == 3).all()) for each in worker.critic_net.parameters())
+        del shown, each
+        step.switch("log_prob")
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}  # nobody can write there any more
+
+
+def test_gradients_zeroed_while_offloaded_are_zero_though_the_old_ones_came_early() -> None:
+    worker = early_worker({"train": {}, "log_prob": {"actor": ALL, "critic": ALL}, "values": {"actor": ALL}})
+    with worker.manager.phase("train") as step:
+        worker.critic_net(torch.ones(2, 64)).sum().backward()
+        worker.net(torch.ones(2, 64)).sum().backward()
+        step.switch("values")  # the actor arrives early, with its gradients
+        assert early_bytes(worker)["actor"] > sum(each.untyped_storage().nbytes() for each in worker.net.parameters())
+        worker.adam.zero_grad(set_to_none=False)
+        step.switch("train")
+        assert all(bool((each.grad == 0).all()) for each in worker.net.parameters() if each.grad is not None)
+        assert any(each.grad is not None for each in worker.net.parameters())
+
+
+# --- plans that make no sense
+
+
+def test_plans_that_prefetch_the_impossible_are_refused() -> None:
+    cases: dict[str, Callable[[View, Plan], Plan]] = {
+        "it names 'nobody', which are not registered": lambda v, p: v.total_plan(p.targets, prefetch={"nobody": 1}),
+        "it prefetches 'actor', which it wants GPU_RESIDENT": lambda v, p: v.total_plan(p.targets, prefetch={"actor": 1}),
+        "it prefetches -1 bytes of 'critic'": lambda v, p: v.total_plan(p.targets, prefetch={"critic": -1}),
+    }
+    for message, change in cases.items():
+
+        class Wrong(Colocated):
+            def plan(self, view: View, change: Callable[[View, Plan], Plan] = change) -> Plan:
+                plan = super().plan(view)
+                return change(view, plan) if view.phase == "log_prob" else plan
+
+        worker = Worker(policy=Wrong())
+        with pytest.raises(PolicyError, match=message), worker.manager.phase("log_prob"):
+            pass
+        assert_nothing_resident(worker.manager)
+
+
+def test_an_engine_cannot_arrive_early() -> None:
+    class Wrong(Colocated):
+        def plan(self, view: View) -> Plan:
+            return view.total_plan({}, prefetch={"lazy": 1}) if view.phase == "reward" else super().plan(view)
+
+    manager = placement.Manager(device=SimulatedDevice(CAPACITY), policy=Wrong())
+    manager.register("lazy", placement.Lazy(lambda: torch.nn.Linear(4, 4)), role="critic")
+    with pytest.raises(PolicyError, match="of which nothing can arrive early"), manager.phase("reward"):
+        pass
+
+
+def test_a_plan_keeps_its_prefetch_through_its_methods() -> None:
+    plan = Plan({"a": State.CPU_OFFLOADED, "b": State.CPU_OFFLOADED, "c": State.GPU_RESIDENT}, prefetch={"b": 2, "a": 1})
+    assert list(plan.prefetch) == ["b", "a"]
+    assert plan.also("a", State.GPU_RESIDENT).prefetch == {"b": 2}
+    assert plan.without("b").prefetch == {"a": 1}
+    other = Plan(dict.fromkeys("abc", State.CPU_OFFLOADED), prefetch={"a": 9, "c": 9})
+    assert plan.limited_to(["a"], other).prefetch == {"a": 1, "c": 9}
+    assert copy.deepcopy(plan) == plan
