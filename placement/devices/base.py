@@ -284,8 +284,12 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
-    def order(self) -> None:
-        """Make the calling thread's current stream wait for every copy enqueued so far. The host does not wait. See also `after`."""
+    def order(self, direction: Direction | None = None) -> None:
+        """Make the calling thread's current stream wait for every copy enqueued so far. The host does not wait. See also `after`.
+
+        Args:
+            direction: wait for the copies of this direction only, and let the others go on beside the stream's work.
+        """
 
     @abc.abstractmethod
     def after(self, mark: Mark) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.core.errors import EngineError, PlacementError
@@ -20,7 +19,7 @@ from placement.phases.wrong_writes import WrongWrites
 from placement.planning import plan_checks
 from placement.planning.budget import check_fits, without_surplus
 from placement.planning.planner import Planner
-from placement.planning.prefetcher import Prefetcher
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
@@ -105,11 +104,9 @@ class PlanExecutor:
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
-        room_bytes += self._make_room(name, plan)
+        ahead, freed_bytes = self._look_ahead(name, plan)
         try:
-            self._reconciler.advance(
-                handles, plan, room_bytes, self._vote.agreement, self._vote.go_on, partial(self.prefetcher.begin, name, plan)
-            )
+            self._reconciler.advance(handles, plan, room_bytes + freed_bytes, self._vote.agreement, self._vote.go_on, ahead)
         except WrittenWhileOffloaded as error:
             self.writes.count(error)
             raise
@@ -138,8 +135,9 @@ class PlanExecutor:
         """
         self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
-        room_bytes = self.lease_client.take(name, plan, room_bytes) + self._make_room(name, plan)
-        self._reconciler.advance(self._handles, plan, room_bytes, agree, prefetch=partial(self.prefetcher.begin, name, plan))
+        room_bytes = self.lease_client.take(name, plan, room_bytes)
+        ahead, freed_bytes = self._look_ahead(name, plan)
+        self._reconciler.advance(self._handles, plan, room_bytes + freed_bytes, agree, ahead=ahead)
         self.measure()
         self.lease_client.settle(name)
 
@@ -156,11 +154,12 @@ class PlanExecutor:
         """
         self.prefetcher.hold()
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
+        ahead = NOTHING_AHEAD
         try:
-            self._make_room(name, within)
+            ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
-        before, prefetch = self._journal.num_changes, partial(self.prefetcher.begin, name, within)
+        before = self._journal.num_changes
         is_there = self._reconciler.is_there(self._handles, within)
         leaves = not is_there and any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
         try:
@@ -171,10 +170,10 @@ class PlanExecutor:
         except Exception as error:
             failures.append(error)
         if is_there:
-            self._reconciler.rest(self._handles, prefetch)
+            self._reconciler.rest(self._handles, ahead)
         else:
             while_copying = self._device.compare_poison
-            failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=while_copying, prefetch=prefetch)
+            failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=while_copying, ahead=ahead)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
@@ -190,8 +189,8 @@ class PlanExecutor:
             failures.append(written)
         return failures
 
-    def _make_room(self, name: str, plan: Plan) -> int:
-        return self.prefetcher.make_room(name, plan, self._reconciler.chunk_pool)
+    def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
+        return self.prefetcher.look_ahead(name, plan, self._reconciler.chunk_pool)
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         return tuple(each for each in self._handles.values() if each.node[1] and not each.external and not plan.on_device(each.name))

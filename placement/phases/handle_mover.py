@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from placement.core.errors import BrokenHandleError, IntegrityError, PhaseError, RegistrationError
 from placement.core.journal import Journal, Record
@@ -89,6 +90,7 @@ class HandleMover:
         self,
         room_bytes: int = 0,
         dropping: tuple[ManagedStorage, ...] = (),
+        staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
         load: Load = ALONE,
     ) -> None:
@@ -99,7 +101,7 @@ class HandleMover:
         """
         before = self.transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
-        self.transition = Transition(chunk_pool, load, dropping, while_copying, complaints=before.complaints)
+        self.transition = Transition(chunk_pool, load, dropping, staying, while_copying, complaints=before.complaints)
 
     def forget(self) -> None:
         """Forget a phase transition that has ended or was interrupted, except for its freed chunks and for errors still to be raised."""
@@ -172,6 +174,7 @@ class HandleMover:
             early_release=early_release,
             dropping=self.transition.dropping,
             load=load,
+            staying=self.transition.staying,
             while_copying=self.transition.while_copying,
         )
         texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]

@@ -17,6 +17,7 @@ from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.phases.engine_mover import residency_of, wanted_tags
 from placement.phases.handle_mover import HandleMover, target_of
+from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -46,10 +47,6 @@ def _nobody(_: Plan) -> None:
     """Used in place of a group's agreement if there is no group."""
 
 
-def _nothing_early(_: ChunkPool) -> None:
-    """Used in place of a prefetch where nothing shall arrive early."""
-
-
 class Reconciler:
     """Moves handles of one device. Called with the manager's lock held."""
 
@@ -75,7 +72,7 @@ class Reconciler:
         room_bytes: int,
         agree: Callable[[Plan], None] | None = None,
         go_on: Callable[[str], object] = lambda _: None,
-        prefetch: Callable[[ChunkPool], None] = _nothing_early,
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
 
@@ -88,14 +85,14 @@ class Reconciler:
                 step with engines. If it raises, everything goes back, except on CoordinatorLost, which leaves everything as it is.
                 None: nobody is asked, and this rank loads shared handles alone.
             go_on: called before each further step, with its description.
-            prefetch: called last, with the chunks that are free now. What it leaves of them goes back to the driver.
+            ahead: what is done for later phase transitions.
 
         Raises:
             Exception: the error that stopped it. Each handle is then complete, in its source state or, if its memory could not be got
                 back, in its target state.
         """
         if agree is None and self.is_there(handles, plan):
-            self.rest(handles, prefetch)
+            self.rest(handles, ahead)
             return
         for error in self._settle_all(handles):
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
@@ -103,7 +100,7 @@ class Reconciler:
         handles, engines = _apart(handles)
         load, agree = ALONE if agree is None else TOGETHER, agree or _nobody
         sources = {handle.name: handle.node for handle in handles.values()}
-        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), load=load)
+        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), ahead.staying, load=load)
         try:
             if True in [self._engines.leave(engine, plan) for engine in engines]:
                 agree(plan)
@@ -133,12 +130,12 @@ class Reconciler:
             agree(plan)
         for engine in engines:  # engines that only change state, without loading anything
             self._engines.come(engine, plan)
-        self._end(prefetch)
+        self._end(ahead)
 
-    def _end(self, prefetch: Callable[[ChunkPool], None]) -> None:
+    def _end(self, ahead: Ahead) -> None:
         """End the phase transition. Memory that it has freed is used for what arrives early, and else goes back to the driver."""
         try:
-            prefetch(self._mover.chunk_pool)
+            ahead.begin(self._mover.chunk_pool)
         finally:
             self._mover.end()
 
@@ -151,10 +148,10 @@ class Reconciler:
                 holding.commit_load()
                 holding.make_consistent(self._mover.chunk_pool)
 
-    def rest(self, handles: Mapping[str, Handle], prefetch: Callable[[ChunkPool], None] = _nothing_early) -> None:
+    def rest(self, handles: Mapping[str, Handle], ahead: Ahead = NOTHING_AHEAD) -> None:
         """End a phase transition in which nothing moves. Chunks that an undecided phase transition left go back to the driver."""
         self._finish(handles.values())
-        self._end(prefetch)
+        self._end(ahead)
 
     def _finish(self, handles: Iterable[Handle]) -> None:
         """After the moves: drop gradients on the device that the plan drops, and note new host copies for verification."""
@@ -173,26 +170,26 @@ class Reconciler:
         *,
         load: Load = ALONE,
         while_copying: Callable[[], None] = nothing,
-        prefetch: Callable[[ChunkPool], None] = _nothing_early,
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> list[Exception]:
         """Bring every handle as far towards its target as possible.
 
         Args:
             load: with `TOGETHER`, the caller asks the ranks of the group afterwards how far they came, and then calls `complete`.
             while_copying: called once while bytes are being copied to the host, if any are.
-            prefetch: called last, see `advance`.
+            ahead: see `advance`.
 
         Returns:
             The errors; empty if every handle is at its target.
         """
         others, engines = _apart(handles)
         errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
-        errors += self._retreat_others(others, plan, load, while_copying)
+        errors += self._retreat_others(others, plan, load, while_copying, ahead)
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         errors += self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
         if not errors:
-            self._end(prefetch)
+            self._end(ahead)
         return errors
 
     def complete(self, handles: Mapping[str, Handle], load: Load) -> list[Exception]:
@@ -207,9 +204,11 @@ class Reconciler:
             return [error, *self._settle_all(handles)]
         return []
 
-    def _retreat_others(self, handles: Mapping[str, Handle], plan: Plan, load: Load, while_copying: Callable[[], None]) -> list[Exception]:
+    def _retreat_others(
+        self, handles: Mapping[str, Handle], plan: Plan, load: Load, while_copying: Callable[[], None], ahead: Ahead
+    ) -> list[Exception]:
         errors: list[Exception] = []
-        self._mover.begin(0, _leaving_training(handles.values(), plan), while_copying, load)
+        self._mover.begin(0, _leaving_training(handles.values(), plan), ahead.staying, while_copying, load)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
             for handle in handles.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from placement.registration.handle import Handle
@@ -23,6 +23,8 @@ class Transition:
     """The way in which bytes are loaded: by this rank alone, or by all ranks that share a handle together."""
     dropping: tuple[ManagedStorage, ...] = ()
     """The storages whose gradients the plan drops when they leave TRAINING."""
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
+    """Device bytes of storages that leave which stay as early chunks."""
     while_copying: Callable[[], None] = nothing
     """Called once, while bytes are being copied to the host."""
     moved: dict[Handle, MoveResult] = field(default_factory=dict)

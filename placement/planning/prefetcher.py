@@ -1,8 +1,10 @@
-"""What arrives early: how much of what a plan wants to prefetch there is room for, and what must give up its place."""
+"""Prefetch: how much of what a plan wants early there is room for, and which early chunks must give up their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from placement.core.states import Plan
 from placement.devices.base import Device
@@ -13,10 +15,27 @@ from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.prefetch import Prefetch
 
 
+def _nothing(_: ChunkPool) -> None:
+    """Begin nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The work that a phase transition does for later ones."""
+
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
+    """Device bytes of storages that leave which stay as early chunks."""
+    begin: Callable[[ChunkPool], None] = _nothing
+    """Called when everything is where it belongs, with the chunks that are free. Those that it leaves go back to the driver."""
+
+
+NOTHING_AHEAD = Ahead()
+
+
 class Prefetcher:
     """Carries out `Plan.prefetch` for one manager. Called with the manager's lock held.
 
-    A phase transition calls `hold`, then `make_room` before it moves anything, and `begin` when everything is where it belongs.
+    A phase transition calls `hold`, then `look_ahead` before it moves anything, and does what that returns.
 
     Args:
         handles: the manager's handles; read at each call.
@@ -40,27 +59,30 @@ class Prefetcher:
         """Start no further copy until the next `begin`."""
         self._prefetch.hold()
 
-    def make_room(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> int:
-        """Give up what arrived early and is neither loaded now nor wanted for later, or for which the budget has no room any more.
+    def look_ahead(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> tuple[Ahead, int]:
+        """Say what the coming phase transition does for later ones. First give up early chunks for which the plan has no use or no room.
 
         Args:
             name: the phase of the plan.
-            chunk_pool: takes the chunks.
+            chunk_pool: takes the chunks that are given up.
 
         Returns:
-            The device bytes given up.
+            What is done ahead, and the device bytes given up.
         """
-        if not self._has_any:
-            return 0
-        staying = dict(self._wanted(plan, self._planner.room_bytes(name, plan)))
+        if not plan.prefetch and not self._has_any:
+            return NOTHING_AHEAD, 0
+        wanted = dict(self._wanted(plan, self._planner.room_bytes(name, plan)))
         given = 0
         for handle in self._handles.values():
             if handle.holding is not None and not plan.on_device(handle.name):
-                given += handle.holding.give_up_early(staying.get(handle.holding, 0), chunk_pool)
-        self._has_any = any(handle.storage.prefetched_bytes for handle in self._handles.values())
-        return given
+                given += handle.holding.give_up_early(wanted.get(handle.holding, 0), chunk_pool)
+        self._has_any = bool(wanted) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
+        staying = {storage: nbytes for storage, nbytes in wanted.items() if storage.on_device}
+        for storage in staying:
+            self._prefetch.prepare(storage)
+        return Ahead(staying, partial(self._begin, name, plan)), given
 
-    def begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
+    def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
 
         Args:
@@ -73,14 +95,13 @@ class Prefetcher:
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
         room_bytes = min(self._planner.room_bytes(name, plan), early_bytes + spare_bytes)
         chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
-        self._has_any = True
         self._prefetch.begin(self._wanted(plan, room_bytes), chunk_pool)
 
     def _wanted(self, plan: Plan, room_bytes: int) -> Iterator[tuple[ManagedStorage, int]]:
         """The storages of which bytes may arrive early, in the plan's order, each with as many bytes as there is room for."""
         for name, most_bytes in plan.prefetch.items():
             storage = self._handles[name].holding if name in self._handles else None
-            if storage is None or not storage.can_prefetch or storage.on_device or plan.on_device(name):
+            if storage is None or not storage.can_prefetch or plan.on_device(name):
                 continue
             nbytes = min(most_bytes, storage.storages.device_bytes, room_bytes)
             if nbytes > 0:

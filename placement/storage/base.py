@@ -284,7 +284,7 @@ def check_ranges(name: str, state: State, ranges: Sequence[Range], *, on_device:
             raise IntegrityError(
                 f"{name!r} is {state}, so range {index} of {r.nbytes} bytes needs chunks {wanted} behind it, but has {sizes}"
             )
-        if r.slab.nbytes < r.nbytes:
-            raise IntegrityError(f"{name!r}: range {index} has {r.nbytes} bytes, but its host slab has only {r.slab.nbytes}")
+        if r.host.nbytes < r.nbytes:
+            raise IntegrityError(f"{name!r}: range {index} has {r.nbytes} bytes, but its host slab has only {r.host.nbytes}")
         if r.claims is not None:
             raise IntegrityError(f"{name!r}: {len(r.claims)} storages were never moved into range {index}")

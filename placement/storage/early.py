@@ -1,8 +1,11 @@
-"""The chunks of one range that arrive early: copies of the host slab, behind addresses of their own, while the handle is offloaded.
+"""The early chunks of one range: device memory with its bytes, behind addresses of their own, while the handle is offloaded.
 
-The handle's own addresses keep their poison until it is loaded, so a wrong read or write is found as ever, and the host copy stays the
-authoritative one. A load maps the early chunks behind the handle's addresses instead of copying them anew. Whoever needs their memory
-before that discards them: nothing is lost.
+They arrive in one of two ways. Either they are copied from the slab while a phase computes, for a load that comes later. Or an offload
+leaves them there (`save`): then the slab gets what it lacks from them, while the next phase computes.
+
+The handle's own addresses have poison in either case, so a wrong read or write is found as ever. A load maps the early chunks behind the
+handle's addresses instead of copying them. Whoever needs their memory before that discards them, once the copies from or to them are
+complete: nothing is lost.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ class EarlyChunks:
         self.copied: dict[int, Mark | None] = {}
         """The mark behind each copy that was started, by index; None if an interrupt or an error may have come before the mark. Another
         thread adds to it."""
+        self._saving: set[int] = set()
+        """The chunks whose bytes may still be on their way to the slab."""
         self.is_stale = False
         """Whether the slab may have been written since the first of these copies."""
 
@@ -64,13 +69,45 @@ class EarlyChunks:
             raise
 
     def copies(self, indices: Iterable[int]) -> Iterator[Copy]:
-        """The copies that fill these chunks (ascending) from the slab, with neighbours joined."""
+        """The copies between these chunks (ascending) and the slab, with neighbours joined."""
         for run in _runs(indices):
             start = self._start(run[0])
             yield Copy(self._addresses.base + start, self._slab_address + start, self._used(run))
 
+    def save(self, addresses: Addresses, theirs: dict[int, Chunk], indices: Sequence[int], dirty: Sequence[int]) -> None:
+        """Take neighbouring chunks from behind the range's addresses, where poison takes their place, and start saving them.
+
+        Args:
+            addresses: those of the range.
+            theirs: the range's chunks, which these leave before they are unmapped.
+            indices: the chunks (ascending).
+            dirty: those of them that differ from the slab.
+
+        Raises:
+            DeviceMemoryError, RuntimeError: the driver refused, or the device failed. `give_back` gives the chunks back.
+        """
+        if not self.chunks:
+            self.is_stale = False
+        chunks, start = [theirs[index] for index in indices], self._start(indices[0])
+        self.chunks.update(zip(indices, chunks, strict=True))
+        for index in indices:
+            del theirs[index]
+        self._device.unmap(addresses, sum(self._sizes[index] for index in indices), start)
+        self._device.map(self._addresses, chunks, start)
+        self._saving.update(dirty)
+        self.copied.update(dict.fromkeys(indices))
+        if dirty:
+            self._device.copy([*self.copies(dirty)], "to_host")
+        self.copied.update(dict.fromkeys(indices, self._device.mark("to_host")))
+
+    def wait_until_saved(self) -> None:
+        """Wait until the slab has every byte."""
+        if self._saving:
+            self._wait([*self._saving])
+            self._saving.clear()
+
     def discard(self, indices: Iterable[int], chunk_pool: ChunkPool) -> None:
-        """Give up chunks. Waits for the copies into them that have been started. Idempotent."""
+        """Give up chunks. Waits for the copies from and to them that have been started. Idempotent."""
         gone = sorted({*indices} & self.chunks.keys())
         if not gone:
             return
@@ -81,6 +118,7 @@ class EarlyChunks:
         copied = [index for index in gone if index in self.copied]
         for index in copied:
             del self.copied[index]
+        self._saving.difference_update(gone)
         self._stop(sum(self._sizes[index] for index in copied))
         # Out of here first. A chunk that an interrupt then drops is freed once collected; one that was in both might be given out twice.
         chunk_pool.give([self.chunks.pop(index) for index in gone])
@@ -118,17 +156,36 @@ class EarlyChunks:
                 self.chunks.pop(index, None)
             self._device.map(addresses, chunks, start)
             handed += self._used(run)
+        self._saving.clear()
         return handed
 
+    def give_back(self, addresses: Addresses, into: dict[int, Chunk]) -> None:
+        """Undo `save`: map all chunks behind the range's addresses again. Only they have certain bytes.
+
+        Raises:
+            DeviceMemoryError: the driver refused. The chunks that are still here can be given back later.
+        """
+        self.forget(into.values())
+        for run in _runs(sorted(self.chunks)):
+            self._wait(run)
+            start, nbytes = self._start(run[0]), sum(self._sizes[index] for index in run)
+            self._device.unmap(self._addresses, nbytes, start)
+            self._device.unmap(addresses, nbytes, start)
+            chunks = [self.chunks[index] for index in run]
+            self._device.map(addresses, chunks, start)
+            into.update(zip(run, chunks, strict=True))  # after they are mapped: what the range has, has its bytes
+            self.forget(chunks)
+        self._saving.clear()
+
     def forget(self, chunks: Iterable[Chunk]) -> None:
-        """Remove chunks that an interrupted `hand_over` has given to the range already."""
+        """Remove chunks that the range has got, or has still."""
         theirs = {id(chunk) for chunk in chunks}
         for index in [index for index, chunk in self.chunks.items() if id(chunk) in theirs]:
             self.copied.pop(index, None)
             self.chunks.pop(index, None)
 
     def _wait(self, indices: Iterable[int]) -> None:
-        """Wait for the copies into these chunks that were started."""
+        """Wait for the copies from and to these chunks that were started."""
         marks = {id(mark): mark for index in indices if index in self.copied for mark in (self.copied[index],)}
         for mark in marks.values():
             if mark is None:

@@ -72,7 +72,7 @@ class ManagedStorage(HeldStorage):
             self.storages.new_unless_changed()
         self.is_consistent = False
         self._is_copying = not self.on_device
-        for r in self.ranges:
+        for r in () if self.on_device else self.ranges:
             if r.early is not None:
                 r.early.settle(chunk_pool)
         if self.on_device:
@@ -102,12 +102,20 @@ class ManagedStorage(HeldStorage):
         """Like `bring`, for a load that the ranks of a group vote on: chunks that other ranks can bring may be left to them."""
         return self.bring(r, indices)
 
+    def save_early(self, r: Range, indices: Sequence[int], dirty: Sequence[int]) -> None:
+        """Make neighbouring chunks of an offload early ones, and start saving those that differ from the slab."""
+        self._is_vacating = True
+        assert r.early is not None
+        r.early.save(r.layout.addresses, r.chunks, indices, dirty)
+
     def take_early(self) -> int:
         """Map what arrived early behind the object's own addresses. Returns its bytes."""
         return sum(r.early.hand_over(r.layout.addresses, r.chunks) for r in self.ranges if r.early is not None)
 
     def give_up_early(self, keep_bytes: int, chunk_pool: ChunkPool) -> int:
         """Give up what arrived early, except for the first chunks, up to `keep_bytes`. Returns the device bytes given up."""
+        if self.on_device or not self.is_consistent:  # an offload that broke off: only these chunks may have the bytes
+            return 0
         before = self.prefetched_bytes
         for r in self.ranges:
             gone = []
@@ -190,6 +198,8 @@ class ManagedStorage(HeldStorage):
                     self.storages.set_aside(r)
             self.storages.drop([*(r for r in self.ranges if r.claims is not None), *self.storages.dead()], chunk_pool)
             chunk_pool.forget(chunk for r in self.ranges for chunk in r.chunks.values())
+            if self._is_vacating:
+                self._take_back_early()
             if self._is_vacating and not self._have_back(chunk_pool):
                 self.refuse_calls()
                 self.on_device = False
@@ -198,6 +208,7 @@ class ManagedStorage(HeldStorage):
         if not self.on_device:
             if self._is_copying:
                 self.device.sync()
+                self._drop_early(chunk_pool)
             if self._dropped is not None:
                 self.gradients.drop(zero_buffers=False)
                 staying = self.gradients.zero_lasting(self._dropped)
@@ -232,6 +243,18 @@ class ManagedStorage(HeldStorage):
         self._is_vacating = True
         r.give(range(first, last), chunk_pool)  # before unmapping: at an interrupt every chunk in `r.chunks` is still mapped
         self.device.unmap(r.layout.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
+
+    def _take_back_early(self) -> None:
+        """Have back the early chunks of a broken-off offload, which have bytes that the slab may lack."""
+        for r in self.ranges:
+            if r.early is not None:
+                r.early.give_back(r.layout.addresses, r.chunks)
+
+    def _drop_early(self, chunk_pool: ChunkPool) -> None:
+        for r in self.ranges:
+            if r.early is not None:
+                r.early.forget(r.chunks.values())
+                r.early.discard_all(chunk_pool)
 
     def _have_back(self, chunk_pool: ChunkPool) -> bool:
         """Take back the chunks that a broken-off offload gave up, and fill them from the slab, which has their bytes.
@@ -293,12 +316,15 @@ class ManagedStorage(HeldStorage):
         self.host_read_locks.wait()
         if self.on_device or self._is_copying:
             self.device.sync()
+        if self.on_device and self._is_vacating:
+            self._take_back_early()
         if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values
             self.storages.put_back(self.storages.new_storages())
         self.is_leaving = True
         unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)
         chunk_pool = ChunkPool(self.device)
         self.on_device = False
+        self._drop_early(chunk_pool)
         for r in self.ranges:
             self.storages.vacate(r, chunk_pool)
             RANGES.remove(r.layout.addresses.base)

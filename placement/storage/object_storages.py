@@ -97,11 +97,11 @@ class ObjectStorages:
     @property
     def host_bytes(self) -> int:
         """Host memory of the slabs, and host memory reserved for state that is not created yet."""
-        return sum(r.slab.held_bytes for r in self.ranges) + (0 if (aside := self._scanner.reserved) is None else aside.nbytes)
+        return sum(r.host.held_bytes for r in self.ranges) + (0 if (aside := self._scanner.reserved) is None else aside.nbytes)
 
     @property
     def host_pageable_bytes(self) -> int:
-        return sum(r.slab.pageable_bytes for r in self.ranges)
+        return sum(r.host.pageable_bytes for r in self.ranges)
 
     def new_storages(self) -> NewStorages:
         """The storages that the object owns now outside their places."""
@@ -243,7 +243,7 @@ class ObjectStorages:
 
     def set_aside(self, r: Range) -> None:
         """Keep the slab of a range that nothing moved into for the next one."""
-        self._scanner.reserved = r.slab
+        self._scanner.reserved = r.host
 
     def note_versions(self) -> None:
         """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
@@ -334,6 +334,8 @@ class ObjectStorages:
         if gone:
             self.state_dict_tensors.leave(RangesByAddress(tuple(gone)))
         for r in gone:
+            if r.early is not None:
+                r.early.discard_all(chunk_pool)
             self.vacate(r, chunk_pool)
             RANGES.remove(r.layout.addresses.base)
         if gone:
@@ -341,10 +343,7 @@ class ObjectStorages:
             self.ranges = tuple(r for r in self.ranges if r not in out)
 
     def vacate(self, r: Range, chunk_pool: ChunkPool) -> None:
-        """Take away all memory of a range. The caller has its bytes elsewhere, or nobody needs them."""
-        if r.early is not None:
-            r.early.forget(r.chunks.values())
-            r.early.discard_all(chunk_pool)
+        """Take away all memory behind a range. The caller has its bytes elsewhere, or nobody needs them."""
         if r.chunks:
             self._device.unmap(r.layout.addresses, r.nbytes)
             r.give([*r.chunks], chunk_pool)

@@ -52,7 +52,7 @@ class RangesByAddress:
 
     def __init__(self, ranges: tuple[Range, ...]) -> None:
         self.ranges = ranges
-        places = sorted(((base, r) for r in ranges for base in (r.layout.addresses.base, r.slab.address)), key=operator.itemgetter(0))
+        places = sorted(((base, r) for r in ranges for base in (r.layout.addresses.base, r.host.address)), key=operator.itemgetter(0))
         self._bases = [base for base, _ in places]
         self._ranges = [r for _, r in places]
 
@@ -83,7 +83,8 @@ class Range:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
-        self.slab = slab
+        self.host = slab
+        """The slab, some bytes of which may still be on their way. Whoever reads or writes it asks for `slab`."""
         whole, rest = divmod(layout.nbytes, device.chunk_bytes)
         tail = -(-rest // device.granularity) * device.granularity
         self.chunk_sizes: tuple[int, ...] = (device.chunk_bytes,) * whole + ((tail,) if tail else ())
@@ -143,7 +144,7 @@ class Range:
 
     def has_any(self, addresses: Sequence[int]) -> bool:
         """Whether one of these addresses (ascending) lies in the range or in its slab."""
-        bases = (self.layout.addresses.base, self.slab.address)
+        bases = (self.layout.addresses.base, self.host.address)
         return any(bisect.bisect_left(addresses, base) < bisect.bisect_left(addresses, base + self.nbytes) for base in bases)
 
     @property
@@ -158,6 +159,13 @@ class Range:
         if len(self.chunks) == len(self.chunk_sizes):
             return self.device_bytes
         return sum(self.chunk_sizes[index] for index in self.chunks)
+
+    @property
+    def slab(self) -> HostSlab:
+        """The host copy, complete: this waits for bytes that are still on their way there."""
+        if self.early is not None:
+            self.early.wait_until_saved()
+        return self.host
 
     @property
     def early_bytes(self) -> int:
@@ -195,7 +203,7 @@ class Range:
                 last = runs.pop()
                 runs.append(Copy(last.device_address, last.host_address, last.nbytes + nbytes))
             else:
-                runs.append(Copy(self.layout.addresses.base + start, self.slab.address + start, nbytes))
+                runs.append(Copy(self.layout.addresses.base + start, self.host.address + start, nbytes))
         return runs
 
     def outside(self) -> list[PlacedStorage]:

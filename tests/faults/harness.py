@@ -62,9 +62,9 @@ class Actor(nn.Module):
 class FaultyWorker:
     """Models, optimizers and a manager over a faulty device. `steps` goes through one RL step, one phase transition after the other."""
 
-    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, **settings: Any) -> None:
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, device: Faults | None = None, **settings: Any) -> None:
         seed(7)
-        self.device = Faults(SimulatedDevice(capacity_bytes, chunk_bytes=2 * PAGE, granularity=PAGE))
+        self.device = device or Faults(SimulatedDevice(capacity_bytes, chunk_bytes=2 * PAGE, granularity=PAGE))
         self.manager = placement.Manager(device=self.device, budget_bytes=capacity_bytes, **settings)
         self.actor = Actor()
         self.ref = Actor()

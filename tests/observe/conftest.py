@@ -61,6 +61,7 @@ def _snapshot(*handles: HandleSnapshot, **changes: Any) -> Snapshot:
         "unaccounted_bytes": -63,
         "communicator_bytes": 71,
         "ipc_collected_bytes": 72,
+        "prefetch_discarded_bytes": 73,
         "wrong_writes": 64,
         "kept_bytes": 65,
         "expired_keeps": 66,

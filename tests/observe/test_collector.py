@@ -148,6 +148,7 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
     put("placement_peak_bytes", snapshot.peak_bytes)
     put("placement_communicator_bytes", snapshot.communicator_bytes or 0)
     put("placement_ipc_collected_bytes_total", snapshot.ipc_collected_bytes)
+    put("placement_prefetch_discarded_bytes_total", snapshot.prefetch_discarded_bytes)
     put("placement_wrong_writes_total", snapshot.wrong_writes)
     put("placement_kept_bytes", snapshot.kept_bytes)
     put("placement_expired_keeps_total", snapshot.expired_keeps)

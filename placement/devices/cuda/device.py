@@ -218,10 +218,10 @@ class CudaDevice(Device):
         with self._driver:
             self._driver.batch(function, calls)
 
-    def order(self) -> None:
+    def order(self, direction: Direction | None = None) -> None:
         current = torch.cuda.current_stream(self.torch_device)
         self._following.wait_stream(current)  # before `current` waits for every copy: work after one copy must not wait for others
-        for stream in (*self._streams.values(), self._following):
+        for stream in (*(self._streams.values() if direction is None else (self._streams[direction],)), self._following):
             current.wait_stream(stream)
 
     @contextlib.contextmanager

@@ -233,9 +233,9 @@ class SimulatedDevice(Device):
                 ctypes.memmove(run.host_address, run.device_address, run.nbytes)
         self._link_free_at[direction] = begin + sum(run.nbytes for run in copies) / self._bandwidth
 
-    def order(self) -> None:
+    def order(self, direction: Direction | None = None) -> None:
         # A CPU has no streams that could wait, so the caller waits.
-        self.sync()
+        _sleep_until(max(self._link_free_at.values()) if direction is None else self._link_free_at[direction])
 
     def sync(self) -> None:
         _sleep_until(max(self._link_free_at.values()))

@@ -42,7 +42,7 @@ class RelocatedStorages:
         for r, entry, claim, transient in self._found:
             if claim.nbytes != entry.nbytes or r.is_shared or (readonly and not transient):
                 continue
-            r.prints = None  # first: from here on the slab has neither the old content nor the new
+            r.note_written()  # first: from here on the slab has neither the old content nor the new
             if claim.storage.device == self._device.torch_device:
                 self._device.copy([Copy(claim.storage.data_ptr(), r.slab.address + entry.offset, entry.nbytes)], "to_host")
                 self._device.wait(self._device.mark("to_host"))

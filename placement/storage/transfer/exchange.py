@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -56,7 +57,9 @@ class _Batch:
     first: int
     last: int
     mark: Mark | None
-    """Tells when their bytes have arrived on the host; None if nothing had to be copied."""
+    """Tells when their bytes have arrived on the host; None if nothing had to be copied, or not before their memory is taken away."""
+    saving: Sequence[int] | None = None
+    """For chunks that become early ones: those that differ from the slab, to which they are copied afterwards. None: their memory goes."""
 
     def cut(self, spans: Mapping[Range, Span]) -> list[Span]:
         """The parts of these spans that are in the batch."""
@@ -84,6 +87,8 @@ class _Leaving:
     """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
     chosen: Mapping[Range, Span] = field(default_factory=dict)
     """The chunks that the verifier compares, by range."""
+    early_bytes: int = 0
+    """Device bytes of chunks that may become early ones, beside those that do already."""
 
     def take_in_new(self) -> None:
         """Start saving the new storages."""
@@ -102,6 +107,7 @@ class Exchange:
             failure may then have to ask the driver for memory.
         dropping: storages whose gradients are dropped when they leave, instead of saved.
         load: the links over which the loaded bytes come.
+        staying: device bytes of storages that leave which may stay as early chunks, so that nobody waits while they are saved.
         while_copying: called once the link has work, if any storage leaves.
     """
 
@@ -115,9 +121,11 @@ class Exchange:
         early_release: bool = False,
         dropping: Collection[ManagedStorage] = (),
         load: Load = ALONE,
+        staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
     ) -> None:
         self._device = device
+        self._staying = staying
         self._while_copying = while_copying
         self._chunk_pool = chunk_pool
         self._verifier = verifier
@@ -137,6 +145,8 @@ class Exchange:
             IntegrityError: the bytes that arrived are not those that were sent. Every storage is settled, as above.
         """
         began = time.monotonic()
+        for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
+            holding.make_consistent(self._chunk_pool)
         out = [holding for holding in leaving if holding.on_device]
         into = [holding for holding in coming if not holding.on_device]
         try:
@@ -164,7 +174,7 @@ class Exchange:
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(holdings, coming)
-        leaving = [_Leaving(holding, dropped=self._dropped(holding)) for holding in holdings]
+        leaving = [_Leaving(each, dropped=self._dropped(each), early_bytes=self._early_bytes(each)) for each in holdings]
         parts = self._start(leaving)
         # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors, which a
         # state dict gave the object, and they must be taken in first.
@@ -177,7 +187,7 @@ class Exchange:
                 self._vacate(each, waits=False)
         for each in leaving:
             self._vacate(each, waits=True)
-        if leaving:
+        if any(each.fresh for each in leaving):
             self._device.wait(self._device.mark("to_host"))  # the copies of new storages, which are in no batch
         for each in leaving:
             self._verifier.check_newborn(each.holding, each.fresh)
@@ -211,6 +221,9 @@ class Exchange:
             if batch.mark is not None:
                 self._device.wait(batch.mark)
             self._verifier.check_host(leaving.holding, batch.cut(leaving.chosen), leaving.on_host)
+            if batch.saving is not None:
+                leaving.holding.save_early(batch.range, range(batch.first, batch.last), batch.saving)
+                continue
             leaving.holding.vacate(batch.range, batch.first, batch.last, self._chunk_pool)
             if self._early_release and not self._arrivals:
                 self._chunk_pool.release()
@@ -219,10 +232,15 @@ class Exchange:
     def _dropped(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
         return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
 
+    def _early_bytes(self, holding: ManagedStorage) -> int:
+        # Not where something may read the host copy at any moment, or where what arrives there is to be compared.
+        return 0 if holding.storages.state_dict_tensors or self._verifier.is_on else self._staying.get(holding, 0)
+
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
         if leaving and coming:
-            gain = sum(each.storages.device_bytes - each.prefetched_bytes for each in coming) - sum(each.chunk_bytes for each in leaving)
+            freed = sum(max(0, each.chunk_bytes - self._early_bytes(each)) for each in leaving)
+            gain = sum(each.storages.device_bytes - each.prefetched_bytes for each in coming) - freed
             self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
     def _decide(self, leaving: Sequence[_Leaving]) -> dict[ManagedStorage, MoveResult]:
@@ -267,7 +285,8 @@ class Exchange:
                     dirty = [False] * len(answer)
                 elif any(dirty):
                     r.prints = None  # from here on the slab has neither the old content nor the new
-                leaving.batches.extend(self._copy_out(r, first, dirty))
+                rest = self._stay(leaving, r, first, dirty)
+                leaving.batches.extend(self._copy_out(r, first + len(dirty) - len(rest), rest))
                 # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
                 asked = self._ask(holding, r, last, count if any(dirty) else last + max(_SECOND, _GROWTH * len(answer)))
                 copied = sum(size for size, is_dirty in zip(r.used_sizes[first:last], dirty, strict=True) if is_dirty)
@@ -277,6 +296,17 @@ class Exchange:
 
     def _ask(self, holding: ManagedStorage, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
         return self._device.ask(holding.storages.fingerprint(r, first, last))
+
+    def _stay(self, leaving: _Leaving, r: Range, first: int, dirty: Sequence[bool]) -> Sequence[bool]:
+        """Let the first of these chunks become early ones, as far as there is room. Returns `dirty` of the others."""
+        last = first
+        while r.early is not None and last < first + len(dirty) and r.chunk_sizes[last] <= leaving.early_bytes:
+            leaving.early_bytes -= r.chunk_sizes[last]
+            last += 1
+        if last > first:
+            saving = [index for index in range(first, last) if dirty[index - first]]
+            leaving.batches.append(_Batch(r, first, last, None, saving))
+        return dirty[last - first :]
 
     def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
         """Enqueue the copies of the dirty chunks. Batches are short where coming chunks wait for their memory."""
@@ -301,7 +331,7 @@ class Exchange:
             self._arrivals.bring_more()
         early = {holding: holding.take_early() for holding in holdings}
         if holdings:
-            self._device.order()
+            self._device.order("to_device")  # what an offload leaves to be saved goes on beside the work that follows
         complete = [holding for holding in holdings if holding.is_complete]
         for holding in complete:
             self._verifier.check_device(holding)

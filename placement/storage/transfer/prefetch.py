@@ -37,7 +37,7 @@ class _Burst(NamedTuple):
 
 
 class Prefetch:
-    """What arrives early on one device. All methods are called with the manager's lock held."""
+    """The early chunks of one device. All methods are called with the manager's lock held."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -65,30 +65,33 @@ class Prefetch:
         """
         bursts: deque[_Burst] = deque()
         for storage, nbytes in wanted:
-            is_whole = self._add(storage, nbytes - storage.prefetched_bytes, chunk_pool)
-            bursts.extend(self._bursts(storage))
-            if not is_whole:
+            try:
+                self._add(storage, nbytes - storage.prefetched_bytes, chunk_pool)
+            except DeviceMemoryError:  # others have taken it
                 break
+            finally:
+                bursts.extend(self._bursts(storage))
         if bursts:
             self._copying = _Copying(self._device, bursts)
             self._copying.start_first()
 
-    def _add(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> bool:
-        """Put memory behind chunks of a storage. Returns False where the device has no more."""
+    def prepare(self, storage: ManagedStorage) -> None:
+        """Give the ranges of a storage addresses for early chunks, as far as there can be any."""
         for r in storage.ranges:
-            if not _can_arrive_early(r):
+            if r.early is None and _can_arrive_early(r):
+                r.early = EarlyChunks(self._device, r.chunk_sizes, r.nbytes, r.host.address, self.hold)
+
+    def _add(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
+        """Put memory behind chunks of a storage."""
+        self.prepare(storage)
+        for r in storage.ranges:
+            if r.early is None or not _can_arrive_early(r):
                 continue
-            if r.early is None:
-                r.early = EarlyChunks(self._device, r.chunk_sizes, r.nbytes, r.slab.address, self.hold)
             if r.early.is_stale:
                 r.early.discard_all(chunk_pool)
             for run in _runs_within(r, room_bytes):
-                try:
-                    r.early.add(run, chunk_pool)
-                except DeviceMemoryError:
-                    return False
+                r.early.add(run, chunk_pool)
                 room_bytes -= sum(r.chunk_sizes[index] for index in run)
-        return True
 
     def _bursts(self, storage: ManagedStorage) -> Iterator[_Burst]:
         """The copies that a storage's early chunks still need, cut into bursts."""

@@ -35,6 +35,11 @@ class Verifier:
         self._mode = mode
         self._random = random.Random()  # noqa: S311 - not the global one, which a training script seeds
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compared."""
+        return self._mode != "off"
+
     def choose(self, ranges: Iterable[Range]) -> list[Span]:
         """The chunks of these ranges to compare in one move."""
         whole = [(r, 0, len(r.chunk_sizes)) for r in ranges] if self._mode != "off" else []

@@ -1,0 +1,178 @@
+"""Offloads that leave chunks behind as early ones: nobody waits while they are saved, and nobody reads what is not there yet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement import State
+from placement.testing import assert_nothing_resident
+from tests.faults.harness import FaultyWorker, Foresight, check_left, check_values
+from tests.support.late_device import LateDevice
+from tests.support.worker import CAPACITY, Worker, assert_same, learn
+from tests.unit.test_prefetch import ALL, CHUNK, Early, early_bytes, last_load, used_bytes
+
+
+def late_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
+    """A worker whose actor has learnt for a step, on a device whose copies happen when somebody waits for them."""
+    worker = Worker(**{"policy": Early(wanted), "device": LateDevice(CAPACITY, chunk_bytes=CHUNK), **keywords})
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        learn(worker.critic_net, worker.sgd)
+        worker.adam.zero_grad()
+        worker.sgd.zero_grad()
+    return worker
+
+
+STAY = {"values": {"actor": ALL, "actor.optimizer": ALL}, "log_prob": {"actor.optimizer": ALL}}
+
+
+def device_of(worker: Worker) -> LateDevice:
+    assert isinstance(worker.manager.device, LateDevice)
+    return worker.manager.device
+
+
+def test_an_offload_leaves_what_the_plan_wants_early_and_waits_for_nothing() -> None:
+    worker = late_worker(STAY)
+    device = device_of(worker)
+    with worker.manager.phase("train") as step:
+        learn(worker.net, worker.adam, 1)
+        worker.adam.zero_grad()
+        held = {name: worker.manager.handles[name].resident_bytes for name in ("actor", "actor.optimizer")}
+        device.most_waiting_bytes = 0
+        step.switch("values")
+        assert device.most_waiting_bytes >= used_bytes(worker, "actor") + used_bytes(worker, "actor.optimizer") - CHUNK
+        assert worker.actor.state is State.CPU_OFFLOADED
+        assert not torch.isfinite(worker.net[0].weight).any()
+        assert early_bytes(worker) == held
+        worker.manager.check_integrity()
+        step.switch("train")
+        assert last_load(worker, "actor") == (0, used_bytes(worker, "actor"))
+        assert last_load(worker, "actor.optimizer") == (0, used_bytes(worker, "actor.optimizer"))
+    assert_nothing_resident(worker.manager)
+
+
+READS: dict[str, Callable[[Worker], Any]] = {
+    "state_dict of the handle": lambda w: w.actor.state_dict(),
+    "state_dict of the module": lambda w: w.net.state_dict(),
+    "a copy of that": lambda w: copy.deepcopy(w.net.state_dict()),
+    "state_dict of the optimizer": lambda w: w.adam.state_dict(),
+    "weights, published from the host copy": lambda w: {n: t.clone() for bucket in w.actor.weights() for n, t in bucket},
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_whoever_reads_what_is_being_saved_reads_it_complete(read: Callable[[Worker], Any]) -> None:
+    worker = late_worker(STAY)
+    with worker.manager.phase("train") as step:
+        learn(worker.net, worker.adam, 1)
+        worker.adam.zero_grad()
+        wanted = copy.deepcopy(read(worker)) if "weights" not in next(k for k, v in READS.items() if v is read) else None
+        weights = {name: tensor.clone() for name, tensor in worker.net.state_dict().items()}
+        step.switch("values")
+        if wanted is None:
+            step.switch("weight_sync")
+            assert_same(read(worker), weights)
+        else:
+            assert_same(read(worker), wanted)
+        step.switch("train")
+        assert_same(worker.net.state_dict(), weights)
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_checkpoint_of_what_is_being_saved_is_complete(tmp_path: Any) -> None:
+    worker = late_worker(STAY | {"checkpoint": STAY["values"]})
+    with worker.manager.phase("train") as step:
+        learn(worker.net, worker.adam, 1)
+        wanted = copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict()))
+        step.switch("values")
+        placement.checkpoint.save(worker.manager, tmp_path / "checkpoint")
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 2)
+    placement.checkpoint.load(worker.manager, tmp_path / "checkpoint")
+    assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
+
+
+def test_what_is_being_saved_is_complete_before_its_memory_goes() -> None:
+    worker = late_worker({"values": STAY["values"]})  # the next phase does not want it early
+    with worker.manager.phase("train") as step:
+        learn(worker.net, worker.adam, 1)
+        worker.adam.zero_grad()
+        wanted = copy.deepcopy(worker.adam.state_dict())
+        step.switch("values")
+        step.switch("ref_log_prob")
+        assert early_bytes(worker) == {}
+        assert_same(worker.adam.state_dict(), wanted)
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("end", ["unregister", "close"])
+def test_what_ends_while_it_is_being_saved_keeps_its_values(end: str) -> None:
+    worker = late_worker(STAY | {"idle": STAY["values"]})
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam, 1)
+        worker.adam.zero_grad()
+        wanted = copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict()))
+    assert early_bytes(worker).keys() == {"actor", "actor.optimizer"}
+    if end == "close":
+        worker.manager.close()
+    else:
+        worker.manager.unregister("actor.optimizer")
+        worker.manager.unregister("actor")
+        assert worker.manager.device.memory().chunk_bytes == 0
+    assert_same((worker.net.state_dict(), worker.adam.state_dict()), wanted)
+
+
+def test_gradients_zeroed_while_they_are_being_saved_are_zero_afterwards() -> None:
+    worker = late_worker(STAY)
+    with worker.manager.phase("train") as step:
+        worker.net(torch.ones(2, 64)).sum().backward()
+        step.switch("values")
+        step.switch("train")  # the gradients have places in a range now
+        worker.net(torch.ones(2, 64)).sum().backward()
+        step.switch("values")
+        worker.adam.zero_grad(set_to_none=False)
+        step.switch("train")
+        assert all(each.grad is not None and bool((each.grad == 0).all()) for each in worker.net.parameters())
+
+
+def test_unchanged_chunks_stay_without_a_copy() -> None:
+    worker = late_worker({"values": {"ref": ALL}})
+    with worker.manager.phase("log_prob") as step:
+        worker.ref_net(torch.ones(1, 64))
+        before = worker.ref.counters.offloaded_bytes
+        device_of(worker).most_waiting_bytes = 0
+        step.switch("values")
+        assert early_bytes(worker) == {"ref": worker.ref.num_bytes}
+        assert (worker.ref.counters.offloaded_bytes - before, device_of(worker).most_waiting_bytes) == (0, 0)
+        step.switch("log_prob")
+        assert last_load(worker, "ref") == (0, used_bytes(worker, "ref"))
+
+
+def test_a_state_dict_that_lives_over_an_offload_shows_complete_values() -> None:
+    worker = late_worker(STAY)
+    with worker.manager.phase("train") as step:
+        learn(worker.net, worker.adam, 1)
+        shown = worker.net.state_dict()
+        wanted = copy.deepcopy(shown)
+        step.switch("values")
+        assert_same(shown, wanted)
+
+
+@pytest.mark.parametrize("capacity", [128, 160, 256])
+def test_whole_steps_with_everything_early_lose_nothing(capacity: int) -> None:
+    """On a device that has room for some of it, and copies late."""
+    worker = FaultyWorker(capacity * 1024, policy=Foresight(), device=LateDevice(capacity * 1024, chunk_bytes=8192)).register()
+    plain = FaultyWorker(capacity * 1024).register()
+    for _ in range(4):
+        worker.run_step()
+        plain.run_step()
+        check_values(worker)
+        check_left(worker)
+        assert worker.committed == plain.committed
+    assert any(each.prefetch_used_bytes for each in worker.manager.snapshot().handles)
