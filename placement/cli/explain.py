@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, OwnPhases, State, View
 from placement.planning.policy_lookup import policy_names, resolve_policy
-from placement.planning.simulation import Moved, PlainHandle, SimulatedPhase, Simulation, Step
+from placement.planning.simulated_handles import Moved, PlainHandle
+from placement.planning.simulation import SimulatedPhase, Simulation, Step
 
 if TYPE_CHECKING:
     from placement.core.states import Policy

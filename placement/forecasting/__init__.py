@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from placement.forecasting.job import Model, Rollout, forecast
     from placement.forecasting.layout import Layout
     from placement.forecasting.link import Link
-    from placement.forecasting.recorded import Recording
     from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 
-__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Recording", "Rollout", "forecast"]
+__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Rollout", "forecast"]
 
 __getattr__ = _on_demand(
     __name__,
@@ -37,6 +36,6 @@ __getattr__ = _on_demand(
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
         "Layout": "layout",
         "Link": "link",
-        "Recording": "recorded",
+        
     },
 )

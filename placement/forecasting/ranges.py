@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from placement.core.states import HandleView, State
 from placement.devices.host.slab import round_up
-from placement.planning.simulation import Moved, SimulatedHandle, is_written
+from placement.planning.simulated_handles import Moved, SimulatedHandle, is_written
 from placement.storage.range import used_bytes
 from placement.storage.range_layout import Sizing, chunk_sizes, expected_bytes, packed
 from placement.storage.replicated.range import Shares, chunk_spans
@@ -70,7 +70,8 @@ class RangedHandle(SimulatedHandle):
         sizing: the device's sizes.
         storages: what exists at registration.
         unborn: bytes of the storages that the first steps create (optimizer state).
-        gradients: bytes of each gradient of a module that is trained; empty if none is alive when training ends.
+        gradients: bytes of each gradient of a module that is trained.
+        keeps_gradients: whether they are alive when training ends.
         shared_by: the ranks of the node that share the host copy of a replicated handle.
     """
 
@@ -82,6 +83,7 @@ class RangedHandle(SimulatedHandle):
         *,
         unborn: Sequence[int] = (),
         gradients: Sequence[int] = (),
+        keeps_gradients: bool = False,
         shared_by: int = 1,
     ) -> None:
         super().__init__(facts)
@@ -89,6 +91,7 @@ class RangedHandle(SimulatedHandle):
         self._ranges = [RangeSizes.of(sizing, storages)] if storages else []
         self._unborn = tuple(size for size in unborn if size)
         self._gradients = tuple(size for size in gradients if size)
+        self._keeps_gradients = keeps_gradients
         self._gradient_range: RangeSizes | None = None
         self._shares = Shares(0, shared_by)
         self._unadopted = 0
@@ -128,9 +131,14 @@ class RangedHandle(SimulatedHandle):
         return sum(self._own_host_bytes(each) for each in self._ranges) + reserved + (self._gradient_range.used if self._gradient_range else 0)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of a node share the host copy."""
+        return self._shares.world_size > 1
+
+    @property
     def host_bytes_of_all(self) -> int:
         """Bytes of the host copy that the ranks of a node have together, where they share it; else `host_bytes`."""
-        return sum(each.used for each in self._ranges) if self._shares.world_size > 1 else self.host_bytes
+        return sum(each.used for each in self._ranges) if self.is_shared else self.host_bytes
 
     @property
     def training_bytes(self) -> int:
@@ -139,7 +147,7 @@ class RangedHandle(SimulatedHandle):
 
     @property
     def chunks(self) -> Sequence[tuple[int, int]]:
-        return [] if self._shares.world_size > 1 else [chunk for each in self._all_ranges for chunk in each.chunks]
+        return [] if self.is_shared else [chunk for each in self._all_ranges for chunk in each.chunks]
 
     # --- moves
 
@@ -181,18 +189,18 @@ class RangedHandle(SimulatedHandle):
             return
         self._is_stepped = True
         self._is_born = self._is_born or bool(self._unborn)
-        if self._gradients:
+        if self._gradients and self._keeps_gradients:
             self._has_new_gradients, self._gradients_are_dead = True, self._gradient_range is not None
 
     # --- replicated
 
     def _parts(self, each: RangeSizes) -> list[int]:
         spans = chunk_spans(each.used, self._sizing.chunk_bytes)
-        return [self._shares.part_bytes(nbytes) for _, nbytes in spans] if self._shares.world_size > 1 else []
+        return [self._shares.part_bytes(nbytes) for _, nbytes in spans] if self.is_shared else []
 
     def _loaded_bytes(self, each: RangeSizes) -> int:
         """Bytes that come over this rank's own link: its share of each chunk, and the rest that is not divided."""
         return each.used - (self._shares.world_size - 1) * sum(self._parts(each))
 
     def _own_host_bytes(self, each: RangeSizes) -> int:
-        return sum(self._parts(each)) if self._shares.world_size > 1 else each.used
+        return sum(self._parts(each)) if self.is_shared else each.used

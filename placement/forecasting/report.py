@@ -50,6 +50,8 @@ class PhaseForecast(_Frozen):
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
     """Bytes that leave the device without a copy, because the host copy has them."""
+    prefetched_bytes: int = 0
+    """The part of `loaded_bytes` that arrived while the phase before computed, and stalls nobody."""
     host_bytes: int
     stall_seconds: float | None = None
     """How long the moves take; None if the link is not known."""
