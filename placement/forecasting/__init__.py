@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from placement.forecasting.job import Model, Rollout, forecast
     from placement.forecasting.layout import Layout
     from placement.forecasting.link import Link
+    from placement.forecasting.recorded import Recording
     from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
 
-__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Rollout", "forecast"]
+__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Recording", "Rollout", "forecast"]
 
 __getattr__ = _on_demand(
     __name__,
@@ -36,6 +37,7 @@ __getattr__ = _on_demand(
         **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
         "Layout": "layout",
         "Link": "link",
+        "Recording": "recorded",
         
     },
 )

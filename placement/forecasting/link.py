@@ -58,8 +58,15 @@ class Link:
         rates = found.get("link") if isinstance(found, Mapping) else None
         if not isinstance(rates, Mapping) or any(not isinstance(rates.get(name), (int, float)) for name in _RATES):
             raise ValueError(f"{path} has no link with {', '.join(_RATES)}; {advice}")
-        more = {name: found.get(name) for name in ("free_bytes", "chunk_bytes", "host_available_bytes")}
-        return cls(**{name: float(rates[name]) for name in _RATES}, **more)
+        to_device, to_host, both = (float(rates[name]) for name in _RATES)
+        return cls(
+            to_device_bytes_per_second=to_device,
+            to_host_bytes_per_second=to_host,
+            both_bytes_per_second=both,
+            free_bytes=found.get("free_bytes"),
+            chunk_bytes=found.get("chunk_bytes"),
+            host_available_bytes=found.get("host_available_bytes"),
+        )
 
     def seconds(self, loaded_bytes: int, offloaded_bytes: int) -> float:
         """How long copies in both directions at once take: as long as the slower direction, or as both together where they share a limit."""

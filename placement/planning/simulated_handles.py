@@ -167,17 +167,17 @@ class PlainHandle(SimulatedHandle):
 
     Args:
         facts: with its real `num_bytes`.
-        load_bytes: bytes that a load copies; None: `num_bytes`.
-        offload_bytes: bytes that an offload of changed values copies; None: `num_bytes`.
+        used_bytes: bytes that a load copies; None: `num_bytes`.
+        changed_bytes: the part of them that an offload copies once the values have changed; None: all.
         host_bytes: see `SimulatedHandle.host_bytes`.
     """
 
     def __init__(
-        self, facts: HandleView, *, load_bytes: int | None = None, offload_bytes: int | None = None, host_bytes: int = 0
+        self, facts: HandleView, *, used_bytes: int | None = None, changed_bytes: int | None = None, host_bytes: int = 0
     ) -> None:
         super().__init__(facts)
-        self._load_bytes = facts.num_bytes if load_bytes is None else load_bytes
-        self._offload_bytes = facts.num_bytes if offload_bytes is None else offload_bytes
+        self._used_bytes = facts.num_bytes if used_bytes is None else used_bytes
+        self._changed_bytes = self._used_bytes if changed_bytes is None else min(changed_bytes, self._used_bytes)
         self._host_bytes = host_bytes
         self._is_changed = False
 
@@ -197,16 +197,16 @@ class PlainHandle(SimulatedHandle):
     def chunks(self) -> Sequence[tuple[int, int]]:
         full, rest = divmod(self.num_bytes, _PIECE_BYTES)
         pieces = [_PIECE_BYTES] * full + [rest] * bool(rest)
-        share = self._load_bytes / self.num_bytes if self.facts.can_prefetch and self.num_bytes else 0
+        share = self._used_bytes / self.num_bytes if self.facts.can_prefetch and self.num_bytes else 0
         return [(piece, int(piece * share)) for piece in pieces] if share else []
 
     def load(self) -> Moved:
-        return Moved(loaded_bytes=self._load_bytes)
+        return Moved(loaded_bytes=self._used_bytes)
 
     def offload(self, *, drops: bool) -> Moved:
-        moved = Moved(offloaded_bytes=self._offload_bytes) if self._is_changed else Moved(skipped_bytes=self._offload_bytes)
+        copied = self._changed_bytes if self._is_changed else 0
         self._is_changed = False
-        return moved
+        return Moved(offloaded_bytes=copied, skipped_bytes=self._used_bytes - copied)
 
     def used(self, phase: str) -> None:
         self._is_changed = self._is_changed or is_written(self, phase)

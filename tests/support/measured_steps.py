@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 import placement
 from placement.core.snapshot import Snapshot
+from placement.devices.simulated import device as simulated
+from placement.phases import stack
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,24 @@ class MeasuredPhase:
     skipped_bytes: int
     host_bytes: int
     stall_seconds: float
+
+
+class LinkClock:
+    """A clock that only waiting moves on, so that a simulated link's seconds are measured without those of the processor."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the simulated device wait by this clock, and the stack of phases measure by it."""
+        for module in (simulated, stack):
+            monkeypatch.setattr(module, "time", self)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool = False) -> None:
