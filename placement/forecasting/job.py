@@ -176,6 +176,15 @@ def forecast(
     )
 
 
+def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | str | None = None) -> int:
+    """Bytes of a whole model's storages.
+
+    Raises:
+        ValueError, OSError, ImportError: as `forecast`.
+    """
+    return sum(part.nbytes for part in parts_of(module_of(source, _dtype(dtype), "lm"), ALONE, _dtype(dtype)))
+
+
 def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) -> list[SimulatedHandle]:
     """The handles of one model: its own, and its optimizer's."""
     if isinstance(given, Rollout):

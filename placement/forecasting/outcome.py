@@ -196,3 +196,20 @@ def _handle(handle: SimulatedHandle, ranks_per_node: int) -> HandleForecast:
         host_bytes=handle.host_bytes,
         node_host_bytes=handle.host_bytes * ranks_per_node if shared is None else shared,
     )
+
+
+def by_phase(forecast: Forecast) -> Forecast:
+    """The same forecast with one entry for all runs of a phase: bytes and seconds added up, sizes at their most."""
+    groups: dict[tuple[str, tuple[str, ...] | None], list[PhaseForecast]] = {}
+    for each in forecast.phases:
+        groups.setdefault((each.phase, each.only), []).append(each)
+    return forecast.model_copy(update={"phases": tuple(_together(group) for group in groups.values())})
+
+
+def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
+    worst = max(group, key=lambda each: (not each.fits, each.over_bytes, each.device_bytes))
+    stalls = [each.stall_seconds for each in group if each.stall_seconds is not None]
+    works = [each.work_seconds for each in group if each.work_seconds is not None]
+    added = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetched_bytes")
+    sums = {name: sum(getattr(each, name) for each in group) for name in added}
+    return worst.model_copy(update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None})

@@ -153,7 +153,8 @@ class Recording:
             return EngineHandle(view, keeps_weights=not loads or not weights or any(each.loaded_bytes for each in loads))
         used = max((each.loaded_bytes for each in loads), default=None)
         changed = max((each.offloaded_bytes for each in offloads), default=0) or None
-        return PlainHandle(view, used_bytes=used or None, changed_bytes=changed, host_bytes=facts["host_bytes"])
+        is_born = view.kind != "optimizer" or bool(loads[:1] and loads[0].loaded_bytes)
+        return PlainHandle(view, used_bytes=used or None, changed_bytes=changed, host_bytes=facts["host_bytes"], is_born=is_born)
 
 
 def _events(path: Path) -> list[Event]:

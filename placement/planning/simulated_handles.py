@@ -170,15 +170,17 @@ class PlainHandle(SimulatedHandle):
         used_bytes: bytes that a load copies; None: `num_bytes`.
         changed_bytes: the part of them that an offload copies once the values have changed; None: all.
         host_bytes: see `SimulatedHandle.host_bytes`.
+        is_born: whether the values exist already. If not, training creates them, and before that a load copies nothing.
     """
 
     def __init__(
-        self, facts: HandleView, *, used_bytes: int | None = None, changed_bytes: int | None = None, host_bytes: int = 0
+        self, facts: HandleView, *, used_bytes: int | None = None, changed_bytes: int | None = None, host_bytes: int = 0, is_born: bool = True
     ) -> None:
         super().__init__(facts)
         self._used_bytes = facts.num_bytes if used_bytes is None else used_bytes
         self._changed_bytes = self._used_bytes if changed_bytes is None else min(changed_bytes, self._used_bytes)
         self._host_bytes = host_bytes
+        self._is_born = is_born
         self._is_changed = False
 
     @property
@@ -201,15 +203,16 @@ class PlainHandle(SimulatedHandle):
         return [(piece, int(piece * share)) for piece in pieces] if share else []
 
     def load(self) -> Moved:
-        return Moved(loaded_bytes=self._used_bytes)
+        return Moved(loaded_bytes=self._used_bytes if self._is_born else 0)
 
     def offload(self, *, drops: bool) -> Moved:
         copied = self._changed_bytes if self._is_changed else 0
         self._is_changed = False
-        return Moved(offloaded_bytes=copied, skipped_bytes=self._used_bytes - copied)
+        return Moved(offloaded_bytes=copied, skipped_bytes=self._used_bytes - copied if self._is_born else 0)
 
     def used(self, phase: str) -> None:
         self._is_changed = self._is_changed or is_written(self, phase)
+        self._is_born = self._is_born or self._is_changed
 
 
 class EngineHandle(SimulatedHandle):
