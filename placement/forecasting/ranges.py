@@ -195,12 +195,15 @@ class RangedHandle(SimulatedHandle):
     # --- replicated
 
     def _parts(self, each: RangeSizes) -> list[int]:
-        spans = chunk_spans(each.used, self._sizing.chunk_bytes)
-        return [self._shares.part_bytes(nbytes) for _, nbytes in spans] if self.is_shared else []
+        """Bytes of each rank's part of each chunk of a shared range."""
+        return [self._shares.part_bytes(nbytes) for _, nbytes in chunk_spans(each.used, self._sizing.chunk_bytes)]
 
     def _loaded_bytes(self, each: RangeSizes) -> int:
-        """Bytes that come over this rank's own link: its share of each chunk, and the rest that is not divided."""
-        return each.used - (self._shares.world_size - 1) * sum(self._parts(each))
+        """Bytes that come over this rank's own link: its part of each chunk, and the rest that is not divided."""
+        if not self.is_shared:
+            return each.used
+        parts, ranks = self._parts(each), self._shares.world_size
+        return sum(part + max(0, used - ranks * part) for part, (_, used) in zip(parts, each.chunks, strict=True))
 
     def _own_host_bytes(self, each: RangeSizes) -> int:
         return sum(self._parts(each)) if self.is_shared else each.used
