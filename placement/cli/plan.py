@@ -167,7 +167,9 @@ def _models(arguments: argparse.Namespace) -> dict[str, Any]:
     replicated = _words(arguments.replicated)
     for option, names in (("--roles", roles), ("--model-of", others), ("--replicated", replicated)):
         if unknown := [name for name in names if name not in ROLES or (name not in roles)]:
-            raise ValueError(f"{option}: {', '.join(unknown)} is not among the job's roles; choose from {', '.join(ROLES)} and name them in --roles")
+            raise ValueError(
+                f"{option}: {', '.join(unknown)} is not among the job's roles; choose from {', '.join(ROLES)} and name them in --roles"
+            )
     models: dict[str, Any] = {}
     for role in roles:
         is_trained = role in _TRAINED

@@ -30,7 +30,8 @@ def svg(forecasts: Sequence[Forecast]) -> str:
         for i, name in enumerate(names)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{panel * len(forecasts)}" font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{panel * len(forecasts)}" font-family="sans-serif" '
+        'font-size="12">'
         '<defs><pattern id="refused" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="6" height="6" fill="#fff"/><line x1="0" y1="0" x2="0" y2="6" stroke="#d32f2f" stroke-width="3"/></pattern></defs>'
         f'<rect width="100%" height="100%" fill="#fff"/>{body}{legend}</svg>\n'

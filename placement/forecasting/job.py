@@ -124,7 +124,7 @@ def forecast(
     phases: OwnPhases | None = None,
     device: Sizing | None = None,
 ) -> Forecast:
-    """What a job needs in each phase and what its moves cost, before it runs.
+    """Tell what a job needs in each phase and what its moves cost, before it runs.
 
     Args:
         handles: the models and the rollout engine by the names of their handles, in registration order. The optimizer of "actor"
@@ -256,7 +256,5 @@ def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
         return given
     found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(given, given), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{given!r} is no dtype of torch; write bfloat16, float16 or float32")
+        raise ValueError(f"{given!r} is no dtype of torch; write bfloat16, float16 or float32")  # noqa: TRY004  # the text is wrong
     return found
-
-

@@ -69,7 +69,7 @@ class Link:
         )
 
     def seconds(self, loaded_bytes: int, offloaded_bytes: int) -> float:
-        """How long copies in both directions at once take: as long as the slower direction, or as both together where they share a limit."""
+        """How long copies in both directions at once take: as the slower direction, or as both together where they share a limit."""
         directions = max(loaded_bytes / self.to_device_bytes_per_second, offloaded_bytes / self.to_host_bytes_per_second)
         if self.both_bytes_per_second is None or not loaded_bytes or not offloaded_bytes:
             return directions

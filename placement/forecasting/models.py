@@ -17,7 +17,7 @@ import torch
 from placement.forecasting.layout import ALONE, Layout
 
 Head = Literal["lm", "value"]
-"""What a model of a configuration ends with: a language model's head, or one number a token (a critic, a reward model)."""
+"""The end of a model that a configuration describes: a language model's head, or one number a token (a critic, a reward model)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,5 +160,3 @@ class _Splits:
         if parameter.dim() <= 2 and style.startswith(("rowwise", "packed_rowwise", "local_rowwise")):
             return 1 if own_name != "bias" and parameter.dim() == 2 else None
         raise ValueError(f"it is not known how tensor parallelism of the style {style!r} divides {name!r}; use tensor_parallel=1")
-
-

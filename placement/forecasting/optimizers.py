@@ -1,4 +1,4 @@
-"""The state that an optimizer creates at its first steps, in bytes: by a twin of its class, or by a rule where no class of torch does it."""
+"""The bytes of the state that an optimizer creates at its first steps: by a twin of its class, or by a rule where torch has none."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def _class_of(optimizer: str | type[torch.optim.Optimizer]) -> tuple[type[torch.
     except (ImportError, AttributeError) as error:
         raise ValueError(f"optimizer {optimizer!r} cannot be imported: {error}") from error
     if not isinstance(found, type):
-        raise ValueError(f"optimizer {optimizer!r} is a {type(found).__name__}, not a class")
+        raise ValueError(f"optimizer {optimizer!r} is a {type(found).__name__}, not a class")  # noqa: TRY004  # the text is wrong
     return found, {}

@@ -36,7 +36,7 @@ class _Shared(Protocol):
 
 
 class Costs:
-    """What is known about time: the link's rates, and the seconds of work in each phase.
+    """The known facts about time: the link's rates, and the seconds of work in each phase.
 
     Args:
         work_seconds: by the name of the phase.
@@ -212,4 +212,6 @@ def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
     works = [each.work_seconds for each in group if each.work_seconds is not None]
     added = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetched_bytes")
     sums = {name: sum(getattr(each, name) for each in group) for name in added}
-    return worst.model_copy(update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None})
+    return worst.model_copy(
+        update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None}
+    )

@@ -60,7 +60,9 @@ class RangeSizes:
             return sum(used_sizes[i] for i in hit)
 
         whole = tuple(zip(chunks, used_sizes, strict=True))
-        return cls(used, sum(chunks), whole, touched([each.is_stepped for each in storages]), touched([each.is_published for each in storages]))
+        return cls(
+            used, sum(chunks), whole, touched([each.is_stepped for each in storages]), touched([each.is_published for each in storages])
+        )
 
 
 class RangedHandle(SimulatedHandle):
@@ -97,7 +99,7 @@ class RangedHandle(SimulatedHandle):
         self._unadopted = 0
         """Bytes in torch's own memory, as of the manager's last look."""
         self._is_stepped = self._is_published = False
-        """What has changed since the last load or offload."""
+        """Whether training, or a weight sync, has changed values since the last load."""
         self._has_new_gradients = False
         """Whether gradients are alive that the gradient range does not hold."""
         self._is_born = False
@@ -128,7 +130,9 @@ class RangedHandle(SimulatedHandle):
     @property
     def host_bytes(self) -> int:
         reserved = 0 if self._ranges or not self._unborn else used_bytes(expected_bytes(self._sizing, self._unborn))
-        return sum(self._own_host_bytes(each) for each in self._ranges) + reserved + (self._gradient_range.used if self._gradient_range else 0)
+        return (
+            sum(self._own_host_bytes(each) for each in self._ranges) + reserved + (self._gradient_range.used if self._gradient_range else 0)
+        )
 
     @property
     def is_shared(self) -> bool:

@@ -78,7 +78,9 @@ class Recording:
         names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
         ours = {event["pid"]: event["args"] for event in events if event.get("name") == MANAGER_EVENT}
         if not ours:
-            raise PlacementError(f"{path} has no facts about a manager: write it with placement.trace(manager.journal, ...), or placement trace")
+            raise PlacementError(
+                f"{path} has no facts about a manager: write it with placement.trace(manager.journal, ...), or placement trace"
+            )
         chosen = [pid for pid in ours if worker in (None, names.get(pid))]
         if not chosen or (worker is None and len(chosen) > 1):
             said = f"has no worker {worker!r}" if worker is not None else "has several workers: choose one"
@@ -116,7 +118,7 @@ class Recording:
         link: Link | float | str | os.PathLike[str] | None = None,
         phases: OwnPhases | None = None,
     ) -> Forecast:
-        """What the same phases with the same work would have cost.
+        """Simulate the same phases with the same work.
 
         Args:
             policy: None: the run's own.
@@ -130,7 +132,8 @@ class Recording:
         """
         notes = []
         if link is None and self.link is not None:
-            rates = f"{self.link.to_device_bytes_per_second / 1e9:.3g} GB/s to the device, {self.link.to_host_bytes_per_second / 1e9:.3g} to the host"
+            to_device, to_host = self.link.to_device_bytes_per_second / 1e9, self.link.to_host_bytes_per_second / 1e9
+            rates = f"{to_device:.3g} GB/s to the device, {to_host:.3g} to the host"
             notes.append(f"the link's rates are the best of the run's own moves ({rates}); give a measured link for better ones")
         return once(
             resolve_policy(self.policy if policy is None else policy),

@@ -60,7 +60,7 @@ class PhaseForecast(_Frozen):
 
 
 class Forecast(_Frozen):
-    """What a job's phases need and what their moves cost, on one rank, under one policy."""
+    """The bytes and the seconds of a job's phases, on one rank, under one policy."""
 
     policy: str
     budget_bytes: int | None

@@ -72,7 +72,7 @@ def _troubles(phase: PhaseForecast) -> list[str]:
 
 
 def _troubles_at_first(forecast: Forecast) -> list[str]:
-    """What fails in the first step alone, or at registration."""
+    """Lines about phases that fail in the first step alone, or at registration."""
     if forecast.fits or any(not each.fits for each in forecast.phases):
         return []
     troubles = [f"{_name(each)}: {text}" for each in forecast.first_phases if not each.fits for text in _troubles(each)]
@@ -89,10 +89,13 @@ def _handles(forecast: Forecast) -> list[str]:
 
 def _sums(forecast: Forecast) -> list[str]:
     lines = [f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)"]
-    lines.append(f"host copies           {readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node; on disk: none")
-    lines.append(f"moved a step          {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
+    lines.append(
+        f"host copies           {readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node; on disk: none"
+    )
+    per = "a step" if forecast.first_phases else "in all"
+    lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
     stall = forecast.stall_seconds
-    lines.append(f"stall a step          {_seconds(stall, ' s')}" + (" (no link given: see placement doctor --json)" if stall is None else ""))
+    lines.append(f"stall {per:<15} {_seconds(stall, ' s')}" + (" (no link given: see placement doctor --json)" if stall is None else ""))
     verdict = "everything fits" if forecast.fits else f"it does not fit: {readable(forecast.over_bytes)} too many"
     if forecast.budget_bytes is None:
         verdict = "no budget given"

@@ -174,7 +174,13 @@ class PlainHandle(SimulatedHandle):
     """
 
     def __init__(
-        self, facts: HandleView, *, used_bytes: int | None = None, changed_bytes: int | None = None, host_bytes: int = 0, is_born: bool = True
+        self,
+        facts: HandleView,
+        *,
+        used_bytes: int | None = None,
+        changed_bytes: int | None = None,
+        host_bytes: int = 0,
+        is_born: bool = True,
     ) -> None:
         super().__init__(facts)
         self._used_bytes = facts.num_bytes if used_bytes is None else used_bytes

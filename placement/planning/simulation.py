@@ -192,7 +192,9 @@ class Simulation:
             over_bytes,
             problem,
             moved,
-            held={name: 0 if handle.facts.external else handle.resident_bytes + handle.early_bytes for name, handle in self._handles.items()},
+            held={
+                name: 0 if handle.facts.external else handle.resident_bytes + handle.early_bytes for name, handle in self._handles.items()
+            },
             states={name: handle.state for name, handle in self._handles.items()},
             host_bytes=sum(handle.host_bytes for handle in self._handles.values()),
         )
@@ -205,4 +207,3 @@ def upcoming(history: Sequence[str], phase: str) -> tuple[str, ...]:
         if past[index] == phase:
             return past[index + 1 :]
     return ()
-

@@ -1,13 +1,13 @@
-"""The parts of a forecast by themselves: link, layout, cycles, models, optimizers, replicated sizes, text and chart, and laws for all of it."""
+"""The parts of a forecast: link, layout, cycles, models, optimizers, replicated sizes, text and chart, and the laws that hold for all."""
 
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -165,7 +165,12 @@ def test_cycles() -> None:
     last, idle, only = cycle_of(["train", "idle", "log_prob[actor + ref]", "idle"])
     assert (last.only, idle.name, only.name, only.only) == (None, "idle", "log_prob", ("actor", "ref"))
     assert cycle_of(["distill"], {"distill": ("actor",)})[0].name == "distill"
-    for wrong, message in (("grop", "no cycle 'grop'"), (["trian"], "did you mean 'train'"), (["train["], "is no phase"), (["idle"], "has no phase")):
+    for wrong, message in (
+        ("grop", "no cycle 'grop'"),
+        (["trian"], "did you mean 'train'"),
+        (["train["], "is no phase"),
+        (["idle"], "has no phase"),
+    ):
         with pytest.raises(ValueError, match=message):
             cycle_of(cast("Any", wrong))
 
@@ -177,7 +182,11 @@ def test_the_state_of_optimizers() -> None:
     assert found == {"adamw": 4, "adamw-fp32": 8, "adamw-master": 12, "sgd": 0, "sgd-momentum": 2}
     assert sum(state_sizes("adamw", parameters, {"fused": True})) == 4 * count + 2 * 4
     assert state_sizes(torch.optim.Adam, parameters, {"amsgrad": True}) == state_sizes("torch.optim:Adam", parameters, {"amsgrad": True})
-    for wrong, message in (("adamv", "Did you mean 'adamw'"), ("torch.optim:Nothing", "cannot be imported"), ("torch:manual_seed", "not a class")):
+    for wrong, message in (
+        ("adamv", "Did you mean 'adamw'"),
+        ("torch.optim:Nothing", "cannot be imported"),
+        ("torch:manual_seed", "not a class"),
+    ):
         with pytest.raises(ValueError, match=message):
             state_sizes(wrong, parameters)
     with pytest.raises(ValueError, match="cannot be made with options"):
@@ -207,7 +216,9 @@ def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
 def test_only_is_for_handles_that_there_are() -> None:
     with pytest.raises(placement.PhaseError, match="did you mean 'actor'"):
         placement.forecast({"actor": Model(mlp(), optimizer="sgd")}, cycle=["train[actro]"])
-    told = placement.forecast({"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")}, cycle=["train[critic]"])
+    told = placement.forecast(
+        {"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")}, cycle=["train[critic]"]
+    )
     assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
 
 
