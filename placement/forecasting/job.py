@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from placement.core.settings import parse_bytes
+from placement.core.settings import Settings, parse_bytes
 from placement.core.states import KV_CACHE, ROLES, WEIGHTS, HandleView, OwnPhases, Policy, State
 from placement.devices.adoption import Adopter, can_swap
+from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.cuda.pool_plan import plan as pool_plan
 from placement.forecasting.cycles import cycle_of
 from placement.forecasting.layout import ALONE, Layout
@@ -29,16 +30,18 @@ from placement.storage.range_layout import Sizing
 Gradients = Literal["cleared", "kept"]
 """Whether gradients are None when training ends (`zero_grad()` after `step()`), or alive: then they move with their model."""
 _VALUE_ROLES = ("critic", "reward")
-_HEADROOM = 0.2
-"""The part of free memory that a manager without a budget leaves to others at first (`Settings.headroom`)."""
+_HEADROOM = Settings().headroom
+"""The part of free memory that a manager without a budget leaves to others at first."""
+_GRANULARITY = 2 << 20
+"""The granularity of the CUDA driver on every GPU so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cuda:
     """The sizes of a CUDA device, without the device."""
 
-    chunk_bytes: int = 256 << 20
-    granularity: int = 2 << 20
+    chunk_bytes: int = CHUNK_BYTES
+    granularity: int = _GRANULARITY
 
     @property
     def adopter(self) -> Adopter:

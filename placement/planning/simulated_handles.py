@@ -123,7 +123,7 @@ class SimulatedHandle(abc.ABC):
             num_bytes=self.num_bytes,
             resident_bytes=self.resident_bytes + self.early_bytes,
             prefetched_bytes=self.early_bytes,
-            can_prefetch=bool(self.chunks),
+            can_prefetch=self.facts.can_prefetch and not self.facts.tags and not self.facts.external,
             resident_tags=self.resident_tags,
         )
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,11 @@ from placement.core.errors import PhaseError
 from placement.core.states import IDLE, OwnPhases, Plan, Policy, ReadOnly, State, View, bytes_under
 from placement.planning import plan_checks
 from placement.planning.budget import without_surplus
+from placement.planning.history import PhaseHistory
 from placement.planning.simulated_handles import Moved, SimulatedHandle
 
 NESTED = {"optimizer_step": "train"}
 """Phases that workers open inside another one."""
-_HISTORY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Simulation:
         self._budget_bytes = budget_bytes
         self._worker_role = worker_role
         self._phases = dict(phases or {})
-        self._history: deque[str] = deque(maxlen=_HISTORY)
+        self._history = PhaseHistory()
         self._phase = SimulatedPhase(IDLE)
         self._arriving_bytes = arriving_bytes
         self._early: tuple[str, ...] = ()
@@ -121,7 +120,7 @@ class Simulation:
         self._prefetch(plan, view.budget_bytes)
         self._phase = phase
         if phase.name != IDLE:
-            self._history.append(phase.name)
+            self._history.began(phase.name)
         return self._step(phase, plan, wanted, moved={name: each for name, each in moved.items() if each != Moved()})
 
     def _work(self) -> None:
@@ -150,7 +149,7 @@ class Simulation:
         return View(
             phase=phase.name,
             enclosing=NESTED.get(phase.name),
-            upcoming=upcoming(self._history, phase.name),
+            upcoming=self._history.upcoming(phase.name),
             handles={name: handle.view() for name, handle in self._handles.items()},
             budget_bytes=self._budget_bytes if budget_bytes is None else budget_bytes,
             worker_role=self._worker_role,
@@ -198,12 +197,3 @@ class Simulation:
             states={name: handle.state for name, handle in self._handles.items()},
             host_bytes=sum(handle.host_bytes for handle in self._handles.values()),
         )
-
-
-def upcoming(history: Sequence[str], phase: str) -> tuple[str, ...]:
-    """The phases that followed the last time this phase began; empty if it has not run yet."""
-    past = tuple(history)
-    for index in range(len(past) - 1, -1, -1):
-        if past[index] == phase:
-            return past[index + 1 :]
-    return ()

@@ -215,6 +215,7 @@ def test_bytes_that_arrive_early_stall_nobody(seconds: float, tmp_path: Path, mo
         assert has.loaded_bytes == phase.loaded_bytes, phase.phase
         # The copies of whole chunks that have begun go on; the forecast cuts at a byte.
         assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=chunk_bytes / RATE), phase.phase
+    assert told.fits
     assert (told.phase("train").stall_seconds == 0) is (seconds == 1.0)
 
 
