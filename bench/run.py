@@ -34,6 +34,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "observe": (30, 60),
     "replicated": (60, 180),
     "weights": (90, 240),
+    "forecast": (40, 60),
 }
 TOTAL_SECONDS = (145, 470)
 

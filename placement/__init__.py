@@ -25,10 +25,12 @@ from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy,
 from placement.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from placement import checkpoint, group, policies, testing
+    from placement import checkpoint, forecasting, group, policies, testing
     from placement.core.settings import Settings
     from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.engines.base import Engine, TorchEngine
+    from placement.forecasting.job import forecast
+    from placement.forecasting.report import Forecast
     from placement.manager import Manager
     from placement.observe.trace import write_trace as trace
     from placement.phases.hold import Hold
@@ -48,6 +50,7 @@ __all__ = [
     "EngineError",
     "EngineLost",
     "Finding",
+    "Forecast",
     "GroupError",
     "Handle",
     "HandleSnapshot",
@@ -73,6 +76,8 @@ __all__ = [
     "View",
     "WeightInfo",
     "checkpoint",
+    "forecast",
+    "forecasting",
     "group",
     "policies",
     "testing",
@@ -92,6 +97,9 @@ __getattr__ = _on_demand(
         "Settings": "core.settings",
         "WeightInfo": "publish.buckets",
         "checkpoint": "checkpoint",
+        "Forecast": "forecasting.report",
+        "forecast": "forecasting.job",
+        "forecasting": "forecasting",
         "group": "group",
         "policies": "policies",
         "testing": "testing",

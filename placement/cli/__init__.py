@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "run a small GRPO job and show what was on the device, phase by phase",
     "doctor": "measure the link and look at what would slow moves down or stop them",
     "explain": "print where a policy puts every handle in every phase, as a table",
+    "plan": "forecast what a job needs on the device in each phase, and what its moves cost",
     "discover": "serve the workers of a discovery folder to Prometheus, and show them on one page",
     "status": "print what workers hold on their GPUs, once",
     "top": "watch what workers hold on their GPUs",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
-from placement.core.errors import PolicyError
 from placement.core.settings import Settings, parse_bytes
-from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, OwnPhases, Plan, State, View
+from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, OwnPhases, State, View
 from placement.planning.policy_lookup import policy_names, resolve_policy
+from placement.planning.simulated_handles import Moved, PlainHandle
+from placement.planning.simulation import SimulatedPhase, Simulation, Step
 
 if TYPE_CHECKING:
     from placement.core.states import Policy
@@ -41,21 +40,8 @@ _STEP = (
     *("checkpoint", "eval", "restore", IDLE),
 )
 """The order of a PPO step, then the phases outside it."""
-_NESTED = {"optimizer_step": "train"}
 _MARKS = {State.CPU_OFFLOADED: "-", State.GPU_RESIDENT: "gpu", State.SYNCING: "sync", State.TRAINING: "train"}
 _STREAMED = "stream"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One phase of the table: its plan, or the reason why there is none."""
-
-    phase: str
-    plan: Plan | None
-    device_bytes: int = 0
-    moved_bytes: int = 0
-    """Bytes loaded plus bytes offloaded in the phase transition from the row above."""
-    problem: str = ""
 
 
 def explain(
@@ -84,55 +70,19 @@ def explain(
         PolicyError: the policy cannot be found or constructed.
     """
     policy = resolve_policy(policy_spec)
-    view = View(
-        phase=IDLE,
-        handles={h.name: h for h in SAMPLE},
-        budget_bytes=budget_bytes,
-        worker_role=worker_role,
-        phases=dict(phases or {}),
-    )
-    rows = list(_step(policy, view))
-    print(_table(policy.name, view, rows), file=file or sys.stdout)
-    return 1 if any(row.problem for row in rows) else 0
+    own = dict(phases or {})
+    simulation = Simulation(policy, [PlainHandle(facts) for facts in SAMPLE], budget_bytes, worker_role, own)
+    names = (IDLE, *_STEP[:-1], *(name for name in own if name not in PHASES))
+    steps = [simulation.enter(SimulatedPhase(name)) for name in names]
+    print(_table(policy.name, simulation.view(SimulatedPhase(IDLE)), steps), file=file or sys.stdout)
+    return 1 if any(step.is_refused for step in steps) else 0
 
 
-def _step(policy: Policy, view: View) -> Iterator[Row]:
-    """The phases of a step in order, beginning with the idle plan."""
-    for phase in (IDLE, *_STEP[:-1], *(name for name in view.phases if name not in PHASES)):
-        view = replace(view, phase=phase, enclosing=_NESTED.get(phase))
-        try:
-            plan = _checked(policy.plan(view), view)
-        except Exception as exc:  # the policy is user code: its exception belongs into the table
-            yield Row(phase, None, problem=f"no plan: {type(exc).__name__}: {exc}")
-            continue
-        moved = sum(h.num_bytes for h in view.handles.values() if plan.on_device(h.name) != bool(h.resident_bytes))
-        needed = view.bytes_of(plan)
-        if not view.fits(plan):  # the manager refuses such a phase, so the next row starts from the row above
-            yield Row(phase, plan, needed, moved, f"{_gib(needed - view.budget_bytes)} GiB over the budget")
-            continue
-        yield Row(phase, plan, needed, moved)
-        view = replace(
-            view,
-            handles={
-                h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
-                for h in view.handles.values()
-            },
-        )
-
-
-def _checked(plan: Plan, view: View) -> Plan:
-    if not isinstance(plan, Plan):
-        raise PolicyError(f"plan() returned {type(plan).__name__}, not a Plan")
-    if missing := sorted(view.handles.keys() - plan.targets.keys()):
-        raise PolicyError(f"the plan has no target for {', '.join(missing)}")
-    return plan
-
-
-def _table(name: str, view: View, rows: list[Row]) -> str:
+def _table(name: str, view: View, steps: list[Step]) -> str:
     # "actor.optimizer" is split into two lines, so that seven handles and the sums fit into 100 columns.
     heads = [(*handle.split(".", 1), "")[:2] for handle in view.handles]
     widths = [max(len(first), len(second) + 1 if second else 0, 6) for first, second in heads]
-    left = max(len(row.phase) for row in rows) + 2
+    left = max(len(step.phase.name) for step in steps) + 2
     user = f", own phases: {', '.join(view.phases)}" if view.phases else ""
 
     def line(start: str, cells: list[str], *sums: str) -> str:
@@ -142,16 +92,17 @@ def _table(name: str, view: View, rows: list[Row]) -> str:
     lines.append(line("phase", [first for first, _ in heads], "device", "moved"))
     lines.append(line("", ["." + second if second else "" for _, second in heads], "GiB", "GiB"))
     lines.append(line("  size in GiB", [_gib(h.num_bytes) for h in view.handles.values()]))
-    for row in rows:
-        if row.plan is None:
-            lines.append(f"{row.phase:<{left}}{row.problem}")
+    for step in steps:
+        if step.plan is None:
+            lines.append(f"{step.phase.name:<{left}}no plan: {step.problem}")
             continue
-        marks = [_STREAMED if n in row.plan.streamed else _MARKS[row.plan[n]] for n in view.handles]
-        lines.append(line(row.phase, marks, _gib(row.device_bytes), _gib(row.moved_bytes)))
-        if row.problem:
-            lines.append(f"{'':<{left}}does not fit: {row.problem}")
+        marks = [_STREAMED if n in step.plan.streamed else _MARKS[step.plan[n]] for n in view.handles]
+        moved = Moved.total(step.moved.values())
+        lines.append(line(step.phase.name, marks, _gib(step.device_bytes), _gib(moved.loaded_bytes + moved.offloaded_bytes)))
+        if step.over_bytes:
+            lines.append(f"{'':<{left}}does not fit: {_gib(step.over_bytes)} GiB over the budget")
     lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} SYNCING from the host copy"]
-    lines.append("device: bytes held in the phase; moved: bytes loaded and offloaded since the row above")
+    lines.append("device: bytes held in the phase; moved: bytes copied both ways since the row above")
     return "\n".join(text.rstrip() for text in lines)
 
 

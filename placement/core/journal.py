@@ -9,8 +9,9 @@ import bisect
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
 from placement.core.snapshot import DurationHistogram
@@ -72,6 +73,8 @@ class PhaseSpan:
     begin_seconds: float
     """The value of `time.monotonic()` when the span began."""
     end_seconds: float
+    only: tuple[str, ...] | None = None
+    """The handles that the phase was for, as in `manager.phase(name, only=...)`; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,10 @@ class Journal:
         """The recent failures, oldest first."""
         self._durations = {name: [0] * (len(_BOUNDS_SECONDS) + 1) for name in _OPERATIONS}
         self._duration_sums = dict.fromkeys(_OPERATIONS, 0.0)
+        self.describe: Callable[[], Mapping[str, Any]] = dict
+        """Facts about the manager and its handles, for a trace: see `Snapshots.facts`. Empty without a manager."""
         self._phase = IDLE
+        self._only: tuple[str, ...] | None = None
         self._phase_since = time.monotonic()
         self._phase_seconds: dict[str, float] = {}
         self._phase_spans: deque[PhaseSpan] = deque(maxlen=length)
@@ -164,12 +170,12 @@ class Journal:
         self._durations[operation][bisect.bisect_left(_BOUNDS_SECONDS, seconds)] += 1
         self._duration_sums[operation] += seconds
 
-    def enter_phase(self, phase: str) -> None:
+    def enter_phase(self, phase: str, only: tuple[str, ...] | None = None) -> None:
         """Count the time from now on for `phase`."""
         now = time.monotonic()
         self._phase_seconds[self._phase] = self._phase_seconds.get(self._phase, 0.0) + now - self._phase_since
-        self._phase_spans.append(PhaseSpan(self._phase, self._phase_since, now))
-        self._phase, self._phase_since = phase, now
+        self._phase_spans.append(PhaseSpan(self._phase, self._phase_since, now, self._only))
+        self._phase, self._phase_since, self._only = phase, now, only
 
     @property
     def phase(self) -> str:
@@ -178,8 +184,8 @@ class Journal:
 
     def phase_spans(self) -> tuple[PhaseSpan, ...]:
         """The recent spans, oldest first. The open span is closed at the present moment."""
-        spans, phase, since = [*self._phase_spans], self._phase, self._phase_since
-        return (*spans, PhaseSpan(phase, since, time.monotonic()))
+        spans, phase, since, only = [*self._phase_spans], self._phase, self._phase_since, self._only
+        return (*spans, PhaseSpan(phase, since, time.monotonic(), only))
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds in each phase, including the open one."""

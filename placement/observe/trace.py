@@ -23,6 +23,8 @@ from placement.core.states import State, Trigger
 
 Event = dict[str, Any]
 
+MANAGER_EVENT = "placement_manager"
+"""The name of the metadata event with `Journal.describe`. Viewers leave it out; `placement plan --from` reads it."""
 _PHASES_TRACK = 1
 _PIECE_EVENTS = 512
 """The number of events encoded at a time, which bounds the memory that writing a trace takes."""
@@ -53,7 +55,8 @@ def trace_events(
     yield named("process_name", 0, process)
     yield named("thread_name", _PHASES_TRACK, "phases")
     for each in spans:
-        yield span(each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK)
+        details = {} if each.only is None else {"only": list(each.only)}
+        yield span(each.phase, "phase", each.begin_seconds, each.end_seconds, _PHASES_TRACK, **details)
     tracks: dict[str, int] = {}
     since: dict[str, tuple[State, float]] = {}
     for record in records:
@@ -68,6 +71,8 @@ def trace_events(
             # A move lies at the end of its source state. Handles that move together each show the time of all.
             move = span(record.trigger.value, "move", max(began, end - record.seconds), end, track, phase=record.phase)
             move["args"] |= {"bytes": record.nbytes, "skipped_bytes": record.skipped_bytes}
+            if record.prefetched_bytes:
+                move["args"]["prefetched_bytes"] = record.prefetched_bytes
             if record.seconds > 0:
                 move["args"]["GB/s"] = round(record.nbytes / record.seconds / 1e9, 3)
             yield move
@@ -100,7 +105,10 @@ def encoded_trace(
     spans = (each for each in journal.phase_spans() if each.end_seconds >= start)
     pid = os.getpid() if pid is None else pid
     name = process or f"placement {pid}"
-    events = trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=name)
+    events = itertools.chain(
+        trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=name),
+        [{"ph": "M", "name": MANAGER_EVENT, "pid": pid, "args": facts}] if (facts := journal.describe()) else [],
+    )
     yield f'{{"displayTimeUnit":"ms","baseTimeNanoseconds":{base_nanoseconds},"traceEvents":[\n'.encode()
     separator = ""
     rest = itertools.chain(events, after)

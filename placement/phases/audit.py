@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from placement.core.errors import IntegrityError
 from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
@@ -72,6 +72,33 @@ class Snapshots:
             peak_bytes=stack.executor.peak_bytes,
             lease=stack.executor.lease_client.snapshot(),
         )
+
+    def facts(self) -> dict[str, Any]:
+        """Facts for a trace, from which another policy can be simulated: the policy, the budget, and the handles' roles and bytes."""
+        stack = self._stack
+        return {
+            "policy": self._policy,
+            "worker_role": self._worker_role,
+            "budget_bytes": stack.executor.budget_bytes(stack.phase_name),
+            "handles": [_facts_of(handle) for handle in stack.registry.handles.copy().values()],
+        }
+
+
+def _facts_of(handle: Handle) -> dict[str, Any]:
+    return {
+        "name": handle.name,
+        "kind": handle.kind,
+        "role": handle.role,
+        "owners": [owner.name for owner in handle.owners],
+        "readonly": handle.readonly,
+        "external": handle.external,
+        "built": handle.is_built,
+        "gathers": handle.gathers is not None,
+        "can_prefetch": handle.storage.can_prefetch,
+        "num_bytes": handle.num_bytes,
+        "host_bytes": handle.host_bytes,
+        "tags": dict(handle.storage.bytes_by_tag()),
+    }
 
 
 def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:

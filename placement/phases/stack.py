@@ -78,7 +78,7 @@ class PhaseStack:
             enclosing, kept = self._plans.around(open_phases, self.kept), self.kept
             began = time.monotonic()
             try:
-                self._journal.enter_phase(name)
+                self._journal.enter_phase(name, only)
                 self.executor.measure()  # others may have freed or taken memory since the last phase transition
                 plan = self.executor.advance(describe("enter", name, only), PhaseRequest(name, only, enclosing, open_phases, kept))
                 self._expire_keeps(plan)
@@ -89,7 +89,7 @@ class PhaseStack:
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = open_phases, None, kept
-                self._journal.enter_phase(outer)
+                self._journal.enter_phase(outer, _only(open_phases))
                 self._went_back(error, self._plans.with_kept(enclosing, self.kept))
                 raise
 
@@ -106,7 +106,7 @@ class PhaseStack:
             self._finish(opened)
             try:
                 self.kept |= self._worth_keeping(opened)
-                self._journal.enter_phase(name)
+                self._journal.enter_phase(name, only)
                 wanted = PhaseRequest(name, only, enclosing, below, self.kept)
                 plan = self.executor.advance(describe("switch to", name, only), wanted)
                 self._expire_keeps(plan)
@@ -117,7 +117,7 @@ class PhaseStack:
                 self._journal.stall_seconds[name] += time.monotonic() - began
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = (*below, opened), opened, kept
-                self._journal.enter_phase(opened.name)
+                self._journal.enter_phase(opened.name, opened.only)
                 self._went_back(error, self._plans.with_kept(opened.plan, self.kept))
                 raise
 
@@ -150,7 +150,7 @@ class PhaseStack:
                 raise
             finally:
                 self.open_phases, phase._open = others, None
-                self._journal.enter_phase(self.phase_name)
+                self._journal.enter_phase(self.phase_name, _only(self.open_phases))
                 self._journal.stall_seconds[opened.name] += time.monotonic() - began
             self._sweep_abandoned()
             self._raise_after(opened.name, failures, error)
@@ -363,7 +363,7 @@ class PhaseStack:
             failures = self.executor.retreat(self._plans.after_leaving(self.open_phases, gone, self.kept)[0], _named(others))
             self._vote.abandoned(gone.name)
             self.open_phases = others  # last, so that after an interrupt the next phase transition does all of this again
-            self._journal.enter_phase(self.phase_name)
+            self._journal.enter_phase(self.phase_name, _only(self.open_phases))
             for failure in failures:
                 logger.error("leaving abandoned phase %s: %s", gone.name, str(failure))
 
@@ -390,6 +390,11 @@ class PhaseStack:
         if handle is None:
             raise PhaseError(plan_checks.unknown_handle(name, self._handles))
         return handle
+
+
+def _only(open_phases: tuple[OpenPhase, ...]) -> tuple[str, ...] | None:
+    """The handles that the innermost of these phases is for; None: all."""
+    return open_phases[-1].only if open_phases else None
 
 
 def _named(open_phases: tuple[OpenPhase, ...]) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from placement.core.errors import DeviceMemoryError
 from placement.core.states import IDLE, HandleView, Plan, State, View, bytes_under
-from placement.devices.base import DeviceMemory
 from placement.group.budgets import OtherBudgetError
+
+if TYPE_CHECKING:
+    from placement.devices.base import DeviceMemory
 
 
 class Budget:

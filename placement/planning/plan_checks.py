@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import PhaseError, PolicyError
 from placement.core.states import HandleView, Plan, State, View
-from placement.registration.handle import Handle
+
+if TYPE_CHECKING:
+    from placement.registration.handle import Handle
 
 _FACTS = tuple(each.name for each in fields(HandleView))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,9 @@ from placement.devices.base import DeviceMemory
 from placement.group.budgets import LeastBudget
 from placement.planning import plan_checks
 from placement.planning.budget import Budget
+from placement.planning.history import PhaseHistory
 from placement.registration.handle import Handle
 
-_HISTORY = 64
 _GENERATING: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "eval": ("rollout",),
@@ -43,7 +42,7 @@ class Planner:
         self._handles = handles
         self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
         self._is_leased = leased_from_bytes is not None
-        self._history: deque[str] = deque(maxlen=_HISTORY)
+        self._history = PhaseHistory()
         self.memory = memory
         """The device's memory as measured last."""
         self._born_bytes = 0
@@ -88,7 +87,7 @@ class Planner:
         return View(
             phase=phase,
             enclosing=enclosing,
-            upcoming=self._upcoming(phase),
+            upcoming=self._history.upcoming(phase),
             handles=handles,
             budget_bytes=self._within_the_group(self._limit(phase, handles.values())),
             worker_role=self._settings.worker_role,
@@ -136,7 +135,7 @@ class Planner:
 
     def began(self, phase: str) -> None:
         """Note that a phase is open now, to know the cycle of phases."""
-        self._history.append(phase)
+        self._history.began(phase)
 
     def over(self, phase: str) -> None:
         """Note that a phase ends now, to remember how much memory others need in it."""
@@ -147,14 +146,6 @@ class Planner:
         if not self._state_bytes:
             return self.memory
         return replace(self.memory, torch_reserved_bytes=max(0, self.memory.torch_reserved_bytes - self._state_bytes))
-
-    def _upcoming(self, phase: str) -> tuple[str, ...]:
-        """The phases that followed the last time this phase began; empty if it has not run yet."""
-        history = tuple(self._history)
-        for index in range(len(history) - 1, -1, -1):
-            if history[index] == phase:
-                return history[index + 1 :]
-        return ()
 
 
 def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:

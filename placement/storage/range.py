@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.devices.base import Chunk, Copy, Device, HostSlab
 from placement.storage.early import EarlyChunks
-from placement.storage.range_layout import Claim, RangeLayout
+from placement.storage.range_layout import Claim, RangeLayout, chunk_sizes
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -85,10 +85,8 @@ class Range:
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
         self.host = slab
         """The slab, some bytes of which may still be on their way. Whoever reads or writes it asks for `slab`."""
-        whole, rest = divmod(layout.nbytes, device.chunk_bytes)
-        tail = -(-rest // device.granularity) * device.granularity
-        self.chunk_sizes: tuple[int, ...] = (device.chunk_bytes,) * whole + ((tail,) if tail else ())
-        """Sizes of the chunks that are behind the range while it is loaded: full ones, and a tail in multiples of the granularity."""
+        self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
+        """See `range_layout.chunk_sizes`."""
         self.device_bytes = sum(self.chunk_sizes)
         self.used_sizes = (*self.chunk_sizes[:-1], self.nbytes - sum(self.chunk_sizes[:-1]))
         """The used bytes of each chunk."""

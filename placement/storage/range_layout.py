@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
-from placement.devices.adoption import Pool, Way
+from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Addresses, Device
 from placement.tensors.owned import Owned
 
@@ -69,7 +70,7 @@ class RangeLayout:
         device.adopter.refuse([(claim.name, claim.storage) for claim in claims])
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
         used = device.adopter.pooled_bytes([self._sizes[i] for i in pooled])
-        packed, self.nbytes = _pack([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
+        places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
         self.addresses: Addresses = reserve(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
         self._pool: Pool | None = None
@@ -78,8 +79,8 @@ class RangeLayout:
             sizes = [self._sizes[i] for i in pooled]
             self._pool = device.adopter.pool(self.addresses, sizes, self)
             for i, index in self._pool_index.items():
-                packed[i] = self._pool.offsets.get(index, 0)
-        self.offsets: tuple[int, ...] = tuple(packed)
+                places[i] = self._pool.offsets.get(index, 0)
+        self.offsets: tuple[int, ...] = tuple(places)
         self._homes: dict[int, torch.UntypedStorage] = {}
 
     def is_in(self, index: int) -> bool:
@@ -134,9 +135,27 @@ def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Ad
     return RangeLayout(device, claims, reserve or device.reserve)
 
 
-def expected_bytes(device: Device, sizes: Sequence[int]) -> int:
+class Sizing(Protocol):
+    """The facts about a device that decide how many bytes a range takes there."""
+
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def granularity(self) -> int: ...
+    @property
+    def adopter(self) -> Adopter: ...
+
+
+def expected_bytes(device: Sizing, sizes: Sequence[int]) -> int:
     """Upper bound of `RangeLayout.nbytes` for storages of these sizes on the range's device."""
-    return max(_pack(sizes, 0)[1], device.adopter.pooled_bytes(sizes))
+    return max(packed(sizes)[1], device.adopter.pooled_bytes(sizes))
+
+
+def chunk_sizes(device: Sizing, nbytes: int) -> tuple[int, ...]:
+    """Sizes of the chunks that are behind a range of `nbytes` while it is loaded: full ones, and a tail in multiples of the granularity."""
+    whole, rest = divmod(nbytes, device.chunk_bytes)
+    tail = -(-rest // device.granularity) * device.granularity
+    return (device.chunk_bytes,) * whole + ((tail,) if tail else ())
 
 
 def move_out(
@@ -191,7 +210,7 @@ def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
     return True
 
 
-def _pack(sizes: Sequence[int], start: int) -> tuple[list[int], int]:
+def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
     """Aligned offsets for these sizes, one after the other from `start`, and the end of the last."""
     offsets = []
     for size in sizes:

@@ -190,7 +190,8 @@ _EXTRA = {
 
 def public_names() -> set[str]:
     found = set()
-    packages = [placement, placement.checkpoint, placement.engines, placement.group, placement.policies, placement.ray, placement.testing]
+    packages = [placement, placement.checkpoint, placement.engines, placement.forecasting, placement.group]
+    packages += [placement.policies, placement.ray, placement.testing]
     for package in packages:
         found |= {f"{package.__name__}.{name}" for name in package.__all__ if not inspect.ismodule(getattr(package, name))}
     return found

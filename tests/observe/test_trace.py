@@ -53,6 +53,25 @@ def test_a_track_for_each_handle_and_one_for_phases(manager: placement.Manager, 
     assert [event["args"]["device"] for event in events_of(path, "C")] == [handle.num_bytes, 0]
 
 
+def test_it_says_what_another_policy_would_have_to_know(manager: placement.Manager, tmp_path: Path) -> None:
+    with manager.phase("log_prob", only=["actor"]):
+        pass
+    path = tmp_path / "trace.json"
+    placement.trace(manager.journal, path)
+    (about,) = (event["args"] for event in events_of(path, "M") if event["name"] == "placement_manager")
+    assert (about["policy"], about["worker_role"]) == ("colocated", "hybrid")
+    (facts,) = about["handles"]
+    handle = manager.handles["actor"]
+    assert (facts["name"], facts["role"], facts["num_bytes"], facts["host_bytes"]) == (
+        "actor",
+        "actor",
+        handle.num_bytes,
+        handle.host_bytes,
+    )
+    spans = {event["name"]: event["args"] for event in events_of(path, "X") if event["cat"] == "phase"}
+    assert spans == {"idle": {}, "log_prob": {"only": ["actor"]}}
+
+
 def test_spans_of_a_track_nest(manager: placement.Manager, tmp_path: Path) -> None:
     """The format's one rule: on a track, two events are apart or one is inside the other."""
     for _ in range(5):

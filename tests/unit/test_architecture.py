@@ -20,6 +20,7 @@ ROOMS = (
     "group",
     "registration",
     "planning",
+    "forecasting",
     "phases",
     "manager",
     "testing",

@@ -107,9 +107,9 @@ class Silent(Colocated):
 @pytest.mark.parametrize(
     ("policy", "phase", "message"),
     [
-        (Forgetful, "values", "no plan: PolicyError: the plan has no target for ref"),
-        (Failing, "reward", "no plan: KeyError: 'judge'"),
-        (Silent, "idle", "no plan: PolicyError: plan() returned NoneType, not a Plan"),
+        (Forgetful, "values", "no plan: PolicyError: policy 'colocated' gave no usable plan for phase 'values': it forgets 'ref'"),
+        (Failing, "reward", "no plan: PolicyError: policy 'colocated' failed on phase 'reward': KeyError('judge')"),
+        (Silent, "idle", "no plan: PolicyError: policy 'colocated' returned NoneType for phase 'idle', not a Plan"),
     ],
 )
 def test_a_policy_that_gives_no_plan_is_shown_where(policy: type[Colocated], phase: str, message: str) -> None:

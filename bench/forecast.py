@@ -1,0 +1,144 @@
+"""Does a forecast come true? Five small jobs: the bytes and the seconds that `placement.forecast` tells, beside those that are measured.
+
+The link is measured first, as `placement doctor` does, and is all that a forecast knows of the machine. A measured stall is the time of a
+phase transition from an idle device to an idle device, so a load counts until its last byte has arrived. On the simulated device the
+link has a rate of its own, and the figures show only that the arithmetic agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import placement
+from bench import _rig
+from bench._results import Results
+from bench._rig import Rig
+from placement.devices.base import Device
+from placement.devices.inspection import inspect
+from placement.devices.select import select_device
+from placement.forecasting import Link, Model
+from placement.forecasting.cycles import CYCLES
+from placement.testing import SimulatedDevice
+
+_CYCLES = 4
+_SIMULATED_BYTES_PER_SECOND = 1e8
+
+
+@dataclass(frozen=True)
+class _Job:
+    name: str
+    policy: str = "colocated"
+    cycle: str = "grpo"
+    trained: tuple[str, ...] = ("actor",)
+    readonly: tuple[str, ...] = ("ref",)
+    budget_in_models: float | None = None
+    """The budget in sizes of one model; None: all fits."""
+    keeps_gradients: bool = False
+
+
+_JOBS = (
+    _Job("GRPO, colocated"),
+    _Job("GRPO, resident, all fits", policy="resident"),
+    _Job("GRPO, resident, no room for all", policy="resident", budget_in_models=3.5),
+    _Job("PPO, colocated", cycle="ppo", trained=("actor", "critic"), readonly=("ref", "reward")),
+    _Job("GRPO, gradients move, too", keeps_gradients=True),
+)
+
+
+def _model(rig: Rig, width: int) -> torch.nn.Module:
+    with rig.torch_device:
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+
+
+def _device(rig: Rig) -> Device:
+    if rig.is_cuda:
+        return select_device(rig.device)
+    return SimulatedDevice(1 << 30, chunk_bytes=1 << 18, bandwidth_bytes_per_second=_SIMULATED_BYTES_PER_SECOND)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool) -> None:
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    if not keeps_gradients:
+        optimizer.zero_grad()
+
+
+def _measured(rig: Rig, job: _Job, width: int, budget: int, device: Device) -> tuple[list[tuple[str, int, int, float]], int, int]:
+    """Run a job. Returns phase, device bytes, moved bytes and seconds of the last cycle's transitions, the host bytes, and the peak."""
+    manager = placement.Manager(device=device, policy=job.policy, budget_bytes=budget)
+    models = {name: _model(rig, width) for name in (*job.trained, *job.readonly)}
+    optimizers = {name: torch.optim.AdamW(models[name].parameters()) for name in job.trained}
+    for name, model in models.items():
+        manager.register(name, model, role=name, readonly=name in job.readonly)
+        if name in optimizers:
+            manager.register(f"{name}.optimizer", optimizers[name])
+    rows: list[tuple[str, int, int, float]] = []
+    for _ in range(_CYCLES):
+        rows = []
+        for index, phase in enumerate((*CYCLES[job.cycle], "idle")):
+            before = _moved(manager)
+
+            def go(phase: str = phase, index: int = index) -> None:
+                manager.leave() if phase == "idle" else manager.switch(phase) if index else manager.enter(phase)
+
+            seconds = rig.seconds(go)
+            held = sum(handle.resident_bytes for handle in manager.handles.values())
+            rows.append((phase, held, _moved(manager) - before, seconds))
+            for name in job.trained if phase == "train" else ():
+                _train(models[name], optimizers[name], keeps_gradients=job.keeps_gradients)
+    host = sum(handle.host_bytes for handle in manager.handles.values())
+    peak = manager.snapshot().peak_bytes
+    manager.close()
+    return rows, host, peak
+
+
+def _moved(manager: placement.Manager) -> int:
+    return sum(each.loaded_bytes + each.offloaded_bytes for each in manager.snapshot().handles)
+
+
+def _compare(rig: Rig, results: Results, job: _Job, width: int) -> None:
+    device = _device(rig)
+    rates = inspect(device, rig.pick(4 << 20, 1 << 30, 1 << 30)).link
+    link = Link(**rates.model_dump())
+    one = 8 * width * width * 2
+    budget = rig.pick(1 << 29, 60 << 30, 60 << 30) if job.budget_in_models is None else int(one * job.budget_in_models)
+    with torch.device("meta"):
+        meta = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8)))
+    handles = {name: Model(meta, optimizer="adamw", gradients="kept" if job.keeps_gradients else "cleared") for name in job.trained}
+    handles |= {name: Model(meta, readonly=True) for name in job.readonly}
+    told = placement.forecast(handles, policy=job.policy, cycle=job.cycle, budget_bytes=budget, device=device, link=link)
+    rows, host, peak = _measured(rig, job, width, budget, device)
+    pairs = [
+        ("peak", told.peak_bytes, peak, "B"),
+        ("host copies", told.host_bytes, host, "B"),
+        ("bytes moved", told.loaded_bytes + told.offloaded_bytes, sum(row[2] for row in rows), "B"),
+        ("stall", told.stall_seconds or 0.0, sum(row[3] for row in rows), "s"),
+    ]
+    for phase, (name, held, moved, seconds) in zip(told.phases, rows, strict=True):
+        pairs += [(f"{name}: on the device", phase.device_bytes, held, "B")]
+        pairs += [(f"{name}: moved", phase.loaded_bytes + phase.offloaded_bytes, moved, "B")]
+        pairs += [(f"{name}: stall", phase.stall_seconds or 0.0, seconds, "s")]
+    for metric, predicted, measured, unit in pairs:
+        results.add(job.name, "forecast", metric, predicted, unit)
+        results.add(job.name, "placement", metric, measured, unit)
+
+
+def measure(rig: Rig, results: Results) -> None:
+    width = rig.pick(256, 4096, 8192)  # a model of 1 MiB, 256 MiB, 1 GiB
+    for job in _JOBS:
+        with results.system(job.name, "placement"):
+            _compare(rig, results, job, width)
+        rig.clean()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    _rig.run("forecast", __doc__, measure, arguments)
+
+
+if __name__ == "__main__":
+    main()

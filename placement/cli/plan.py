@@ -1,0 +1,217 @@
+"""`placement plan`: what a job needs on the device in each phase and what its moves cost, before it runs, or for a run that was."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from placement.core.settings import Settings, parse_bytes
+from placement.core.states import ROLES, WORKER_ROLES
+from placement.core.summary import readable
+from placement.forecasting import chart
+from placement.forecasting.cycles import CYCLES, listed
+from placement.forecasting.layout import Layout
+from placement.forecasting.link import Link
+from placement.forecasting.outcome import by_phase
+from placement.forecasting.recorded import Recording
+from placement.forecasting.report import Forecast
+from placement.forecasting.table import comparison, table
+from placement.planning.policy_lookup import policy_names
+
+_TRAINED = ("actor", "critic")
+_DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one")
+    add("--from", dest="trace", metavar="TRACE", help="a trace of placement's own: what would that run have cost otherwise?")
+    add("--worker", help="the worker's name, in a trace of several")
+    add("--roles", help="which models there are (default actor,ref; for the cycle ppo actor,critic,ref,reward)")
+    add("--model-of", action="append", default=[], metavar="ROLE=CONFIG", help="another configuration for a role; may be repeated")
+    add("--dtype", help="of the weights of trained models, such as bfloat16 (default: as the configuration says)")
+    add("--optimizer", default="adamw", help="adamw, adamw-fp32, adamw-master, sgd, sgd-momentum or package.module:Class (default adamw)")
+    add("--gradients", default="cleared", choices=("cleared", "kept"), help="whether gradients are None when training ends")
+    add("--replicated", default="", metavar="ROLES", help="readonly models of which the ranks of a node share one host copy")
+    add("--kv-cache", metavar="BYTES", help="the rollout engine's KV cache on a GPU; gives the job an engine that places its own memory")
+    add("--rollout-weights", metavar="BYTES", help="the engine's weights on a GPU (default: the actor's in bfloat16, divided)")
+    add("--rollout-tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the engine (default 1)")
+    add("--discard-weights", action="store_true", help="the engine drops its weights when it sleeps (level 2)")
+    for name, text in (("data-parallel", "replicas"), ("shards", "ranks that share each parameter (FSDP2)"), ("tensor-parallel", "")):
+        add(f"--{name}", type=int, default=1, metavar="N", help=text or "ranks that share each layer")
+    add("--gpus-per-node", type=int, default=8, metavar="N")
+    add("--cycle", default="grpo", help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)")
+    add("--work", default="", metavar="PHASE=SECONDS,...", help="the duration of each phase without moves; a prefetch needs it")
+    add("--policy", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
+    add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
+    add("--budget", metavar="BYTES", help="device bytes that the handles may hold together")
+    add("--link", metavar="FILE", help="what `placement doctor --json` wrote")
+    add("--rate", metavar="BYTES", help="instead of --link: bytes a second each way, such as 50GB")
+    add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
+    add("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
+    add("--chart", metavar="FILE.svg", help="draw the device bytes of each phase against the budget")
+    add("--json", action="store_true", help="print everything as JSON, for scripts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the forecast. Returns 0; 1 where a phase does not fit or has no plan; 2 for a mistake in what was given."""
+    try:
+        if (arguments.model is None) is (arguments.trace is None):
+            raise ValueError("give a model's configuration, or --from with a trace; one of the two")
+        if arguments.link and arguments.rate:
+            raise ValueError("give --link or --rate, not both")
+        settings = Settings.from_any(arguments.settings or {})
+        chosen = _policies(arguments.compare or arguments.policy or settings.policy)
+        if any(":" in policy for policy in chosen) and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a console script does not search the working directory for modules
+        forecast, lines = _job(arguments, settings) if arguments.trace is None else _recording(arguments, settings)
+        if arguments.trace is not None and not (arguments.compare or arguments.policy or arguments.settings):
+            chosen = [""]
+        forecasts = [forecast(policy) for policy in chosen]
+        shown = forecasts if arguments.trace is None else [by_phase(each) for each in forecasts]
+        if arguments.chart:
+            chart.write(Path(arguments.chart), shown)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"placement plan: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        found = [each.model_dump(mode="json") for each in forecasts]
+        print(json.dumps(found if arguments.compare else found[0], indent=1))
+    else:
+        print("\n".join([*lines, comparison(shown) if len(shown) > 1 else table(shown[0])]))
+    return int(not all(each.fits for each in forecasts))
+
+
+def _policies(text: str) -> list[str]:
+    """The policies in a list with commas, of which those inside brackets are a policy's options."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [each.strip() for each in found if each.strip()]
+
+
+def _budget(arguments: argparse.Namespace, settings: Settings) -> int | None:
+    return parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes
+
+
+def _link(arguments: argparse.Namespace) -> Link | None:
+    if arguments.rate:
+        return Link.of(float(parse_bytes(arguments.rate)))
+    return Link.of(arguments.link) if arguments.link else None
+
+
+def _recording(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
+    recording = Recording.read(arguments.trace, arguments.worker)
+    budget, link = _budget(arguments, settings), _link(arguments)
+    moved = f"{readable(recording.moved.loaded_bytes)} loaded, {readable(recording.moved.offloaded_bytes)} offloaded"
+    seconds = sum(work for _, work in recording.phases)
+    lines = [
+        f"measured: worker {recording.worker}, policy {recording.policy}, {len(recording.phases)} phases, {seconds:.3f} s of work",
+        f"          {moved}, {recording.stall_seconds:.3f} s in moves",
+        "",
+        "simulated over the same phases and work, from the same start:",
+    ]
+
+    def forecast(policy: str) -> Forecast:
+        return recording.forecast(policy or None, budget_bytes=budget, link=link, phases=settings.phases)
+
+    return forecast, lines
+
+
+def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[str], Forecast], list[str]]:
+    from placement.forecasting import job
+
+    layout = Layout(
+        data_parallel=arguments.data_parallel,
+        shards=arguments.shards,
+        tensor_parallel=arguments.tensor_parallel,
+        gpus_per_node=arguments.gpus_per_node,
+    )
+    models: dict[str, Any] = _models(arguments)
+    if arguments.kv_cache or arguments.rollout_weights:
+        models["rollout"] = _engine(arguments, models)
+    work = _work(arguments.work)
+    budget, link = _budget(arguments, settings), _link(arguments)
+
+    def forecast(policy: str) -> Forecast:
+        return job.forecast(
+            models,
+            layout=layout,
+            policy=policy,
+            cycle=listed(arguments.cycle),
+            budget_bytes=budget,
+            link=link,
+            work_seconds=work,
+            worker_role=arguments.worker_role or settings.worker_role,
+            phases=settings.phases,
+        )
+
+    parallel = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
+    return forecast, [f"one of {layout.ranks} ranks ({parallel}), {layout.ranks_per_node} a node", ""]
+
+
+def _models(arguments: argparse.Namespace) -> dict[str, Any]:
+    from placement.forecasting.job import Model
+
+    roles = _words(arguments.roles or _DEFAULT_ROLES.get(arguments.cycle, "actor,ref"))
+    others = dict(_pair(text, "--model-of", "ROLE=CONFIG") for text in arguments.model_of)
+    replicated = _words(arguments.replicated)
+    for option, names in (("--roles", roles), ("--model-of", others), ("--replicated", replicated)):
+        if unknown := [name for name in names if name not in ROLES or (name not in roles)]:
+            raise ValueError(
+                f"{option}: {', '.join(unknown)} is not among the job's roles; choose from {', '.join(ROLES)} and name them in --roles"
+            )
+    models: dict[str, Any] = {}
+    for role in roles:
+        is_trained = role in _TRAINED
+        models[role] = Model(
+            others.get(role, arguments.model),
+            role=role,
+            dtype=arguments.dtype if is_trained else None,
+            optimizer=arguments.optimizer if is_trained else None,
+            gradients=arguments.gradients if is_trained else "cleared",
+            readonly=not is_trained and role != "rollout",
+            replicated=role in replicated,
+        )
+    return models
+
+
+def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
+    from placement.forecasting.job import Rollout, weights_bytes
+
+    if "rollout" in models:
+        raise ValueError("--kv-cache and --rollout-weights describe the rollout engine: leave the role rollout out of --roles")
+    whole = parse_bytes(arguments.rollout_weights) if arguments.rollout_weights else None
+    if whole is None:
+        whole = -(-weights_bytes(arguments.model, "bfloat16") // max(1, arguments.rollout_tensor_parallel))
+    return Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
+
+
+def _work(text: str) -> dict[str, float]:
+    found = {}
+    for phase, seconds in (_pair(each, "--work", "PHASE=SECONDS") for each in _words(text)):
+        try:
+            found[phase] = float(seconds)
+        except ValueError:
+            raise ValueError(f"--work: {seconds!r} of phase {phase!r} is no number of seconds") from None
+    return found
+
+
+def _pair(text: str, option: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise ValueError(f"{option}: {text!r} is not of the form {form}")
+    return name.strip(), value.strip()
+
+
+def _words(text: str) -> Sequence[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]

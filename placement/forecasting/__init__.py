@@ -1,0 +1,42 @@
+"""Forecasts: what fits on the device in each phase of a job, and what its moves cost, before the job runs.
+
+from placement.forecasting import Layout, Model, Rollout
+
+found = placement.forecast(
+    {
+        "actor": Model("Qwen2.5-7B/config.json", optimizer="adamw"),
+        "ref": Model("Qwen2.5-7B/config.json", readonly=True),
+        "rollout": Rollout(weights_bytes="15GB", kv_cache_bytes="30GiB"),
+    },
+    layout=Layout(shards=8),
+    budget_bytes="60GiB",
+    link="doctor.json",
+)
+found.fits, found.peak_bytes, found.stall_seconds
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placement.core.lazy_names import on_demand as _on_demand
+
+if TYPE_CHECKING:
+    from placement.forecasting.job import Model, Rollout, forecast
+    from placement.forecasting.layout import Layout
+    from placement.forecasting.link import Link
+    from placement.forecasting.recorded import Recording
+    from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
+
+__all__ = ["Forecast", "HandleForecast", "Layout", "Link", "Model", "PhaseForecast", "Recording", "Rollout", "forecast"]
+
+__getattr__ = _on_demand(
+    __name__,
+    {
+        **dict.fromkeys(("Forecast", "HandleForecast", "PhaseForecast"), "report"),
+        **dict.fromkeys(("Model", "Rollout", "forecast"), "job"),
+        "Layout": "layout",
+        "Link": "link",
+        "Recording": "recorded",
+    },
+)

@@ -1,0 +1,217 @@
+"""From a simulation to a forecast: run the steps until they repeat, and add up what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from placement.core.states import IDLE, OwnPhases, Policy, State
+from placement.forecasting.link import Link
+from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
+from placement.planning.simulated_handles import Moved, SimulatedHandle
+from placement.planning.simulation import SimulatedPhase, Simulation, Step
+
+_MOST_CYCLES = 8
+"""A policy that has not settled after so many steps is shown as it is then."""
+NO_LIMIT = 1 << 62
+"""The budget in bytes where none is given."""
+
+
+@runtime_checkable
+class _Trained(Protocol):
+    """A handle with gradients in torch's own memory."""
+
+    @property
+    def training_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class _Shared(Protocol):
+    """A handle whose host copy the ranks of a node may share."""
+
+    @property
+    def host_bytes_of_all(self) -> int: ...
+    @property
+    def is_shared(self) -> bool: ...
+
+
+class Costs:
+    """The known facts about time: the link's rates, and the seconds of work in each phase.
+
+    Args:
+        work_seconds: by the name of the phase.
+    """
+
+    def __init__(self, link: Link | None, work_seconds: Mapping[str, float] | None = None) -> None:
+        self.link = link
+        self.work_seconds = dict(work_seconds or {})
+        for phase, seconds in self.work_seconds.items():
+            if not seconds >= 0:
+                raise ValueError(f"the work seconds of phase {phase!r} must be 0 or more, not {seconds}")
+
+    def arriving_bytes(self, phase: str) -> int:
+        """How many bytes can arrive while a phase computes; 0 where its seconds or the link are not known."""
+        return 0 if self.link is None else int(self.work_seconds.get(phase, 0) * self.link.to_device_bytes_per_second)
+
+    def stall_seconds(self, step: Step, handles: Iterable[SimulatedHandle]) -> float | None:
+        """How long the moves of a phase transition take.
+
+        Engines that place their own memory leave before all others move, and come after. All others move at once, both ways.
+        """
+        if self.link is None:
+            return None
+        apart = {handle.name for handle in handles if handle.moves_apart}
+        engines = Moved.total(moved for name, moved in step.moved.items() if name in apart)
+        others = Moved.total(moved for name, moved in step.moved.items() if name not in apart)
+        both = self.link.seconds(others.loaded_bytes - others.prefetched_bytes, others.offloaded_bytes)
+        return self.link.seconds(0, engines.offloaded_bytes) + both + self.link.seconds(engines.loaded_bytes, 0)
+
+
+def in_the_steady_state(
+    policy: Policy,
+    handles: Sequence[SimulatedHandle],
+    cycle: Sequence[SimulatedPhase],
+    *,
+    budget_bytes: int | None,
+    costs: Costs,
+    worker_role: str,
+    own_phases: OwnPhases | None,
+    ranks_per_node: int,
+    notes: Sequence[str] = (),
+) -> Forecast:
+    """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one.
+
+    Raises:
+        PhaseError: a phase's `only` names a handle that there is not.
+    """
+    simulation = Simulation(policy, handles, budget_bytes or NO_LIMIT, worker_role, own_phases, costs.arriving_bytes)
+    before = [*simulation.register()]
+    cycles: list[list[Step]] = []
+    while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
+        cycles.append([simulation.enter(phase) for phase in (*cycle, SimulatedPhase(IDLE))])
+    steps = [*before, *(step for each in cycles for step in each)]
+    of_phase = _row_maker(handles, costs)
+    first, last = tuple(map(of_phase, cycles[0])), tuple(map(of_phase, cycles[-1]))
+    return summed_up(policy.name, budget_bytes, last, steps, handles, ranks_per_node, first=first, notes=notes)
+
+
+def once(
+    policy: Policy,
+    handles: Sequence[SimulatedHandle],
+    phases: Sequence[tuple[SimulatedPhase, float]],
+    *,
+    budget_bytes: int | None,
+    link: Link | None,
+    worker_role: str,
+    own_phases: OwnPhases | None,
+    notes: Sequence[str] = (),
+) -> Forecast:
+    """The forecast of a run that is given phase by phase, each with the seconds of its work."""
+    seconds = 0.0  # of the work that ends now
+
+    def arriving_bytes(_: str) -> int:
+        return 0 if link is None else int(seconds * link.to_device_bytes_per_second)
+
+    simulation = Simulation(policy, handles, budget_bytes or NO_LIMIT, worker_role, own_phases, arriving_bytes)
+    costs = Costs(link)
+    of_phase = _row_maker(handles, costs)
+    steps = [*simulation.register()]
+    rows = []
+    for phase, work_seconds in phases:
+        steps.append(simulation.enter(phase))
+        seconds = work_seconds
+        rows.append(of_phase(steps[-1]).model_copy(update={"work_seconds": work_seconds}))
+    return summed_up(policy.name, budget_bytes, tuple(rows), steps, handles, 1, notes=notes)
+
+
+def _row_maker(handles: Sequence[SimulatedHandle], costs: Costs) -> Callable[[Step], PhaseForecast]:
+    def of_phase(step: Step) -> PhaseForecast:
+        moved = Moved.total(step.moved.values())
+        training = [each for each in handles if step.states[each.name] is State.TRAINING]
+        return PhaseForecast(
+            phase=step.phase.name,
+            only=step.phase.only,
+            fits=not step.is_refused,
+            problem=step.problem,
+            wanted_bytes=step.device_bytes,
+            over_bytes=step.over_bytes,
+            device_bytes=step.held_bytes,
+            handle_bytes=dict(step.held),
+            states=dict(step.states),
+            gradient_bytes=sum(each.training_bytes for each in training if isinstance(each, _Trained)),
+            loaded_bytes=moved.loaded_bytes,
+            offloaded_bytes=moved.offloaded_bytes,
+            skipped_bytes=moved.skipped_bytes,
+            prefetched_bytes=moved.prefetched_bytes,
+            host_bytes=step.host_bytes,
+            stall_seconds=costs.stall_seconds(step, handles),
+            work_seconds=costs.work_seconds.get(step.phase.name),
+        )
+
+    return of_phase
+
+
+def summed_up(
+    policy: str,
+    budget_bytes: int | None,
+    phases: tuple[PhaseForecast, ...],
+    steps: Sequence[Step],
+    handles: Sequence[SimulatedHandle],
+    ranks_per_node: int,
+    *,
+    first: tuple[PhaseForecast, ...] = (),
+    notes: Sequence[str] = (),
+) -> Forecast:
+    stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
+    found = tuple(_handle(each, ranks_per_node) for each in handles)
+    return Forecast(
+        policy=policy,
+        budget_bytes=budget_bytes,
+        phases=phases,
+        first_phases=first,
+        handles=found,
+        peak_bytes=max(step.held_bytes for step in steps),
+        host_bytes=max(step.host_bytes for step in steps),
+        node_host_bytes=sum(each.node_host_bytes for each in found),
+        fits=not any(step.is_refused for step in steps),
+        over_bytes=max(step.over_bytes for step in steps),
+        stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
+        loaded_bytes=sum(each.loaded_bytes for each in phases),
+        offloaded_bytes=sum(each.offloaded_bytes for each in phases),
+        skipped_bytes=sum(each.skipped_bytes for each in phases),
+        notes=tuple(notes),
+    )
+
+
+def _handle(handle: SimulatedHandle, ranks_per_node: int) -> HandleForecast:
+    facts = handle.facts
+    shared = handle.host_bytes_of_all if isinstance(handle, _Shared) and handle.is_shared else None
+    return HandleForecast(
+        name=facts.name,
+        kind=facts.kind,
+        role=facts.role,
+        readonly=facts.readonly,
+        owners=facts.owners,
+        num_bytes=handle.num_bytes,
+        host_bytes=handle.host_bytes,
+        node_host_bytes=handle.host_bytes * ranks_per_node if shared is None else shared,
+    )
+
+
+def by_phase(forecast: Forecast) -> Forecast:
+    """The same forecast with one entry for all runs of a phase: bytes and seconds added up, sizes at their most."""
+    groups: dict[tuple[str, tuple[str, ...] | None], list[PhaseForecast]] = {}
+    for each in forecast.phases:
+        groups.setdefault((each.phase, each.only), []).append(each)
+    return forecast.model_copy(update={"phases": tuple(_together(group) for group in groups.values())})
+
+
+def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
+    worst = max(group, key=lambda each: (not each.fits, each.over_bytes, each.device_bytes))
+    stalls = [each.stall_seconds for each in group if each.stall_seconds is not None]
+    works = [each.work_seconds for each in group if each.work_seconds is not None]
+    added = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetched_bytes")
+    sums = {name: sum(getattr(each, name) for each in group) for name in added}
+    return worst.model_copy(
+        update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None}
+    )

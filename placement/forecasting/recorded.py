@@ -1,0 +1,217 @@
+"""A run that was, read from a trace of placement's own, and simulated anew under another policy or budget."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from placement.core.errors import PlacementError
+from placement.core.states import WEIGHTS, HandleView, OwnPhases, Policy, State, Trigger
+from placement.forecasting.link import Link
+from placement.forecasting.outcome import once
+from placement.forecasting.report import Forecast
+from placement.observe.trace import MANAGER_EVENT
+from placement.planning.policy_lookup import resolve_policy
+from placement.planning.simulated_handles import EngineHandle, Moved, PlainHandle, SimulatedHandle
+from placement.planning.simulation import SimulatedPhase
+
+Event = Mapping[str, Any]
+
+
+class _Move(NamedTuple):
+    handle: str
+    trigger: str
+    begin_seconds: float
+    end_seconds: float
+    moved: Moved
+
+
+class _Span(NamedTuple):
+    phase: SimulatedPhase
+    begin_seconds: float
+    end_seconds: float
+
+
+class _Burst(NamedTuple):
+    """Moves that overlap in time: those of one phase transition."""
+
+    begin_seconds: float
+    end_seconds: float
+    moved: Moved
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One worker's run as its trace has it. See `read`."""
+
+    worker: str
+    policy: str
+    worker_role: str
+    budget_bytes: int | None
+    phases: tuple[tuple[SimulatedPhase, float], ...]
+    """The phases in order, each with the seconds of its work: its duration without its moves."""
+    moved: Moved
+    """Bytes that moved in the whole run."""
+    stall_seconds: float
+    """How long the moves of the whole run took."""
+    link: Link | None
+    """The fastest rates that the run's moves have reached; None where none was seen in a direction."""
+    facts: tuple[Mapping[str, Any], ...]
+    moves: tuple[_Move, ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], worker: str | None = None) -> Recording:
+        """Read a trace that `placement.trace` or `placement trace` wrote.
+
+        Args:
+            worker: the worker's name, in a trace of several.
+
+        Raises:
+            OSError: the file cannot be read.
+            PlacementError: it is no trace of placement's, does not have the worker, or was written after the manager was closed.
+        """
+        events = _events(Path(path))
+        names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
+        ours = {event["pid"]: event["args"] for event in events if event.get("name") == MANAGER_EVENT}
+        if not ours:
+            raise PlacementError(
+                f"{path} has no facts about a manager: write it with placement.trace(manager.journal, ...), or placement trace"
+            )
+        chosen = [pid for pid in ours if worker in (None, names.get(pid))]
+        if not chosen or (worker is None and len(chosen) > 1):
+            said = f"has no worker {worker!r}" if worker is not None else "has several workers: choose one"
+            raise PlacementError(f"{path} {said}; it has {', '.join(names.get(pid, str(pid)) for pid in ours)}")
+        (pid, *_), about = chosen, ours[chosen[0]]
+        if not about.get("handles"):
+            raise PlacementError(f"{path} names no handles: write the trace before the manager is closed")
+        own = [event for event in events if event.get("pid") == pid and event.get("ph") == "X"]
+        return cls._made(names.get(pid, str(pid)), about, own, _tracks(events, pid))
+
+    @classmethod
+    def _made(cls, worker: str, about: Mapping[str, Any], events: Sequence[Event], tracks: Mapping[int, str]) -> Recording:
+        moves = tuple(sorted((_move(each, tracks) for each in events if each.get("cat") == "move"), key=lambda move: move.end_seconds))
+        spans = sorted((_span(each) for each in events if each.get("cat") == "phase"), key=lambda span: span.begin_seconds)
+        bursts = _bursts(moves)
+        phases = tuple((span.phase, max(0.0, span.end_seconds - span.begin_seconds - _overlap(span, bursts))) for span in spans)
+        return cls(
+            worker=worker,
+            policy=str(about["policy"]),
+            worker_role=str(about["worker_role"]),
+            budget_bytes=about.get("budget_bytes"),
+            phases=phases,
+            moved=Moved.total(move.moved for move in moves),
+            stall_seconds=sum(burst.end_seconds - burst.begin_seconds for burst in bursts),
+            link=_link(bursts),
+            facts=tuple(about["handles"]),
+            moves=moves,
+        )
+
+    def forecast(
+        self,
+        policy: str | type[Policy] | Policy | None = None,
+        *,
+        budget_bytes: int | None = None,
+        link: Link | float | str | os.PathLike[str] | None = None,
+        phases: OwnPhases | None = None,
+    ) -> Forecast:
+        """Simulate the same phases with the same work.
+
+        Args:
+            policy: None: the run's own.
+            budget_bytes: None: the run's own.
+            link: None: the fastest rates that the run's moves have reached.
+            phases: the user's own phases, see `Settings.phases`.
+
+        Raises:
+            PolicyError: the policy cannot be found or constructed.
+            PhaseError: a phase's `only` names a handle that is registered no longer.
+        """
+        notes = []
+        if link is None and self.link is not None:
+            to_device, to_host = self.link.to_device_bytes_per_second / 1e9, self.link.to_host_bytes_per_second / 1e9
+            rates = f"{to_device:.3g} GB/s to the device, {to_host:.3g} to the host"
+            notes.append(f"the link's rates are the best of the run's own moves ({rates}); give a measured link for better ones")
+        return once(
+            resolve_policy(self.policy if policy is None else policy),
+            [self._handle(facts) for facts in self.facts],
+            self.phases,
+            budget_bytes=self.budget_bytes if budget_bytes is None else budget_bytes,
+            link=self.link if link is None else Link.of(link),
+            worker_role=self.worker_role,
+            own_phases=phases,
+            notes=notes,
+        )
+
+    def _handle(self, facts: Mapping[str, Any]) -> SimulatedHandle:
+        keys = ("name", "kind", "role", "readonly", "external", "built", "gathers", "can_prefetch", "num_bytes", "tags")
+        view = HandleView(state=State.CPU_OFFLOADED, owners=tuple(facts["owners"]), **{key: facts[key] for key in keys})
+        loads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.LOAD]
+        offloads = [move.moved for move in self.moves if move.handle == view.name and move.trigger == Trigger.OFFLOAD]
+        if view.tags:
+            weights = view.tags.get(WEIGHTS, 0)
+            return EngineHandle(view, keeps_weights=not loads or not weights or any(each.loaded_bytes for each in loads))
+        used = max((each.loaded_bytes for each in loads), default=None)
+        changed = max((each.offloaded_bytes for each in offloads), default=0) or None
+        is_born = view.kind != "optimizer" or bool(loads[:1] and loads[0].loaded_bytes)
+        return PlainHandle(view, used_bytes=used or None, changed_bytes=changed, host_bytes=facts["host_bytes"], is_born=is_born)
+
+
+def _events(path: Path) -> list[Event]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no trace {path}") from None
+    except ValueError as error:
+        raise PlacementError(f"{path} is no Chrome trace: {error}") from error
+    events = found.get("traceEvents") if isinstance(found, Mapping) else found
+    if not isinstance(events, list):
+        raise PlacementError(f"{path} is no Chrome trace: it has no list of traceEvents")
+    return [event for event in events if isinstance(event, Mapping)]
+
+
+def _tracks(events: Iterable[Event], pid: object) -> dict[int, str]:
+    """The handle of each track."""
+    return {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name" and event.get("pid") == pid}
+
+
+def _move(event: Event, tracks: Mapping[int, str]) -> _Move:
+    args, begin = event["args"], event["ts"] / 1e6
+    nbytes, early = int(args["bytes"]), int(args.get("prefetched_bytes", 0))
+    loads = event["name"] == Trigger.LOAD
+    moved = Moved(nbytes + early, prefetched_bytes=early) if loads else Moved(0, nbytes, int(args["skipped_bytes"]))
+    return _Move(tracks[event["tid"]], str(event["name"]), begin, begin + event["dur"] / 1e6, moved)
+
+
+def _span(event: Event) -> _Span:
+    begin, only = event["ts"] / 1e6, event.get("args", {}).get("only")
+    return _Span(SimulatedPhase(event["name"], None if only is None else tuple(only)), begin, begin + event["dur"] / 1e6)
+
+
+def _bursts(moves: Sequence[_Move]) -> list[_Burst]:
+    found: list[_Burst] = []
+    for move in sorted(moves, key=lambda each: each.begin_seconds):
+        if found and move.begin_seconds < found[-1].end_seconds:
+            last = found.pop()
+            found.append(_Burst(last.begin_seconds, max(last.end_seconds, move.end_seconds), last.moved + move.moved))
+        else:
+            found.append(_Burst(move.begin_seconds, move.end_seconds, move.moved))
+    return found
+
+
+def _overlap(span: _Span, bursts: Iterable[_Burst]) -> float:
+    within = (min(each.end_seconds, span.end_seconds) - max(each.begin_seconds, span.begin_seconds) for each in bursts)
+    return sum(seconds for seconds in within if seconds > 0)
+
+
+def _link(bursts: Sequence[_Burst]) -> Link | None:
+    timed = [(each.moved, each.end_seconds - each.begin_seconds) for each in bursts if each.end_seconds > each.begin_seconds]
+    to_device = max((moved.loaded_bytes - moved.prefetched_bytes) / seconds for moved, seconds in timed) if timed else 0
+    to_host = max(moved.offloaded_bytes / seconds for moved, seconds in timed) if timed else 0
+    rates = [rate for rate in (to_device, to_host) if rate]
+    if not rates:
+        return None
+    return Link(to_device_bytes_per_second=to_device or rates[0], to_host_bytes_per_second=to_host or rates[0])

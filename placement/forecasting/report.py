@@ -1,0 +1,102 @@
+"""A forecast as data: immutable, and JSON by `model_dump_json()`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from placement.core.states import State
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HandleForecast(_Frozen):
+    """One handle of a forecast, in the steady state."""
+
+    name: str
+    kind: str
+    role: str | None
+    readonly: bool
+    owners: tuple[str, ...] = ()
+    num_bytes: int
+    """Device bytes that it needs while it is on the device."""
+    host_bytes: int
+    """Host bytes of this rank's host copy."""
+    node_host_bytes: int
+    """Host bytes of the host copies of all ranks of a node."""
+
+
+class PhaseForecast(_Frozen):
+    """One phase, and the phase transition at its beginning. The numbers are those of one rank."""
+
+    phase: str
+    only: tuple[str, ...] | None = None
+    fits: bool
+    """Whether the manager would open the phase. If not, its handles stay as they are in the phase before."""
+    problem: str = ""
+    """Why the policy gives no plan; empty if it gives one."""
+    wanted_bytes: int
+    """Device bytes that the plan needs."""
+    over_bytes: int = 0
+    """Bytes by which it misses the budget; 0 if it fits."""
+    device_bytes: int
+    """Device bytes that the handles hold in the phase."""
+    handle_bytes: dict[str, int]
+    states: dict[str, State]
+    gradient_bytes: int = 0
+    """Bytes of the gradients during the phase. They lie in torch's own memory, beside the budget."""
+    loaded_bytes: int = 0
+    offloaded_bytes: int = 0
+    skipped_bytes: int = 0
+    """Bytes that leave the device without a copy, because the host copy has them."""
+    prefetched_bytes: int = 0
+    """The part of `loaded_bytes` that arrived while the phase before computed, and stalls nobody."""
+    host_bytes: int
+    stall_seconds: float | None = None
+    """How long the moves take; None if the link is not known."""
+    work_seconds: float | None = None
+    """The given duration of the work itself; None if it was not given."""
+
+
+class Forecast(_Frozen):
+    """The bytes and the seconds of a job's phases, on one rank, under one policy."""
+
+    policy: str
+    budget_bytes: int | None
+    """Device bytes that the handles may hold together; None: no limit was given."""
+    phases: tuple[PhaseForecast, ...]
+    """One cycle in the steady state; the last entry is the phase "idle", outside all others. For a recording: the whole run."""
+    first_phases: tuple[PhaseForecast, ...] = ()
+    """The first cycle, in which optimizer state is created."""
+    handles: tuple[HandleForecast, ...]
+    peak_bytes: int
+    """The most device bytes that the handles hold together."""
+    host_bytes: int
+    """The most host bytes of this rank's host copies."""
+    node_host_bytes: int
+    """Host bytes of the host copies of all ranks of a node."""
+    disk_bytes: int = 0
+    """Bytes on disk: placement keeps no host copy there."""
+    fits: bool
+    """Whether every phase fits, the first cycle included."""
+    over_bytes: int = 0
+    """Bytes by which the largest phase misses the budget."""
+    stall_seconds: float | None
+    """How long the moves of all `phases` take together; None if the link is not known."""
+    loaded_bytes: int
+    offloaded_bytes: int
+    skipped_bytes: int
+    notes: tuple[str, ...] = ()
+    """Sentences on what an operator should know besides."""
+
+    def phase(self, name: str) -> PhaseForecast:
+        """The first phase of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for each in self.phases:
+            if each.phase == name:
+                return each
+        raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(each.phase for each in self.phases))}")

@@ -1,0 +1,110 @@
+"""A forecast as text: a table of phases, the handles, and the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placement.core.summary import readable
+from placement.forecasting.report import Forecast, PhaseForecast
+
+_HEADS = ("device", "load", "offload", "clean", "stall s", "work s")
+
+
+def table(forecast: Forecast) -> str:
+    """One forecast: its phases, its handles, and the sums."""
+    left = max(len("phase"), *(len(_name(each)) for each in forecast.phases)) + 2
+    lines = [f"policy {forecast.policy}, budget {_budget(forecast)}", "", _line("phase", left, _HEADS)]
+    for each in forecast.phases:
+        lines.append(_line(_name(each), left, _cells(each)))
+        lines += [f"{'':<{left}}{text}" for text in _troubles(each)]
+    lines += _troubles_at_first(forecast)
+    lines += ["", *_handles(forecast), "", *_sums(forecast)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def comparison(forecasts: Sequence[Forecast]) -> str:
+    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums."""
+    first = forecasts[0]
+    left = max(len("phase"), *(len(_name(each)) for each in first.phases), len("host, this rank")) + 2
+    lines = [f"budget {_budget(first)}", "", _row("", left, [each.policy for each in forecasts])]
+    lines.append(_row("phase", left, ["device     stall s"] * len(forecasts)))
+    for index, phase in enumerate(first.phases):
+        lines.append(_row(_name(phase), left, [_device_and_stall(each.phases[index]) for each in forecasts]))
+    lines.append("")
+    lines.append(_row("peak", left, [readable(each.peak_bytes) for each in forecasts]))
+    lines.append(_row("loaded", left, [readable(each.loaded_bytes) for each in forecasts]))
+    lines.append(_row("offloaded", left, [readable(each.offloaded_bytes) for each in forecasts]))
+    lines.append(_row("host, this rank", left, [readable(each.host_bytes) for each in forecasts]))
+    lines.append(_row("stall", left, [_seconds(each.stall_seconds, " s") for each in forecasts]))
+    lines.append(_row("fits", left, ["yes" if each.fits else f"no, {readable(each.over_bytes)} over" for each in forecasts]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(name: str, left: int, cells: Sequence[str]) -> str:
+    return f"{name:<{left}}" + "".join(f"{cell:>11}" for cell in cells)
+
+
+def _row(name: str, left: int, cells: Sequence[str]) -> str:
+    return f"{name:<{left}}" + "".join(f"{cell:>24}" for cell in cells)
+
+
+def _name(phase: PhaseForecast) -> str:
+    return phase.phase if phase.only is None else f"{phase.phase}[{'+'.join(phase.only)}]"
+
+
+def _cells(phase: PhaseForecast) -> list[str]:
+    sizes = (phase.device_bytes, phase.loaded_bytes, phase.offloaded_bytes, phase.skipped_bytes)
+    return [*("0" if not size else readable(size) for size in sizes), _seconds(phase.stall_seconds), _seconds(phase.work_seconds)]
+
+
+def _device_and_stall(phase: PhaseForecast) -> str:
+    device = "0" if not phase.device_bytes else readable(phase.device_bytes)
+    return f"{device if phase.fits else 'refused'}  {_seconds(phase.stall_seconds):>10}"
+
+
+def _troubles(phase: PhaseForecast) -> list[str]:
+    if phase.problem:
+        return [f"no plan: {phase.problem}"]
+    if phase.over_bytes:
+        return [f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} ({phase.over_bytes:,} bytes) too many"]
+    early = [f"{readable(phase.prefetched_bytes)} of what it loads arrived before"] if phase.prefetched_bytes else []
+    return early + ([f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside"] if phase.gradient_bytes else [])
+
+
+def _troubles_at_first(forecast: Forecast) -> list[str]:
+    """Lines about phases that fail in the first step alone, or at registration."""
+    if forecast.fits or any(not each.fits for each in forecast.phases):
+        return []
+    troubles = [f"{_name(each)}: {text}" for each in forecast.first_phases if not each.fits for text in _troubles(each)]
+    return ["", "in the first step, or at registration:", *(troubles or [f"{readable(forecast.over_bytes)} too many"])]
+
+
+def _handles(forecast: Forecast) -> list[str]:
+    left = max(len("handle"), *(len(each.name) for each in forecast.handles)) + 2
+    lines = [_line("handle", left, ("device", "host, rank", "host, node"))]
+    for each in forecast.handles:
+        lines.append(_line(each.name, left, [readable(size) for size in (each.num_bytes, each.host_bytes, each.node_host_bytes)]))
+    return lines
+
+
+def _sums(forecast: Forecast) -> list[str]:
+    lines = [f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)"]
+    lines.append(
+        f"host copies           {readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node; on disk: none"
+    )
+    per = "a step" if forecast.first_phases else "in all"
+    lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
+    stall = forecast.stall_seconds
+    lines.append(f"stall {per:<15} {_seconds(stall, ' s')}" + (" (no link given: see placement doctor --json)" if stall is None else ""))
+    verdict = "everything fits" if forecast.fits else f"it does not fit: {readable(forecast.over_bytes)} too many"
+    if forecast.budget_bytes is None:
+        verdict = "no budget given"
+    return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
+
+
+def _seconds(seconds: float | None, unit: str = "") -> str:
+    return "-" if seconds is None else f"{seconds:.3f}{unit}"
+
+
+def _budget(forecast: Forecast) -> str:
+    return "none" if forecast.budget_bytes is None else readable(forecast.budget_bytes)

@@ -1,0 +1,353 @@
+"""The parts of a forecast: link, layout, cycles, models, optimizers, replicated sizes, text and chart, and the laws that hold for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import placement
+from placement.core.states import PHASES, HandleView, State
+from placement.devices.select import select_device
+from placement.forecasting import Layout, Link, Model, Rollout, chart
+from placement.forecasting.cycles import CYCLES, cycle_of
+from placement.forecasting.models import module_of, parts_of
+from placement.forecasting.optimizers import OPTIMIZERS, state_sizes
+from placement.forecasting.outcome import Costs, in_the_steady_state
+from placement.forecasting.ranges import RangedHandle, RangeSizes, StorageSize
+from placement.forecasting.table import comparison, table
+from placement.planning.policy_lookup import resolve_policy
+from placement.planning.simulated_handles import PlainHandle, SimulatedHandle
+from placement.storage.range_layout import RangeLayout
+from placement.storage.replicated.range import Shares, own_spans
+from placement.testing import SimulatedDevice
+
+MIB = 1 << 20
+
+
+def mlp(width: int = 256) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
+
+
+def test_a_link_is_as_slow_as_its_slower_direction() -> None:
+    link = Link(to_device_bytes_per_second=50, to_host_bytes_per_second=25, both_bytes_per_second=60)
+    assert link.seconds(100, 0) == 2
+    assert link.seconds(0, 100) == 4
+    assert link.seconds(100, 25) == 125 / 60
+    assert link.seconds(100, 100) == 4
+    assert link.seconds(0, 0) == 0
+    assert Link.of(10.0).seconds(100, 50) == 10
+    assert Link.of(link) is link
+
+
+def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
+    from placement.devices.inspection import inspect
+
+    device = select_device("simulated:64MiB")
+    found = inspect(device, MIB)
+    device.close()
+    path = tmp_path / "doctor.json"
+    path.write_text(found.model_dump_json())
+    link = Link.of(path)
+    assert link.to_host_bytes_per_second == found.link.to_host_bytes_per_second
+    assert (link.free_bytes, link.chunk_bytes) == (found.free_bytes, found.chunk_bytes)
+    told = placement.forecast({"actor": Model(mlp())}, link=path)
+    assert told.budget_bytes == int(found.free_bytes * 0.8)
+    assert any("no budget was given" in note for note in told.notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "there is no file"), ("nothing", "is not JSON"), ("{}", "has no link"), ('{"link": {}}', "has no link")]
+)
+def test_what_is_no_link_says_how_to_make_one(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises((OSError, ValueError), match=f"{message}.*placement doctor --json"):
+        Link.of(path)
+    with pytest.raises(ValueError, match="to_host_bytes_per_second must be more than 0"):
+        Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"shards": 0}, "shards must be a whole number from 1 on"),
+        ({"tensor_parallel": 1.5}, "tensor_parallel must be a whole number"),
+        ({"shards": 12}, "12 ranks .* do not fill nodes of 8 GPUs"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(numbers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**numbers)
+
+
+def test_a_layout_divides_a_models_parameters_and_leaves_its_buffers() -> None:
+    module = mlp(100)
+    module.register_buffer("scale", torch.empty(50, device="meta"))
+    names = {part.name: part.nbytes for part in parts_of(module, Layout(shards=8))}
+    assert names == {"scale": 200, "0.weight": 50 * 100 * 4, "1.weight": 13 * 400 * 4}
+    assert sum(part.nbytes for part in parts_of(module, dtype=torch.bfloat16)) == 200 + 2 * 2 * 100 * 400
+    with pytest.raises(ValueError, match="has no tensor-parallel plan"):
+        parts_of(module, Layout(tensor_parallel=2))
+    module.tp_plan = {"0": "colwise", "1": "rowwise"}  # type: ignore[assignment]
+    halves = {part.name: part.parameters[0].shape for part in parts_of(module, Layout(tensor_parallel=2)) if part.parameters}
+    assert halves == {"0.weight": (200, 100), "1.weight": (100, 200)}
+    with pytest.raises(ValueError, match=r"tensor_parallel 3 does not divide dimension 0 of '0.weight', of shape \(400, 100\)"):
+        parts_of(module, Layout(tensor_parallel=3))
+    module.tp_plan = {"0": "diagonal"}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the style 'diagonal'"):
+        parts_of(module, Layout(tensor_parallel=2))
+
+
+def test_tied_weights_count_once() -> None:
+    module = mlp()
+    module[1].weight = nn.Parameter(module[0].weight.detach())  # type: ignore[index,union-attr]
+    assert sum(part.nbytes for part in parts_of(module)) == 4 * 256 * 1024
+
+
+def config(**values: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 96, **sizes, **values}
+
+
+def test_a_configuration_is_divided_as_its_own_plan_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    module = module_of(tmp_path, torch.bfloat16, "lm")
+    whole = {part.name: part.nbytes for part in parts_of(module)}
+    halves = {part.name: part.nbytes for part in parts_of(module, Layout(tensor_parallel=2))}
+    assert halves["model.layers.0.mlp.down_proj.weight"] * 2 == whole["model.layers.0.mlp.down_proj.weight"] == 2 * 64 * 128
+    assert halves["model.norm.weight"] == whole["model.norm.weight"]
+    with pytest.raises(ValueError, match="tensor_parallel 4 does not divide the model's num_key_value_heads, 2"):
+        parts_of(module, Layout(tensor_parallel=4))
+    value = module_of(tmp_path, torch.bfloat16, "value")
+    assert sum(part.nbytes for part in parts_of(value)) < sum(whole.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no model configuration"),
+        ("{", "is not JSON"),
+        ("[]", "names no model_type and no architectures"),
+        (json.dumps({"model_type": "qwen2"}), "names no architectures"),
+        (json.dumps(config(model_type="no-such-model")), "cannot build a model"),
+    ],
+)
+def test_what_is_no_configuration_is_said(content: str | None, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises((OSError, ValueError), match=message):
+        placement.forecast({"actor": Model(tmp_path / "config.json")})
+
+
+def test_without_transformers_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install transformers"):
+        module_of(tmp_path, None, "lm")
+
+
+def test_cycles() -> None:
+    assert [phase.name for phase in cycle_of("ppo")] == list(CYCLES["ppo"])
+    last, idle, only = cycle_of(["train", "idle", "log_prob[actor + ref]", "idle"])
+    assert (last.only, idle.name, only.name, only.only) == (None, "idle", "log_prob", ("actor", "ref"))
+    assert cycle_of(["distill"], {"distill": ("actor",)})[0].name == "distill"
+    for wrong, message in (
+        ("grop", "no cycle 'grop'"),
+        (["trian"], "did you mean 'train'"),
+        (["train["], "is no phase"),
+        (["idle"], "has no phase"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cycle_of(cast("Any", wrong))
+
+
+def test_the_state_of_optimizers() -> None:
+    parameters = [each for part in parts_of(mlp(), dtype=torch.bfloat16) for each in part.parameters]
+    count = 2 * 256 * 1024
+    found = {name: sum(state_sizes(name, parameters)) / count for name in OPTIMIZERS}
+    assert found == {"adamw": 4, "adamw-fp32": 8, "adamw-master": 12, "sgd": 0, "sgd-momentum": 2}
+    assert sum(state_sizes("adamw", parameters, {"fused": True})) == 4 * count + 2 * 4
+    assert state_sizes(torch.optim.Adam, parameters, {"amsgrad": True}) == state_sizes("torch.optim:Adam", parameters, {"amsgrad": True})
+    for wrong, message in (
+        ("adamv", "Did you mean 'adamw'"),
+        ("torch.optim:Nothing", "cannot be imported"),
+        ("torch:manual_seed", "not a class"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            state_sizes(wrong, parameters)
+    with pytest.raises(ValueError, match="cannot be made with options"):
+        state_sizes("adamw", parameters, {"speed": 3})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Model(mlp(), readonly=True, optimizer="sgd"), "a readonly model has no optimizer"),
+        (lambda: Model(mlp(), replicated=True), "a replicated model is readonly"),
+        (lambda: Model(mlp(), role="judge"), "role 'judge' is none of"),
+        (lambda: Model(mlp(), gradients=cast("Any", "lost")), "gradients must be one of"),
+        (lambda: placement.forecast({}), "there is no handle"),
+        (lambda: placement.forecast({"actor": Model(mlp(), dtype="bf17")}), "'bf17' is no dtype"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"eval": 1}), "'eval', which the cycle does not have"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"train": -1}), "must be 0 or more"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"), "not a number of bytes"),
+        (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
+    ],
+)
+def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_only_is_for_handles_that_there_are() -> None:
+    with pytest.raises(placement.PhaseError, match="did you mean 'actor'"):
+        placement.forecast({"actor": Model(mlp(), optimizer="sgd")}, cycle=["train[actro]"])
+    told = placement.forecast(
+        {"actor": Model(mlp(), optimizer="adamw"), "critic": Model(mlp(), optimizer="adamw")}, cycle=["train[critic]"]
+    )
+    assert [name for name, nbytes in told.phase("train").handle_bytes.items() if nbytes] == ["critic", "critic.optimizer"]
+
+
+def test_a_cuda_device_counts_in_its_own_chunks() -> None:
+    told = placement.forecast({"actor": Model(mlp(1000))})
+    assert told.handles[0].num_bytes == 2 * 8 * MIB * 2  # 32,000,000 bytes, in multiples of 2 MiB
+    assert told.budget_bytes is None
+    assert told.stall_seconds is None
+    assert told.fits
+
+
+class Sized:
+    """The sizes of a device."""
+
+    def __init__(self, chunk_bytes: int, granularity: int) -> None:
+        self.chunk_bytes, self.granularity = chunk_bytes, granularity
+        self.adopter = SimulatedDevice(0).adopter
+
+
+@given(sizes=st.lists(st.integers(0, 3 * MIB), min_size=1, max_size=8), ranks=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_ranks_that_share_a_host_copy_have_it_once_together(sizes: Sequence[int], ranks: int) -> None:
+    sizing = Sized(256 << 10, 4096)
+    facts = HandleView(name="ref", kind="module", role="ref", state=State.CPU_OFFLOADED, num_bytes=0, readonly=True)
+    handle = RangedHandle(facts, sizing, [StorageSize(size) for size in sizes], shared_by=ranks)
+    whole = RangeSizes.of(sizing, [StorageSize(size) for size in sizes])
+    if ranks > 1:
+        layout = cast("RangeLayout", SimpleNamespace(nbytes=whole.used))
+        assert handle.host_bytes == sum(length for _, length in own_spans(layout, sizing.chunk_bytes, Shares(0, ranks)))
+    moved = handle.load()
+    assert whole.used / ranks <= moved.loaded_bytes <= whole.used
+    assert handle.host_bytes <= (whole.used + 4096) / ranks if ranks > 1 else handle.host_bytes == whole.used
+    assert whole.used <= whole.device < whole.used + 4096
+    assert sum(used for _, used in whole.chunks) == whole.used == whole.stepped or not any(sizes)
+
+
+def test_a_replicated_model_is_loaded_by_all_ranks_of_a_node(tmp_path: Path) -> None:
+    layout, sizing = Layout(shards=8), SimulatedDevice(1 << 30)
+    ways = {"whole": Model(mlp(), readonly=True, sharded=False), "replicated": Model(mlp(), readonly=True, replicated=True)}
+    told = {name: placement.forecast({"ref": model}, layout=layout, cycle=["log_prob"], device=sizing) for name, model in ways.items()}
+    assert told["whole"].peak_bytes == told["replicated"].peak_bytes
+    assert told["whole"].loaded_bytes == 8 * told["replicated"].loaded_bytes
+    assert told["whole"].host_bytes == 8 * told["replicated"].host_bytes
+    assert told["whole"].node_host_bytes == 8 * told["replicated"].node_host_bytes
+
+
+def test_an_engine_that_discards_its_weights_copies_nothing() -> None:
+    for keeps_weights, copied in ((True, MIB), (False, 0)):
+        told = placement.forecast({"rollout": Rollout(MIB, "3MiB", keeps_weights)}, cycle=["rollout"])
+        assert told.phase("rollout").device_bytes == 4 * MIB
+        assert (told.loaded_bytes, told.offloaded_bytes) == (copied, copied)
+
+
+# --- laws
+
+SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=5)
+
+
+def worker(sizes: Sequence[int]) -> list[SimulatedHandle]:
+    """An actor with its optimizer, a readonly ref, and what more there are sizes for."""
+    names = ("actor", "actor.optimizer", "ref", "critic", "reward")
+    handles: list[SimulatedHandle] = []
+    for name, size in zip(names, sizes, strict=False):
+        role, dot, _ = name.partition(".")
+        facts = HandleView(
+            name=name,
+            kind="optimizer" if dot else "module",
+            role=role,
+            state=State.CPU_OFFLOADED,
+            num_bytes=size * MIB,
+            owners=(role,) if dot else (),
+            readonly=name in ("ref", "reward"),
+        )
+        handles.append(PlainHandle(facts))
+    return handles
+
+
+def told(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> placement.Forecast:
+    return in_the_steady_state(
+        resolve_policy(policy),
+        worker(sizes),
+        cycle_of(cycle),
+        budget_bytes=budget * MIB,
+        costs=Costs(Link.of(1e9)),
+        worker_role="hybrid",
+        own_phases=None,
+        ranks_per_node=1,
+    )
+
+
+PHASE_NAMES = st.lists(st.sampled_from([name for name in PHASES if name != "idle"]), min_size=1, max_size=6)
+
+
+@given(sizes=SIZES, policy=st.sampled_from(["colocated", "resident"]), budget=st.integers(1, 200), cycle=PHASE_NAMES)
+@settings(max_examples=150, deadline=None)
+def test_sums_agree(sizes: Sequence[int], policy: str, budget: int, cycle: Sequence[str]) -> None:
+    found = told(sizes, policy, budget, cycle)
+    assert found.fits is (found.over_bytes == 0)
+    held = 0
+    for index, phase in enumerate((*found.phases, *found.phases)):
+        assert phase.device_bytes == sum(phase.handle_bytes.values()) <= budget * MIB
+        assert phase.wanted_bytes - phase.over_bytes in (phase.wanted_bytes, budget * MIB)
+        if index:  # what was there, and came, and did not leave
+            assert phase.device_bytes == held + phase.loaded_bytes - phase.offloaded_bytes - phase.skipped_bytes
+        held = phase.device_bytes
+    assert found.loaded_bytes == found.offloaded_bytes + found.skipped_bytes
+    assert found.peak_bytes >= max(phase.device_bytes for phase in found.phases)
+    assert found.stall_seconds == pytest.approx(sum(phase.stall_seconds or 0 for phase in found.phases))
+
+
+@given(sizes=SIZES, budget=st.integers(1, 200), cycle=st.sampled_from(list(CYCLES.values())))
+@settings(max_examples=60, deadline=None)
+def test_resident_stalls_less_than_colocated_and_not_at_all_where_everything_fits(
+    sizes: Sequence[int], budget: int, cycle: Sequence[str]
+) -> None:
+    resident, colocated = told(sizes, "resident", budget, cycle), told(sizes, "colocated", budget, cycle)
+    if colocated.fits:
+        assert (resident.stall_seconds or 0) <= (colocated.stall_seconds or 0)
+    if sum(sizes) <= budget:
+        assert resident.stall_seconds == 0
+
+
+@given(sizes=SIZES, budget=st.integers(1, 200))
+@settings(max_examples=30, deadline=None)
+def test_text_and_chart_show_every_phase(sizes: Sequence[int], budget: int) -> None:
+    forecasts = [told(sizes, policy, budget, CYCLES["grpo"]) for policy in ("colocated", "resident")]
+    for text in (table(forecasts[0]), comparison(forecasts), chart.svg(forecasts)):
+        assert all(phase in text for phase in (*CYCLES["grpo"], "idle"))
+    root = ElementTree.fromstring(chart.svg(forecasts))
+    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("width") == "64"]
+    assert len(bars) == sum(len(phase.handle_bytes) if phase.fits else 1 for each in forecasts for phase in each.phases)
+    assert placement.Forecast.model_validate_json(forecasts[0].model_dump_json()) == forecasts[0]

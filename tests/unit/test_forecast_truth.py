@@ -1,0 +1,255 @@
+"""Forecasts against the real manager on a simulated device: every byte, and the seconds of a simulated link."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement.engines.tagged import TaggedEngine
+from placement.forecasting import Layout, Model, Recording, Rollout
+from placement.forecasting.cycles import CYCLES
+from placement.forecasting.models import parts_of
+from placement.policies import Colocated
+from placement.testing import SimulatedDevice
+from tests.support.measured_steps import LinkClock, MeasuredPhase, steps, train
+
+transformers = pytest.importorskip("transformers")
+
+RATE = 1e8
+CHUNK_BYTES = 64 << 10
+QWEN2 = transformers.Qwen2Config(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    architectures=["Qwen2ForCausalLM"],
+)
+LLAMA = transformers.LlamaConfig(
+    vocab_size=768,
+    hidden_size=96,
+    intermediate_size=200,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)
+OPTIMIZERS: Mapping[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    config: Any = field(default_factory=lambda: QWEN2)
+    policy: str = "colocated"
+    cycle: Sequence[str] = CYCLES["grpo"]
+    dtype: torch.dtype = torch.bfloat16
+    budget: int = 1 << 30
+    roles: Mapping[str, str | None] = field(default_factory=lambda: {"actor": "adamw", "ref": None})
+    """The optimizer of each role."""
+    keeps_gradients: bool = False
+    engine: Mapping[str, int] | None = None
+
+
+PPO_ROLES = {"actor": "adamw", "critic": "sgd-momentum", "ref": None, "reward": None}
+CASES = {
+    "GRPO, colocated": Case(),
+    "PPO, colocated": Case(LLAMA, cycle=CYCLES["ppo"], roles=PPO_ROLES),
+    "GRPO, resident, all fits": Case(policy="resident", dtype=torch.float32),
+    "GRPO, resident, a budget": Case(policy="resident", budget=2_900_000, dtype=torch.float32),
+    "PPO, resident, a budget": Case(LLAMA, "resident", CYCLES["ppo"], budget=6_500_000, roles=PPO_ROLES),
+    "gradients move with their model": Case(keeps_gradients=True, cycle=CYCLES["ppo"], roles=PPO_ROLES),
+    "gradients stay with their model": Case(policy="resident", keeps_gradients=True, roles=PPO_ROLES),
+    "gradients are dropped": Case(policy="colocated(drop_gradients=True)", keeps_gradients=True),
+    "weights are streamed": Case(policy="colocated(stream_sync=True)", roles={"actor": "sgd"}),
+    "left between phases": Case(cycle=("rollout", "idle", "log_prob", "idle", "train", "checkpoint")),
+    "an engine of its own": Case(engine={"weights": 500_000, "kv_cache": 900_000}),
+    "an engine of its own, resident": Case(policy="resident", budget=2_500_000, engine={"weights": 500_000, "kv_cache": 900_000}),
+}
+
+
+class SleepingEngine(TaggedEngine):
+    """An engine that does nothing, and says so at once."""
+
+    def drain(self) -> None: ...
+    def offload(self, tags: Collection[str]) -> None: ...
+    def load(self, tags: Collection[str]) -> None: ...
+    def admit(self) -> None: ...
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None: ...
+
+
+def model(case: Case, role: str) -> torch.nn.Module:
+    if role in ("critic", "reward"):
+        case.config.num_labels = 1
+        made = transformers.AutoModelForTokenClassification.from_config(case.config, dtype=case.dtype)
+    else:
+        made = transformers.AutoModelForCausalLM.from_config(case.config, dtype=case.dtype)
+    assert isinstance(made, torch.nn.Module)
+    return made
+
+
+def measure(case: Case, device: SimulatedDevice, trace: Path) -> tuple[list[list[MeasuredPhase]], int]:
+    """Run the case for real. Returns its cycles, and the peak of device bytes."""
+    manager = placement.Manager(device=device, policy=case.policy, budget_bytes=case.budget)
+    trained = []
+    for role, name in case.roles.items():
+        made = model(case, role)
+        manager.register(role, made, role=role, readonly=name is None)
+        if name is not None:
+            optimizer = OPTIMIZERS[name](made.parameters())
+            manager.register(f"{role}.optimizer", optimizer)
+            trained.append((made, optimizer))
+        else:
+            trained.append((made, None))  # kept alive
+    if case.engine is not None:
+        engine = SleepingEngine(tag_bytes=case.engine, verify="answer", offloaded=("weights", "kv_cache"))
+        manager.register("rollout", engine, role="rollout")
+
+    def work() -> None:
+        for made, optimizer in trained:
+            if optimizer is not None:
+                train(made, optimizer, keeps_gradients=case.keeps_gradients)
+
+    found = steps(manager, case.cycle, {"train": work})
+    peak = manager.snapshot().peak_bytes
+    placement.trace(manager.journal, trace)
+    manager.close()
+    return found, peak
+
+
+def forecast(case: Case, device: SimulatedDevice, folder: Path) -> placement.Forecast:
+    case.config.save_pretrained(folder)
+    handles: dict[str, Model | Rollout] = {
+        role: Model(
+            folder,
+            optimizer=name,
+            dtype=case.dtype,
+            readonly=name is None,
+            gradients="kept" if case.keeps_gradients and name else "cleared",
+        )
+        for role, name in case.roles.items()
+    }
+    if case.engine is not None:
+        handles["rollout"] = Rollout(case.engine["weights"], case.engine["kv_cache"])
+    return placement.forecast(handles, policy=case.policy, cycle=case.cycle, budget_bytes=case.budget, device=device, link=RATE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forecast_is_what_the_manager_measures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    told = forecast(case, SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), tmp_path)
+    LinkClock().install(monkeypatch)
+    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE)
+    cycles, peak = measure(case, device, tmp_path / "trace.json")
+    assert told.fits
+    assert told.peak_bytes == peak
+    for measured, phases in ((cycles[0], told.first_phases), (cycles[-1], told.phases)):
+        for has, phase in zip(measured, phases, strict=True):
+            assert (has.phase, has.handle_bytes) == (phase.phase, phase.handle_bytes)
+            assert (has.loaded_bytes, has.offloaded_bytes, has.skipped_bytes) == (
+                phase.loaded_bytes,
+                phase.offloaded_bytes,
+                phase.skipped_bytes,
+            ), phase.phase
+            assert has.host_bytes == phase.host_bytes
+            engine = phase.handle_bytes.get("rollout") is not None
+            if not engine:  # an engine's copies are its own, and take no time of the simulated link
+                assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=1e-4), phase.phase
+
+
+def test_a_phase_that_the_manager_refuses_is_told(tmp_path: Path) -> None:
+    case = Case(budget=1_000_000)
+    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
+    told = forecast(case, device, tmp_path)
+    assert [phase.phase for phase in told.phases if not phase.fits] == ["train"]
+    refused = told.phase("train")
+    with pytest.raises(placement.DeviceMemoryError, match=rf"needs .*\({refused.wanted_bytes:,} bytes\)"):
+        measure(case, device, tmp_path / "trace.json")
+    assert refused.wanted_bytes - refused.over_bytes == case.budget
+    assert told.over_bytes == refused.over_bytes
+    assert not told.fits
+
+
+class Early(Colocated):
+    """Colocated, and the optimizer arrives while log_prob computes."""
+
+    name = "early"
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        return replace(plan, prefetch={"actor.optimizer": 1 << 30}) if view.phase == "log_prob" else plan
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005, 1.0])
+def test_bytes_that_arrive_early_stall_nobody(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, chunk_bytes = QWEN2, 512 << 10
+    config.save_pretrained(tmp_path)
+    handles = {"actor": Model(tmp_path, optimizer="adamw", dtype="fp32"), "ref": Model(tmp_path, readonly=True, dtype="fp32")}
+    clock = LinkClock()
+    clock.install(monkeypatch)
+    device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, bandwidth_bytes_per_second=RATE)
+    work = {"log_prob": seconds}
+    told = placement.forecast(handles, policy=Early(), budget_bytes=1 << 30, device=device, link=RATE, work_seconds=work)
+    manager = placement.Manager(device=device, policy=Early(), budget_bytes=1 << 30)
+    actor, ref = (transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    optimizer = torch.optim.AdamW(actor.parameters())
+    manager.register("actor", actor, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    manager.register("ref", ref, role="ref", readonly=True)
+    measured = steps(manager, CYCLES["grpo"], {"train": lambda: train(actor, optimizer), "log_prob": lambda: clock.sleep(seconds)})[-1]
+    manager.close()
+    for has, phase in zip(measured, told.phases, strict=True):
+        assert has.device_bytes == phase.device_bytes, phase.phase
+        assert has.loaded_bytes == phase.loaded_bytes, phase.phase
+        # The copies of whole chunks that have begun go on; the forecast cuts at a byte.
+        assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=chunk_bytes / RATE), phase.phase
+    assert told.fits
+    assert (told.phase("train").stall_seconds == 0) is (seconds == 1.0)
+
+
+def test_a_recording_tells_what_the_other_policy_costs(tmp_path: Path) -> None:
+    """Recorded under one policy, forecast under the other, and compared with a run under the other one."""
+    case = CASES["GRPO, colocated"]
+    other = Case(policy="resident")
+    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES, bandwidth_bytes_per_second=RATE)
+    measure(case, device, tmp_path / "colocated.json")
+    measured, peak = measure(other, device, tmp_path / "resident.json")
+    recording = Recording.read(tmp_path / "colocated.json")
+    same, told = recording.forecast(link=RATE), recording.forecast("resident", link=RATE)
+    assert same.loaded_bytes == recording.moved.loaded_bytes
+    assert same.offloaded_bytes == pytest.approx(recording.moved.offloaded_bytes, rel=0.01)  # a first offload copies without padding
+    assert same.policy == "colocated"
+    assert told.loaded_bytes == sum(phase.loaded_bytes for cycle in measured for phase in cycle) == 0
+    assert told.peak_bytes == pytest.approx(peak, rel=0.1)
+    assert told.stall_seconds == 0 < (same.stall_seconds or 0)
+
+
+def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    made = transformers.AutoModelForCausalLM.from_config(LLAMA, dtype=torch.float32)
+    told = parts_of(made, Layout(shards=7, gpus_per_node=7))
+    torch.distributed.init_process_group("fake", rank=0, world_size=7, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (7,))
+        for layer in made.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(made, mesh=mesh)
+        has = [parameter.to_local().untyped_storage().nbytes() for parameter in made.parameters()]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [part.nbytes for part in told if part.parameters] == has

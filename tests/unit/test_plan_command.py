@@ -1,0 +1,174 @@
+"""The command `placement plan`: jobs, recordings, comparisons, charts, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement.cli import main
+from placement.forecasting import Recording
+from placement.testing import SimulatedDevice
+
+CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("run") / "trace.json"
+    manager = placement.Manager(device=SimulatedDevice(1 << 30, chunk_bytes=1 << 16), budget_bytes=1 << 24)
+    actor, ref = (torch.nn.Linear(256, 256) for _ in range(2))
+    optimizer = torch.optim.AdamW(actor.parameters())
+    manager.register("actor", actor, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    manager.register("ref", ref, role="ref", readonly=True)
+    for _ in range(3):
+        with manager.phase("log_prob", only=["ref"]) as step:
+            step.switch("train")
+            actor(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    placement.trace(manager.journal, path)
+    manager.close()
+    return str(path)
+
+
+def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [model, "--shards", "2", "--kv-cache", "64MiB", "--budget", "1GiB", "--rate", "1GB", "--work", "train=2,rollout=3.5"]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("one of 2 ranks (shards 2, tensor parallel 1, data parallel 1), 2 a node\n")
+    assert text.rstrip().endswith("everything fits")
+    assert all(
+        name in text for name in ("rollout", "log_prob", "train", "weight_sync", "actor.optimizer", "3.500", "a node; on disk: none")
+    )
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_job_that_does_not_fit_says_where_and_by_how_much(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--budget", "100MiB", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (refused,) = [phase for phase in found["phases"] if not phase["fits"]]
+    assert refused["phase"] == "train"
+    assert refused["wanted_bytes"] - (100 << 20) == refused["over_bytes"] == found["over_bytes"]
+    assert main(["plan", model, "--budget", "100MiB"]) == 1
+    assert f"({refused['over_bytes']:,} bytes) too many" in capsys.readouterr().out
+
+
+def test_policies_side_by_side(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "plan.svg"
+    policies = "colocated(drop_gradients=True, stream_sync=False),resident"
+    words = [model, "--cycle", "ppo", "--compare", policies, "--budget", "1GiB", "--rate", "1GB", "--chart", str(chart)]
+    assert main(["plan", *words]) == 0
+    head, text = (out := capsys.readouterr().out).split("\n\n", 1)
+    assert "resident" in text
+    assert "critic" not in head
+    assert out.count("yes") == 2
+    assert chart.read_text().startswith("<svg")
+    assert main(["plan", *words, "--json"]) == 0
+    assert [each["policy"] for each in json.loads(capsys.readouterr().out)] == ["colocated", "resident"]
+
+
+def test_options_of_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--roles", "actor,ref", "--dtype", "float32", "--optimizer", "adamw-master", "--gradients", "kept", "--shards", "8"]
+    assert main(["plan", model, *words, "--replicated", "ref", "--model-of", f"ref={model}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    handles = {each["name"]: each for each in found["handles"]}
+    assert handles["ref"]["node_host_bytes"] < 8.1 * handles["ref"]["host_bytes"]
+    assert handles["actor.optimizer"]["host_bytes"] == pytest.approx(3 * handles["actor"]["host_bytes"] / 2, rel=0.01)
+    assert found["budget_bytes"] is None
+
+
+def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", trace, "--compare", "colocated,resident", "--rate", "1GB"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("measured: worker placement")
+    assert "log_prob[ref]" in text
+    assert main(["plan", "--from", trace, "--budget", "500KiB", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["policy"] == "colocated"
+    assert {phase["phase"] for phase in found["phases"] if not phase["fits"]} == {"train"}
+    recording = Recording.read(trace)
+    assert [phase.name for phase, _ in recording.phases].count("train") == 3
+    assert recording.forecast().offloaded_bytes == pytest.approx(recording.moved.offloaded_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a model's configuration, or --from"),
+        (["MODEL", "--from", "trace.json"], "one of the two"),
+        (["absent.json"], "there is no model configuration absent.json"),
+        (["MODEL", "--link", "absent.json"], "there is no file absent.json"),
+        (["MODEL", "--link", "absent.json", "--rate", "1GB"], "not both"),
+        (["MODEL", "--cycle", "rollout,trian"], "did you mean 'train'"),
+        (["MODEL", "--roles", "actor,judge"], "--roles: judge is not among"),
+        (["MODEL", "--replicated", "reward"], "--replicated: reward is not among"),
+        (["MODEL", "--model-of", "ref"], "is not of the form ROLE=CONFIG"),
+        (["MODEL", "--work", "train=long"], "'long' of phase 'train' is no number"),
+        (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
+        (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
+        (["MODEL", "--chart", "plan.png"], "give a name that ends in .svg"),
+        (["MODEL", "--roles", "actor,rollout", "--kv-cache", "1GiB"], "leave the role rollout out"),
+        (["--from", "absent.json"], "there is no trace absent.json"),
+    ],
+)
+def test_bad_input_is_said(
+    words: list[str], message: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *(model if word == "MODEL" else word for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no Chrome trace"),
+        ('{"traceEvents": 3}', "has no list of traceEvents"),
+        ('{"traceEvents": []}', "has no facts about a manager"),
+        ('{"traceEvents": [{"name": "placement_manager", "pid": 1, "args": {"handles": []}}]}', "before the manager is closed"),
+    ],
+)
+def test_what_is_no_trace_is_said(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    assert main(["plan", "--from", str(path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_of_several_workers_needs_a_name(trace: str, tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
+    both = [{**event, "pid": pid} for pid in (1, 2) for event in events]
+    for event in both:
+        if event["name"] == "process_name":
+            event["args"] = {"name": f"rank{event['pid']}"}
+    path = tmp_path / "both.json"
+    path.write_text(json.dumps({"traceEvents": both}))
+    with pytest.raises(placement.PlacementError, match="several workers: choose one; it has rank1, rank2"):
+        Recording.read(path)
+    assert Recording.read(path, "rank2").worker == "rank2"
+    assert main(["plan", "--from", str(path), "--worker", "rank3"]) == 1
