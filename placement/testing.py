@@ -208,6 +208,9 @@ class Faults(Device):
     def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
         self.device.mend_poison(addresses, offset, nbytes)
 
+    def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
+        self.device.when_out_of_memory(give_back)
+
     def trim(self) -> None:
         self.device.trim()
 

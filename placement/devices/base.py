@@ -395,6 +395,13 @@ class Device(abc.ABC):
         """
         return ()
 
+    def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
+        """Have a function called when torch's allocator finds no memory on this device, just before it raises. For the device's life.
+
+        The function may return memory to the driver, which the next allocation finds. It is called on the allocating thread, and must
+        not raise. A device whose allocator does not tell never calls it.
+        """
+
     def trim(self) -> None:
         """Make torch's allocator return its cached memory to the driver. Waits for the whole device; never used in the hot path."""
 

@@ -189,6 +189,11 @@ class PlanExecutor:
             failures.append(written)
         return failures
 
+    def give_up_early(self, name: str) -> None:
+        """Return the memory of all early chunks to the driver, and leave more room in the phase `name` from now on."""
+        self.prefetcher.give_up(name)
+        self.planner.memory = self._device.memory()
+
     def _look_ahead(self, name: str, plan: Plan) -> tuple[Ahead, int]:
         return self.prefetcher.look_ahead(name, plan, self._reconciler.chunk_pool)
 

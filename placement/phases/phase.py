@@ -122,6 +122,22 @@ class Phase:
         context = self._require_open("keep a handle")
         context._stack.keep(context, handle if isinstance(handle, str) else handle.name)
 
+    def done_with(self, handle: Handle | str) -> None:
+        """Offload a handle now, because the rest of this phase needs it no more. Its memory is used for what the plan prefetches.
+
+        An optimizer that steps the handle stays. Using the handle before the next phase that loads it raises `NotResidentError`. In a
+        group each rank calls this for itself, or does not. Does nothing if the handle is off the device.
+
+        Args:
+            handle: the handle or its name.
+
+        Raises:
+            PhaseError: this phase is not open, another phase is open inside it, or no handle has this name.
+            Exception: the handle could not be offloaded. It stays on the device.
+        """
+        context = self._require_open("be done with a handle")
+        context._stack.done_with(context, handle if isinstance(handle, str) else handle.name)
+
     @contextmanager
     def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
         """Try a phase transition of this open phase in the block. A failure is told to the group, see `TransitionLock.attempt`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,6 +57,8 @@ class PhaseStack:
         self._gone: deque[Handle] = deque()
         self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, self._gone.append)
         self._handles = self.registry.handles
+        give_up = weakref.WeakMethod(self.give_up_early)
+        device.when_out_of_memory(lambda: None if (method := give_up()) is None else method())
         self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
         self._planner = self.executor.planner
         self._plans = EnclosingPlans(self._planner, self._handles)
@@ -159,6 +162,33 @@ class PhaseStack:
         opened = self._require_open(phase, "keep a handle")
         self.known(name)
         opened.kept.add(name)
+
+    def done_with(self, phase: Opener, name: str) -> None:
+        with self.lock.transition():
+            opened = self._require_innermost(phase, f"be done with {name!r}")
+            handle, plan = self.known(name), opened.plan
+            if handle.external or not handle.node[1]:
+                return
+            began = time.monotonic()
+            try:
+                opened.plan = replace(plan.without(name).also(name, State.CPU_OFFLOADED), prefetch=plan.prefetch)
+                opened.kept.discard(name)
+                self.executor.carry_out(opened.plan, opened.name)
+            except BaseException as error:
+                opened.plan = plan
+                self._note(error, self.executor.retreat(plan, opened.name))
+                raise
+            finally:
+                self._journal.stall_seconds[opened.name] += time.monotonic() - began
+
+    def give_up_early(self) -> None:
+        """Return the memory of all early chunks to the driver, because torch's allocator has found none. Any thread may call this.
+
+        Does nothing while a phase transition is under way. The open phase gets less room for early chunks from now on.
+        """
+        with self.lock.if_free() as is_free:
+            if is_free:
+                self.executor.give_up_early(self.phase_name)
 
     def _raise_after(self, name: str, failures: list[Exception], error: BaseException | None) -> None:
         """Report the failures of leaving phase `name`: as notes on the user's exception `error`, or by raising if there is none."""

@@ -107,6 +107,16 @@ class TransitionLock:
                 if torch.is_grad_enabled() is not grad_was_on:
                     torch.set_grad_enabled(grad_was_on)
 
+    @contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Hold the lock if that is possible at once, outside of any phase transition. Gives whether it is held."""
+        held = self._lock.acquire(blocking=False)
+        try:
+            yield held and not self._is_busy and not self.is_closed and os.getpid() == self.pid
+        finally:
+            if held:
+                self._lock.release()
+
     def sweep_if_free(self) -> None:
         """Sweep now, unless a phase transition is under way in this or another thread. In that case the next one sweeps."""
         if self._lock.acquire(blocking=False):

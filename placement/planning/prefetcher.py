@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from placement.core.journal import logger
 from placement.core.states import Plan
 from placement.devices.base import Device
 from placement.planning.planner import Planner
@@ -49,6 +50,8 @@ class Prefetcher:
         self._prefetch = Prefetch(device)
         self._has_any = False
         """Whether anything may have arrived early and be unused."""
+        self._most_bytes: dict[str, int] = {}
+        """By phase: the most bytes that may be early in it, where torch's allocator has found no memory before."""
 
     @property
     def discarded_bytes(self) -> int:
@@ -71,7 +74,7 @@ class Prefetcher:
         """
         if not plan.prefetch and not self._has_any:
             return NOTHING_AHEAD, 0
-        wanted = dict(self._wanted(plan, self._planner.room_bytes(name, plan)))
+        wanted = dict(self._wanted(plan, self._room_bytes(name, plan)))
         given = 0
         for handle in self._handles.values():
             if handle.holding is not None and not plan.on_device(handle.name):
@@ -81,6 +84,18 @@ class Prefetcher:
         for storage in staying:
             self._prefetch.prepare(storage)
         return Ahead(staying, partial(self._begin, name, plan)), given
+
+    def give_up(self, name: str) -> None:
+        """Return the memory of all early chunks to the driver. The phase gets half as much from now on."""
+        self.hold()
+        chunk_pool, given = ChunkPool(self._device), 0
+        for handle in self._handles.values():
+            if handle.holding is not None:
+                given += handle.holding.give_up_early(0, chunk_pool)
+        chunk_pool.release()
+        if given:
+            self._most_bytes[name] = given // 2
+            logger.warning("out of memory in phase %s: gave up %s early bytes; it gets half as many from now on", name, f"{given:,}")
 
     def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
@@ -93,9 +108,13 @@ class Prefetcher:
         memory = self._device.memory()
         early_bytes = sum(handle.storage.prefetched_bytes for handle in self._handles.values())
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
-        room_bytes = min(self._planner.room_bytes(name, plan), early_bytes + spare_bytes)
+        room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
         chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
         self._prefetch.begin(self._wanted(plan, room_bytes), chunk_pool)
+
+    def _room_bytes(self, name: str, plan: Plan) -> int:
+        room_bytes = self._planner.room_bytes(name, plan)
+        return min(room_bytes, self._most_bytes.get(name, room_bytes))
 
     def _wanted(self, plan: Plan, room_bytes: int) -> Iterator[tuple[ManagedStorage, int]]:
         """The storages of which bytes may arrive early, in the plan's order, each with as many bytes as there is room for."""

@@ -335,3 +335,72 @@ def test_a_plan_keeps_its_prefetch_through_its_methods() -> None:
     other = Plan(dict.fromkeys("abc", State.CPU_OFFLOADED), prefetch={"a": 9, "c": 9})
     assert plan.limited_to(["a"], other).prefetch == {"a": 1, "c": 9}
     assert copy.deepcopy(plan) == plan
+
+
+# --- memory that the user's own allocations need
+
+
+def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets_less_from_then_on() -> None:
+    worker = early_worker({"log_prob": {"critic": ALL, "critic.optimizer": ALL}})
+    device = worker.manager.device
+    assert isinstance(device, SimulatedDevice)
+    with worker.manager.phase("log_prob") as step:
+        first = sum(early_bytes(worker).values())
+        device.run_out_of_memory()
+        assert early_bytes(worker) == {}
+        assert device.memory().chunk_bytes == worker.actor.resident_bytes + worker.ref.resident_bytes
+        step.switch("reward")
+        step.switch("log_prob")
+        assert 0 < sum(early_bytes(worker).values()) <= first // 2
+        step.switch("values")
+        worker.critic_net(torch.ones(1, 64))
+    assert worker.manager.snapshot().prefetch_discarded_bytes >= first
+    assert_nothing_resident(worker.manager)
+
+
+def test_out_of_memory_in_the_middle_of_a_phase_transition_leaves_it_alone() -> None:
+    class Short(SimulatedDevice):
+        def create(self, nbytes: int) -> placement.devices.base.Chunk:
+            self.run_out_of_memory()
+            return super().create(nbytes)
+
+    worker = early_worker({"log_prob": {"critic": ALL}}, device=Short(CAPACITY, chunk_bytes=CHUNK))
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        step.switch("values")
+        assert last_load(worker, "critic") == (0, used_bytes(worker, "critic"))
+
+
+# --- a phase that is done with a handle
+
+
+def test_done_with_offloads_at_once_and_its_memory_is_used_for_what_comes_next() -> None:
+    sizes = Worker(device=SimulatedDevice(CAPACITY, chunk_bytes=CHUNK))
+    budget = sizes.actor.num_bytes + sizes.ref.num_bytes
+    worker = early_worker({"log_prob": {"critic": ALL}}, budget_bytes=budget)
+    with worker.manager.phase("log_prob") as step:
+        assert early_bytes(worker) == {}
+        step.done_with(worker.ref)
+        assert worker.ref.state is State.CPU_OFFLOADED
+        assert early_bytes(worker) == {"critic": worker.critic.num_bytes}
+        with pytest.raises(placement.NotResidentError):
+            worker.ref_net(torch.ones(1, 64))
+        worker.net(torch.ones(1, 64))
+        step.done_with("ref")  # a second time: nothing to do
+        with worker.manager.phase("checkpoint"):
+            pass
+        assert worker.ref.state is State.CPU_OFFLOADED  # the phase around an inner one stays without it
+        step.switch("log_prob")
+        assert worker.ref.state is State.GPU_RESIDENT
+    assert_nothing_resident(worker.manager)
+
+
+def test_done_with_says_what_it_cannot_do() -> None:
+    worker = early_worker({})
+    with worker.manager.phase("log_prob") as step:
+        with pytest.raises(placement.PhaseError, match="no handle 'rf', did you mean 'ref'"):
+            step.done_with("rf")
+        with worker.manager.phase("values"), pytest.raises(placement.PhaseError, match="is open inside phase"):
+            step.done_with("ref")
+    with pytest.raises(placement.PhaseError, match="not open"):
+        step.done_with("ref")

@@ -303,6 +303,17 @@ class CudaDevice(Device):
     def communicators(self) -> Sequence[Communicator]:
         return communicators.of_device(self.torch_device)
 
+    def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
+        index = self.torch_device.index
+
+        def observe(device: int, *_: int) -> None:
+            if device == index:
+                give_back()
+
+        attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if attach is not None:  # no public name, and a torch without it only leaves what arrived early where it is
+            attach(observe)
+
     def trim(self) -> None:
         self._shared_tensors.collect()
         with torch.cuda.device(self.torch_device):

@@ -12,7 +12,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -118,6 +118,7 @@ class SimulatedDevice(Device):
         self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._ranges: WeakIdSet[SimulatedRange] = WeakIdSet()
         self._poison = poison_of(self, self._file, chunk_bytes)
+        self._when_out_of_memory: list[Callable[[], object]] = []
 
     @property
     def uuid(self) -> str:
@@ -281,6 +282,14 @@ class SimulatedDevice(Device):
         check_span(offset, nbytes, addresses.nbytes)
         if nbytes:
             self._poison.mend(self._own(addresses), offset, nbytes)
+
+    def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
+        self._when_out_of_memory.append(give_back)
+
+    def run_out_of_memory(self) -> None:
+        """Do what torch's allocator does on a real device when it finds no memory, before it raises."""
+        for give_back in self._when_out_of_memory:
+            give_back()
 
     def close(self) -> None:
         if os.getpid() == self._pid:
