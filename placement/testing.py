@@ -246,7 +246,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     kept_by_framework: list[str] = []
     for name, handle in handles.items():
         if handle.state is State.CPU_OFFLOADED:
-            if left := handle.resident_bytes - (handle.storage.prefetched_bytes if in_phase else 0):
+            if left := handle.resident_bytes - (handle.prefetched_bytes if in_phase else 0):
                 problems.append(f"{name} is CPU_OFFLOADED and holds {left:,} bytes")
             kept_by_framework += [
                 f"{name} is CPU_OFFLOADED, and its framework keeps {n:,} bytes on the device: {what}"

@@ -51,7 +51,7 @@ class Prefetcher:
         self._has_any = False
         """Whether anything may have arrived early and be unused."""
         self._most_bytes: dict[str, int] = {}
-        """By phase: the most bytes that may be early in it, where torch's allocator has found no memory before."""
+        """The most bytes that may be early in a phase in which torch's allocator has found no memory before."""
 
     @property
     def discarded_bytes(self) -> int:

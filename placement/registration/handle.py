@@ -104,6 +104,11 @@ class Handle:
         return self.storage.resident_bytes
 
     @property
+    def prefetched_bytes(self) -> int:
+        """The part of `resident_bytes` that arrived early, while the handle is CPU_OFFLOADED (see `Plan.prefetch`)."""
+        return self.storage.prefetched_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Device bytes that the object needs while it is on the device.
 

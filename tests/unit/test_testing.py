@@ -109,7 +109,10 @@ class Managed(SimpleNamespace):
 
 
 def managed(device: Faults, *, phases: tuple[str, ...] = (), ok: bool = True, **handles: tuple[State, int, str | None]) -> Any:
-    views = {n: SimpleNamespace(state=s, resident_bytes=b, external=e, kept_by_framework=()) for n, (s, b, e) in handles.items()}
+    views = {
+        n: SimpleNamespace(state=s, prefetched_bytes=0, resident_bytes=b, external=e, kept_by_framework=())
+        for n, (s, b, e) in handles.items()
+    }
     return Managed(device=device, handles=views, phases=phases, ok=ok)
 
 
