@@ -95,7 +95,8 @@ class HeldStorage(Storage):
     @property
     def resident_bytes(self) -> int:
         """Bytes of the chunks behind the ranges and of those that arrived early, plus `unadopted_bytes`."""
-        return self.chunk_bytes + self.unadopted_bytes
+        storages = self.storages
+        return storages.chunk_bytes + (storages.early_bytes if storages.may_have_early else 0) + self.unadopted_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -104,7 +105,7 @@ class HeldStorage(Storage):
 
     @property
     def prefetched_bytes(self) -> int:
-        return self.storages.early_bytes
+        return self.storages.early_bytes if self.storages.may_have_early else 0
 
     @property
     def unadopted_bytes(self) -> int:

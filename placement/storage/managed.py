@@ -26,6 +26,8 @@ from placement.storage.unadopt import unadopt
 class ManagedStorage(HeldStorage):
     """The unit of a move: the steps that load and offload the bytes of one object."""
 
+    can_prefetch = True
+
     # --- adopting
 
     def adopt(self) -> None:
@@ -126,10 +128,6 @@ class ManagedStorage(HeldStorage):
             if r.early is not None:
                 r.early.discard(gone, chunk_pool)
         return before - self.prefetched_bytes
-
-    @property
-    def can_prefetch(self) -> bool:
-        return True
 
     @property
     def is_complete(self) -> bool:

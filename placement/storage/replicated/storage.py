@@ -43,6 +43,9 @@ class ReplicatedStorage(ManagedStorage):
         ranks: the ranks that share it. All of them register it in the same change of the group.
     """
 
+    can_prefetch = False
+    """A load gathers what other ranks copy, so all ranks would have to bring the same chunks early."""
+
     def __init__(self, device: Device, adapter: Adapter, name: str, ranks: Ranks) -> None:
         super().__init__(device, adapter, name, readonly=True)
         self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks))
@@ -73,11 +76,6 @@ class ReplicatedStorage(ManagedStorage):
             if r.part_bytes(index):
                 self._waiting.append((r, index, self.device.mark("to_device")))
         return brought
-
-    @property
-    def can_prefetch(self) -> bool:
-        """False: a load gathers what other ranks copy, so all ranks would have to bring the same chunks early."""
-        return False
 
     @property
     def is_complete(self) -> bool:

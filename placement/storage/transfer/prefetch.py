@@ -79,6 +79,7 @@ class Prefetch:
         """Give the ranges of a storage addresses for early chunks, as far as there can be any."""
         for r in storage.ranges:
             if r.early is None and _can_arrive_early(r):
+                storage.storages.may_have_early = True
                 r.early = EarlyChunks(self._device, r.chunk_sizes, r.nbytes, r.host.address, self.hold)
 
     def _add(self, storage: ManagedStorage, room_bytes: int, chunk_pool: ChunkPool) -> None:
