@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import placement
+from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.late_device import LateDevice
 
 _PAGE = Path(__file__).parents[2] / "docs" / "offloaded.md"
 
@@ -44,7 +47,7 @@ class World:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.manager = placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 28))
+        self.manager = self.make_manager()
         self.model = nn.Sequential(nn.Linear(4, 4), Hooked(4, 4))
         self.adam = torch.optim.AdamW(self.model.parameters())
         self.adam.register_state_dict_post_hook(lambda _, found: copy.deepcopy(found))
@@ -57,6 +60,12 @@ class World:
             self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
             self.moments = {name: self.adam.state[p]["exp_avg"].clone() for name, p in self.model.named_parameters()}
+        self.check_left()
+
+    def make_manager(self) -> placement.Manager:
+        return placement.Manager(device=SimulatedDevice(capacity_bytes=1 << 28))
+
+    def check_left(self) -> None:
         assert_nothing_resident(self.manager)
 
     def entered(self) -> None:
@@ -71,8 +80,32 @@ class World:
                 assert torch.equal(parameter, self.values[name]), name
                 assert torch.equal(parameter.grad, self.gradients[name]), name
                 assert torch.equal(self.adam.state[parameter]["exp_avg"], self.moments[name]), name
-        assert_nothing_resident(self.manager)
+        self.check_left()
         assert self.manager.audit().ok, self.manager.audit().report
+
+
+class EarlyWorld(World):
+    """The same while everything stays on the device as early chunks, which are being saved to the host copy."""
+
+    def make_manager(self) -> placement.Manager:
+        return placement.Manager(device=LateDevice(1 << 28, chunk_bytes=1 << 18), policy=AlwaysEarly())
+
+    def check_left(self) -> None:
+        handles = self.manager.handles.values()
+        assert all(handle.resident_bytes == handle.prefetched_bytes for handle in handles)
+
+    def check_values(self) -> None:
+        super().check_values()
+        self.manager.close()
+
+
+class AlwaysEarly(Colocated):
+    """Colocated, and whatever is off the device is early, outside every phase too."""
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        off = {name: h.num_bytes for name, h in view.handles.items() if h.can_prefetch and plan[name] is placement.State.CPU_OFFLOADED}
+        return replace(plan, prefetch=off)
 
 
 Way = Callable[[World], object]
@@ -266,9 +299,10 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
 @pytest.mark.parametrize(("outcome", "way"), CASES)
-def test_the_page_is_right(outcome: str, way: Way) -> None:
+@pytest.mark.parametrize("make_world", [World, EarlyWorld])
+def test_the_page_is_right(make_world: type[World], outcome: str, way: Way) -> None:
     torch._dynamo.reset()
-    world = World()
+    world = make_world()
     if outcome.startswith("`NotResidentError`"):
         with pytest.raises(placement.NotResidentError, match="'actor"):
             way(world)
@@ -280,8 +314,9 @@ def test_the_page_is_right(outcome: str, way: Way) -> None:
     world.check_values()
 
 
-def test_checkpoints_are_right_in_every_state(tmp_path: Path) -> None:
-    world = World()
+@pytest.mark.parametrize("make_world", [World, EarlyWorld])
+def test_checkpoints_are_right_in_every_state(make_world: type[World], tmp_path: Path) -> None:
+    world = make_world()
     _checkpoint(world, tmp_path)
     world.check_values()
 
