@@ -14,14 +14,16 @@ _SLOTS = 5
 
 @dataclass(frozen=True)
 class Drawn:
-    """Handle `x7` belongs to slot 7 % 5; the table has a state for every phase and slot."""
+    """Handle `x7` belongs to slot 7 % 5; the table has a state for every phase and slot. Some phases want some slots early."""
 
     table: dict[str, tuple[tuple[State, bool], ...]]
+    early: dict[str, tuple[int, ...]]
+    """For every phase and slot the bytes that are wanted early."""
     name: str = "drawn"
 
     def plan(self, view: View) -> Plan:
         targets: dict[str, State] = {}
-        streamed = []
+        streamed, prefetch = [], {}
         for handle in view.handles.values():
             state, streams = self.table[view.phase][int(handle.name[1:]) % _SLOTS]
             if handle.readonly and state is State.TRAINING:
@@ -29,11 +31,16 @@ class Drawn:
             targets[handle.name] = state
             if streams and state is State.SYNCING:
                 streamed.append(handle.name)
-        return Plan(targets, frozenset(streamed))
+            if handle.can_prefetch and state is State.CPU_OFFLOADED and view.budget_bytes:
+                prefetch[handle.name] = self.early[view.phase][int(handle.name[1:]) % _SLOTS]
+        return Plan(targets, frozenset(streamed), prefetch=prefetch)
 
 
 def drawn_policies() -> st.SearchStrategy[Drawn]:
     """Policies over the phases in use; TRAINING often, because only then may values change."""
     slot = st.tuples(st.sampled_from([*State, State.TRAINING]), st.booleans())
     slots = st.tuples(*[slot] * _SLOTS)
-    return st.builds(Drawn, st.fixed_dictionaries(dict.fromkeys((*PHASES_USED, "idle"), slots)))
+    early = st.tuples(*[st.sampled_from([0, 0, 8192, 1 << 30])] * _SLOTS)
+    nothing = st.just((0,) * _SLOTS)  # outside every phase nothing is left, which is checked
+    wanted = st.fixed_dictionaries(dict.fromkeys(PHASES_USED, early) | {"idle": nothing})
+    return st.builds(Drawn, st.fixed_dictionaries(dict.fromkeys((*PHASES_USED, "idle"), slots)), wanted)
