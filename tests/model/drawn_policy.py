@@ -40,7 +40,7 @@ def drawn_policies() -> st.SearchStrategy[Drawn]:
     """Policies over the phases in use; TRAINING often, because only then may values change."""
     slot = st.tuples(st.sampled_from([*State, State.TRAINING]), st.booleans())
     slots = st.tuples(*[slot] * _SLOTS)
-    early = st.tuples(*[st.sampled_from([0, 0, 8192, 1 << 30])] * _SLOTS)
+    early = st.tuples(*[st.sampled_from([1 << 30, 8192, 0])] * _SLOTS)
     nothing = st.just((0,) * _SLOTS)  # outside every phase nothing is left, which is checked
     wanted = st.fixed_dictionaries(dict.fromkeys(PHASES_USED, early) | {"idle": nothing})
     return st.builds(Drawn, st.fixed_dictionaries(dict.fromkeys((*PHASES_USED, "idle"), slots)), wanted)
