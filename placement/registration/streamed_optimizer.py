@@ -102,6 +102,7 @@ class StreamedOptimizer:
         """
         handle = self._handle()
         assert handle is not None
+        self.is_running = False
         for optimizer in self._adapter.optimizers():
             if not self._is_installed:
                 self._refuse(replaced_step(optimizer))
@@ -112,17 +113,20 @@ class StreamedOptimizer:
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step of the user's, with its hooks. Returns what the closure returned; None without one."""
         self._refuse(refusal_now(optimizer))
-        self.is_running = True
         try:
-            return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
+            try:
+                self.is_running = True
+                return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
+            finally:
+                self.is_running = False
         finally:
-            self.is_running = False
+            self.is_running = False  # a second time, because an interrupt can arrive before the inner `finally`
 
     @property
     def is_wanted(self) -> bool:
         """Whether the next step is to be streamed."""
         handle = self._handle()
-        return handle is not None and handle.is_streaming and not self.is_running
+        return handle is not None and handle.is_streaming
 
     def _between_hooks(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

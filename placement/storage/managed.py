@@ -205,8 +205,7 @@ class ManagedStorage(HeldStorage):
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
             self.storages.forget_gradients()
         if not self.on_device:
-            if self.is_stepping:
-                settle(self, chunk_pool)
+            settle(self, chunk_pool)
             if self._is_copying:
                 self.device.sync()
                 self._drop_early(chunk_pool)

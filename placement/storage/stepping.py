@@ -24,11 +24,13 @@ _logger = logging.getLogger("placement")
 
 
 def settle(holding: HeldStorage, chunk_pool: ChunkPool) -> None:
-    """End a streamed step, wherever it stopped: all state is on the host, and poison behind every address. Idempotent.
+    """End a streamed step, if one has begun, wherever it stopped: all state is on the host, and poison behind every address. Idempotent.
 
     Raises:
         RuntimeError: the device failed. What the host does not have yet is still on the device, and the call can be repeated.
     """
+    if not holding.is_stepping:
+        return
     device, storages = holding.device, holding.storages
     if any(r.chunks for r in holding.ranges):
         device.sync()  # kernels of the step on other streams, and copies to the device

@@ -219,6 +219,29 @@ def test_whole_steps_and_streamed_ones_may_follow_one_another() -> None:
     pair.check()
 
 
+def test_bytes_that_arrived_early_are_not_used_after_a_step() -> None:
+    def early(view: View) -> Plan:
+        adam = view.handles["adam"]
+        return view.total_plan({"actor": State.GPU_RESIDENT}, prefetch={"adam": adam.num_bytes} if adam.can_prefetch else {})
+
+    pair = Pair(adamw, policy=Scripted(log_prob=early, train=Colocated("streamed").plan, values=Colocated().plan))
+    pair.step(0)
+    for step in (1, 2):
+        with pair.manager.phase("log_prob") as phase:
+            assert pair.handle.storage.prefetched_bytes > 0
+            phase.switch("train")
+            for net, optimizer in pair.both():
+                optimizer.zero_grad()
+                net(words(step)).backward()
+                optimizer.step()
+            assert pair.handle.storage.prefetched_bytes == 0
+            phase.switch("restore")
+            state = {index: entry["exp_avg"] for index, entry in enumerate(pair.optimizer.state.values())}
+            wanted = {index: entry["exp_avg"] for index, entry in enumerate(pair.other.state.values())}
+            assert_same(state, wanted)
+    pair.check()
+
+
 def test_a_state_dict_that_is_kept_follows_the_steps() -> None:
     pair = Pair(adamw)
     pair.step(0)
