@@ -61,6 +61,21 @@ def deepspeed() -> Any:
     return importlib.import_module("deepspeed.runtime.zero.offload_states")
 
 
+def deepspeed_cpu_adam() -> Any:
+    """DeepSpeed's `DeepSpeedCPUAdam`, whose C++ code is compiled at its first use. It needs the whole package."""
+    if not hasattr(sys.modules.get("deepspeed"), "ops"):
+        for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+            del sys.modules[name]  # stand-ins of `deepspeed` above
+    return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+
+
+def megatron_hybrid() -> Any:
+    """Megatron's `HybridDeviceOptimizer`. Its streams need a GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("HybridDeviceOptimizer needs a GPU")
+    return importlib.import_module("megatron.core.optimizer.cpu_offloading").HybridDeviceOptimizer
+
+
 def verl() -> Any:
     """`verl.utils.fsdp_utils`."""
     for package in ("verl", "verl.utils"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 FOLDER = Path(os.environ.get("PLACEMENT_BENCH_RESULTS", Path(__file__).parent / "results"))
-_PEERS = ("accelerate", "deepspeed", "torch_memory_saver", "verl")
+_PEERS = ("accelerate", "deepspeed", "megatron-core", "torch_memory_saver", "verl")
 
 
 @dataclass(frozen=True)

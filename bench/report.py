@@ -37,6 +37,8 @@ TABLE: tuple[_Line, ...] = (
     _Line("weights", "load, until the host goes on", "load, host blocked", False),
     _Line("adam", "offload, rate", "offload", True),
     _Line("adam", "load, rate", "load", True),
+    _Line("streamed_adam", "step", "step", False),
+    _Line("streamed_adam", "step, rise of device memory, seen by the driver", "rise of device memory in a step", False),
     _Line("small_tensors", "offload, rate", "offload", True),
     _Line("small_tensors", "load, rate", "load", True),
     _Line("swap", "both ways, rate", "rate both ways", True),

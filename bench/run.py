@@ -27,6 +27,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "blocking": (30, 60),
     "grpo_step": (90, 360),
     "adam": (60, 120),
+    "streamed_adam": (60, 150),
     "small_tensors": (45, 240),
     "cycles": (30, 120),
     "phase_overhead": (30, 60),

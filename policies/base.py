@@ -37,10 +37,8 @@ def targets(handles: Iterable[HandleView], state: State) -> dict[str, State]:
 
 def present(view: View) -> Plan:
     """The plan that changes nothing."""
-    # A SYNCING handle without device bytes is streamed from the host copy. A plan without `streamed` would load it.
-    streamed = [
-        h.name for h in view.handles.values() if h.state is State.SYNCING and h.num_bytes and not h.resident_bytes and not h.external
-    ]
+    # A plan without `streamed` would load what is used from its host copy.
+    streamed = [h.name for h in view.handles.values() if h.streaming]
     parts = {h.name: h.resident_tags for h in view.handles.values() if h.resident_tags and h.resident_tags != h.tags.keys()}
     return view.total_plan({h.name: h.state for h in view.handles.values()}, streamed, parts=parts)
 

@@ -8,7 +8,7 @@ from placement import Plan, State, View
 
 from .base import models, optimizers, readable, rollout_models, stepped, targets, unknown_phase
 
-OptimizerIn = Literal["train", "optimizer_step"]
+OptimizerIn = Literal["train", "optimizer_step", "streamed"]
 
 
 class Colocated:
@@ -31,7 +31,9 @@ class Colocated:
 
     Args:
         optimizer_in: "train": the optimizer is on the device for the whole training phase. "optimizer_step": only in that phase (and
-            in `restore`), which leaves its bytes to activations during forward and backward.
+            in `restore`), which leaves its bytes to activations during forward and backward. "streamed": only in `restore`; each
+            `step()` brings its state to the device and back in buckets (see `Settings.streamed_bucket_bytes`). An external optimizer
+            stays where its framework has it; one whose step cannot be made in parts is refused.
         stream_sync: whether to publish the actor's weights straight from the host copy through a small device window, instead of
             loading the actor beside the engine. placement has no host copy of an external actor, so that is published where it lies.
         drop_gradients: whether gradients are set to None, not copied to the host, when their module leaves TRAINING (they are dead after
@@ -57,6 +59,8 @@ class Colocated:
         dropped: list[str] = []
         if self.stream_sync:
             streamed = [name for name, state in needs.items() if state is State.SYNCING and not view.handles[name].external]
+        if self.optimizer_in == "streamed" and view.phase != "restore":  # a state dict is loaded into tensors on the device
+            streamed += [h.name for h in optimizers(view) if needs.get(h.name) is State.TRAINING and not h.external]
         if self.drop_gradients and view.enclosing is None:
             dropped = [h.name for h in stepped(view) if h.kind != "optimizer" and needs.get(h.name) is not State.TRAINING]
         parts = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from placement import HandleView, Plan, State, View
 
+from .base import optimizers
 from .colocated import Colocated, OptimizerIn
 
 
@@ -13,6 +14,8 @@ class Resident(Colocated):
     It evicts only to cover a deficit. Handles that need not be copied back go first (readonly, or a module that no optimizer steps), then
     the others; in each group the smallest handle that covers the deficit, else the largest. Outside every phase it also loads what
     fits, in registration order. A `Lazy` is never built only because it would fit.
+
+    With `optimizer_in="streamed"` an optimizer's steps stream its state only where the whole of it does not fit the budget.
 
     A handle that a phase does not need is at most GPU_RESIDENT: it can be read on the device, but not written.
     """
@@ -28,7 +31,7 @@ class Resident(Colocated):
         plan = super().plan(view)
         if view.phase == "checkpoint":
             return plan
-        plan = _whole_where_it_fits(view, plan)
+        plan = _stepped_whole_where_it_fits(view, _whole_where_it_fits(view, plan))
         rest = [h for h in view.handles.values() if h.built and not h.external and plan[h.name] is State.CPU_OFFLOADED]
         staying = [h for h in rest if h.state is not State.CPU_OFFLOADED]
         room = view.budget_bytes - view.bytes_of(plan)
@@ -52,6 +55,15 @@ def _whole_where_it_fits(view: View, plan: Plan) -> Plan:
         wider = view.total_plan(plan.targets, plan.streamed, plan.dropped, more)
         if view.fits(wider):
             plan = wider
+    return plan
+
+
+def _stepped_whole_where_it_fits(view: View, plan: Plan) -> Plan:
+    """Have optimizers on the device for their steps as long as they fit, in registration order; the others stream their state."""
+    for name in [h.name for h in optimizers(view) if h.name in plan.streamed]:
+        whole = view.total_plan(plan.targets, plan.streamed - {name}, plan.dropped, plan.parts)
+        if view.fits(whole):
+            plan = whole
     return plan
 
 

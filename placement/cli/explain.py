@@ -21,14 +21,29 @@ BUDGET_BYTES = 80 * GIB
 
 _MODEL = int(1.8 * GIB)  # 7.6 billion parameters in bfloat16, sharded over eight ranks
 _OPTIMIZER = int(10.6 * GIB)  # their float32 copy and two moments
+_WINDOW = 3 * GIB // 2  # three buckets of a streamed step
 _ENGINE = 64 * GIB  # the whole model and its KV cache
 SAMPLE = (
     HandleView(name="actor", kind="module", role="actor", state=State.CPU_OFFLOADED, num_bytes=_MODEL),
-    HandleView(name="actor.optimizer", kind="optimizer", role="actor", state=State.CPU_OFFLOADED, num_bytes=_OPTIMIZER, owners=("actor",)),
+    HandleView(
+        name="actor.optimizer",
+        kind="optimizer",
+        role="actor",
+        state=State.CPU_OFFLOADED,
+        num_bytes=_OPTIMIZER,
+        owners=("actor",),
+        window_bytes=_WINDOW,
+    ),
     HandleView(name="ref", kind="module", role="ref", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
     HandleView(name="critic", kind="module", role="critic", state=State.CPU_OFFLOADED, num_bytes=_MODEL),
     HandleView(
-        name="critic.optimizer", kind="optimizer", role="critic", state=State.CPU_OFFLOADED, num_bytes=_OPTIMIZER, owners=("critic",)
+        name="critic.optimizer",
+        kind="optimizer",
+        role="critic",
+        state=State.CPU_OFFLOADED,
+        num_bytes=_OPTIMIZER,
+        owners=("critic",),
+        window_bytes=_WINDOW,
     ),
     HandleView(name="reward", kind="module", role="reward", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
     HandleView(name="rollout", kind="engine", role="rollout", state=State.CPU_OFFLOADED, num_bytes=_ENGINE),
@@ -101,7 +116,7 @@ def _table(name: str, view: View, steps: list[Step]) -> str:
         lines.append(line(step.phase.name, marks, _gib(step.device_bytes), _gib(moved.loaded_bytes + moved.offloaded_bytes)))
         if step.over_bytes:
             lines.append(f"{'':<{left}}does not fit: {_gib(step.over_bytes)} GiB over the budget")
-    lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} SYNCING from the host copy"]
+    lines += ["", "  ".join(f"{mark} {state}" for state, mark in _MARKS.items()) + f"  {_STREAMED} from the host copy"]
     lines.append("device: bytes held in the phase; moved: bytes copied both ways since the row above")
     return "\n".join(text.rstrip() for text in lines)
 

@@ -65,12 +65,15 @@ _MACHINE = Machine(
 )
 
 Node = tuple[State, bool]
-"""A state, and whether the bytes are on the device. SYNCING exists both ways, each other state only one way."""
+"""A state, and whether the bytes are on the device. SYNCING and TRAINING exist both ways, each other state only one way."""
+
+_FROM_HOST = (Trigger.LOAD, Trigger.BEGIN_STREAM, Trigger.END_STREAM, Trigger.BEGIN_STREAMED_TRAIN, Trigger.END_STREAMED_TRAIN)
+"""The triggers of a handle whose bytes are not on the device."""
 
 _ON_DEVICE_AFTER: dict[Trigger, bool] = {
     Trigger.OFFLOAD: False,
-    Trigger.BEGIN_STREAM: False,
-    Trigger.END_STREAM: False,
+    **dict.fromkeys(_FROM_HOST, False),
+    Trigger.LOAD: True,
 }
 
 
@@ -78,15 +81,14 @@ def _edges(node: Node) -> list[tuple[Trigger, Node]]:
     state, on_device = node
     found = []
     for trigger, source, target in TRANSITIONS:
-        streams = trigger in (Trigger.BEGIN_STREAM, Trigger.END_STREAM, Trigger.LOAD)
-        if source is state and streams is not on_device:
+        if source is state and (trigger in _FROM_HOST) is not on_device:
             found.append((trigger, (target, _ON_DEVICE_AFTER.get(trigger, True))))
     return found
 
 
 def _all_paths() -> dict[tuple[Node, Node], tuple[Trigger, ...]]:
     nodes: list[Node] = [(s, True) for s in State if s is not State.CPU_OFFLOADED]
-    nodes += [(State.CPU_OFFLOADED, False), (State.SYNCING, False)]
+    nodes += [(State.CPU_OFFLOADED, False), (State.SYNCING, False), (State.TRAINING, False)]
     paths: dict[tuple[Node, Node], tuple[Trigger, ...]] = {}
     for start in nodes:
         paths[start, start] = ()
@@ -107,7 +109,7 @@ def path(source: Node, target: Node) -> tuple[Trigger, ...]:
     """The shortest sequence of triggers from one node to another. Every node can reach every other.
 
     Raises:
-        ValueError: an argument is not a node (CPU_OFFLOADED on the device, TRAINING off the device).
+        ValueError: an argument is not a node (CPU_OFFLOADED on the device, GPU_RESIDENT off the device).
     """
     try:
         return _PATHS[source, target]

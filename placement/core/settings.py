@@ -63,6 +63,8 @@ class Settings(BaseModel):
     """A policy: an entry point's name or "package.module:Class". Either may carry literal options: "colocated(drop_gradients=True)"."""
     budget_bytes: int | None = Field(default=None, gt=0)
     """Device bytes that the handles may hold together; "12GiB" works too. None: derived from measured free memory."""
+    streamed_bucket_bytes: int = Field(default=512 << 20, gt=0)
+    """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB" works too. A step holds three of them."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. The rest stays pageable. None: no limit."""
     worker_role: WorkerRole = "hybrid"
@@ -114,7 +116,7 @@ class Settings(BaseModel):
             raise ValueError('write on, off, or the absolute path of a folder such as "/dev/shm/placement"')
         return os.fspath(value)
 
-    @field_validator("budget_bytes", "pinned_limit_bytes", "lease_capacity_bytes", mode="before")
+    @field_validator("budget_bytes", "streamed_bucket_bytes", "pinned_limit_bytes", "lease_capacity_bytes", mode="before")
     @classmethod
     def _bytes_with_unit(cls, value: Any) -> Any:
         if isinstance(value, bool):  # bool is an int, and nobody means a limit of one byte
@@ -177,6 +179,7 @@ class Settings(BaseModel):
 class SettingsKeywords(TypedDict, total=False):
     """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be written; `Settings` says what they mean."""
 
+    streamed_bucket_bytes: int | str
     pinned_limit_bytes: int | str | None
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool

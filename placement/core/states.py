@@ -28,7 +28,7 @@ class State(enum.StrEnum):
     SYNCING = "SYNCING"
     """The weights are being published: nothing may move or write them."""
     TRAINING = "TRAINING"
-    """The values are on the device and may change."""
+    """The values may change. They are on the device, or each step of an optimizer streams its state there and back."""
 
 
 class Trigger(enum.StrEnum):
@@ -42,6 +42,8 @@ class Trigger(enum.StrEnum):
     END_STREAM = "end_stream"
     BEGIN_TRAIN = "begin_train"
     END_TRAIN = "end_train"
+    BEGIN_STREAMED_TRAIN = "begin_streamed_train"
+    END_STREAMED_TRAIN = "end_streamed_train"
     SYNC_TO_TRAIN = "sync_to_train"
     TRAIN_TO_SYNC = "train_to_sync"
 
@@ -55,6 +57,8 @@ TRANSITIONS: tuple[tuple[Trigger, State, State], ...] = (
     (Trigger.END_STREAM, State.SYNCING, State.CPU_OFFLOADED),
     (Trigger.BEGIN_TRAIN, State.GPU_RESIDENT, State.TRAINING),
     (Trigger.END_TRAIN, State.TRAINING, State.GPU_RESIDENT),
+    (Trigger.BEGIN_STREAMED_TRAIN, State.CPU_OFFLOADED, State.TRAINING),
+    (Trigger.END_STREAMED_TRAIN, State.TRAINING, State.CPU_OFFLOADED),
     (Trigger.SYNC_TO_TRAIN, State.SYNCING, State.TRAINING),
     (Trigger.TRAIN_TO_SYNC, State.TRAINING, State.SYNCING),
 )
@@ -130,6 +134,12 @@ class HandleView:
     """Device bytes by tag, for an engine that can be on the device in part. 0: not known yet."""
     resident_tags: frozenset[str] = frozenset()
     """The tags that are on the device now."""
+    streaming: bool = False
+    """Whether the handle is published or stepped from its host copy now."""
+    window_bytes: int = 0
+    """For an optimizer: the most device bytes that its steps hold of its state while they stream it."""
+    unstreamable: str | None = None
+    """For an optimizer: why its steps cannot stream its state; None where they can."""
 
     def __post_init__(self) -> None:
         if type(self.tags) is not ReadOnly:
@@ -141,7 +151,8 @@ class Plan:
     """One target state for every handle. Immutable; the methods return new plans.
 
     Attributes:
-        streamed: handles whose SYNCING is published from the host copy, without loading.
+        streamed: handles that are used from the host copy, without loading: a model's SYNCING is published from there, and each step of
+            an optimizer that is TRAINING streams the optimizer's state from there and back.
         dropped: handles whose gradients are set to None, not copied, when this plan takes them out of TRAINING.
         parts: engines that are on the device in part, with the tags that are; every other engine is there whole.
         prefetch: device bytes to bring while the phase computes, by handle, in this order. The handles are CPU_OFFLOADED under this plan,
@@ -285,9 +296,12 @@ class View:
 
 
 def bytes_under(plan: Plan, handle: HandleView) -> int:
-    """Device bytes that one handle has under a plan. External handles count 0."""
-    if handle.external or not plan.on_device(handle.name):
+    """Device bytes that one handle has under a plan. External handles count 0, a streamed step the most that it holds."""
+    if handle.external:
         return 0
+    if not plan.on_device(handle.name):
+        is_stepped = handle.name in plan.streamed and plan.targets[handle.name] is State.TRAINING
+        return handle.window_bytes if is_stepped else 0
     tags = plan.parts.get(handle.name)
     return handle.num_bytes if tags is None else sum(handle.tags.get(tag, 0) for tag in tags)
 

@@ -33,6 +33,12 @@ class Unborn:
         optimizer = self._optimizer()
         return 0 if optimizer is None else len(optimizer.state)
 
+    def bytes_of(self, parameter: torch.Tensor) -> int:
+        """Bytes of state that the first step of one parameter will create; 0 if it has state."""
+        optimizer = self._optimizer()
+        is_born = optimizer is None or has_state(optimizer.state.get(parameter, {}))
+        return 0 if is_born else sum(self._by_parameter.get(id(parameter), ()))
+
     def sizes(self) -> list[int]:
         """Bytes of each storage that does not exist yet."""
         optimizer, num_entries = self._optimizer(), self.num_entries

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.core.errors import EngineError, PlacementError
-from placement.core.journal import Journal
+from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device, DeviceMemory
@@ -22,8 +22,10 @@ from placement.planning.planner import Planner
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
+from placement.registration.streamed_optimizer import SteppedHandle
 from placement.storage.offloaded.changes import WrittenWhileOffloaded
 from placement.storage.transfer.load import ALONE, Load
+from placement.storage.transfer.streamed_step import Streamed
 
 if TYPE_CHECKING:
     from placement.group.lease import Lease
@@ -220,6 +222,14 @@ class PlanExecutor:
             handle.measure()
         self.planner.measure_state()
         self.peak_bytes = max(self.peak_bytes, sum(handle.resident_bytes for handle in self._handles.values()))
+
+    def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
+        """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
+        handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.offloaded_bytes += streamed.to_host_bytes
+        held_bytes = sum(each.resident_bytes for each in self._handles.values())
+        self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)
+        logger.debug("%s: step streamed %d bytes in %.3f s", handle.name, streamed.to_device_bytes, seconds)
 
     def _measure_after_moves(self) -> None:
         self.measure()

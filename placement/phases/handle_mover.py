@@ -11,7 +11,7 @@ from placement.core.errors import BrokenHandleError, IntegrityError, PhaseError,
 from placement.core.journal import Journal, Record
 from placement.core.machine import Node, path
 from placement.core.profiler_marks import Annotate, marker
-from placement.core.states import Plan, State, Trigger
+from placement.core.states import TRANSITIONS, Plan, State, Trigger
 from placement.devices.base import Device
 from placement.phases.engine_mover import EngineMover
 from placement.phases.transition import Transition
@@ -25,6 +25,10 @@ from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier, Verify
 
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
+_FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
+"""The triggers that leave SYNCING and TRAINING with the bytes on the device."""
+_WHOLE = {Trigger.END_STREAM: Trigger.END_SYNC, Trigger.END_STREAMED_TRAIN: Trigger.END_TRAIN}
+"""For each trigger that ends the use of a host copy: the one that ends the same state on the device."""
 
 
 def target_of(handle: Handle, plan: Plan) -> Node:
@@ -142,10 +146,12 @@ class HandleMover:
     def move(self, handle: Handle, trigger: Trigger) -> MoveResult:
         """Do the work of one state transition: `load` and `offload` move bytes, the others are only checked."""
         holding = handle.holding
-        if handle.is_streaming and trigger in (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN):
-            raise PhaseError(f"{handle.name!r} publishes from its host copy; it cannot {trigger} before it is loaded")
-        if trigger is Trigger.END_STREAM and not handle.is_streaming and not handle.external:
-            raise PhaseError(f"{handle.name!r} is SYNCING on the device; end that with {Trigger.END_SYNC}, not with {trigger}")
+        if handle.is_streaming and trigger in _FROM_DEVICE:
+            raise PhaseError(f"{handle.name!r} is {handle.state} from its host copy; it cannot {trigger} before it is loaded")
+        if (whole := _WHOLE.get(trigger)) is not None and not handle.is_streaming and not handle.external:
+            raise PhaseError(f"{handle.name!r} is {handle.state} on the device; end that with {whole}, not with {trigger}")
+        if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
+            handle.streamed.begin()
         if handle.residency is not None and trigger in _MOVES:
             return self.engines.move(handle, trigger)
         if holding is None or trigger not in _MOVES:
@@ -264,7 +270,8 @@ class HandleMover:
             handle.broken = handle.storage.lost
         state, recorded = handle.state, handle.counters.state
         if state is not recorded:
-            trigger = path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
+            rows = [each for each, source, target in TRANSITIONS if (source, target) == (recorded, state)]
+            trigger = rows[0] if rows else path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
             self.record(handle, trigger, recorded, state, time.monotonic(), MoveResult())
         if holding is not None and holding.on_device is (state is State.CPU_OFFLOADED) and not handle.is_streaming:
             handle.machine.fire(Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)

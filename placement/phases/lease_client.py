@@ -130,15 +130,16 @@ class LeaseClient:
 
     def _needs(self, name: str, plan: Plan) -> _Needs:
         built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
-        staying = [handle for handle in built if plan.on_device(handle.name)]
+        staying = [handle for handle in built if plan.on_device(handle.name) or handle.name in plan.streamed]
         wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - h.storage.unadopted_bytes - h.storage.born_bytes for h in staying)
         return _Needs(wanted + self._planner.working_bytes(name), wanted - self._held_bytes())
 
     def _held_bytes(self) -> int:
-        """Device bytes of the handles, including optimizer state still to be created. Not counted: their tensors in torch's own memory."""
+        """Device bytes of the handles, with state still to be created and windows of streamed steps. Not counted: torch's own memory."""
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
-        return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn
+        windows = sum(each.streamed.window_bytes for each in self._handles.values() if each.is_streaming and each.streamed is not None)
+        return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn + windows
 
     def _coming(self, plan: Plan) -> list[str]:
         return [handle.name for handle in self._handles.values() if _lacks(handle, plan)]

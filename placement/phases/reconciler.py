@@ -26,7 +26,7 @@ from placement.storage.transfer.load import ALONE, TOGETHER, Load
 from placement.storage.transfer.verification import Verify
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
-    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN),
+    (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
     (Trigger.OFFLOAD,),
     (Trigger.LOAD,),
     tuple(Trigger),

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,9 @@ from placement.phases.transition_lock import TransitionLock
 from placement.planning import plan_checks
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
+from placement.registration.streamed_optimizer import SteppedHandle, Streaming
 from placement.storage.transfer.load import ALONE, TOGETHER
+from placement.storage.transfer.streamed_step import Streamed
 
 if TYPE_CHECKING:
     from placement.group.agreement import Group
@@ -55,7 +57,8 @@ class PhaseStack:
         self._journal = journal
         reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
         self._gone: deque[Handle] = deque()
-        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, self._gone.append)
+        streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
+        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, self._gone.append, streaming)
         self._handles = self.registry.handles
         give_up = weakref.WeakMethod(self.give_up_early)
         device.when_out_of_memory(lambda: None if (method := give_up()) is None else method())
@@ -68,6 +71,12 @@ class PhaseStack:
         self.open_phases: tuple[OpenPhase, ...] = ()
         self.kept: frozenset[str] = frozenset()
         """Names of the handles that `Phase.keep` carries from the last phase into this one."""
+
+    def _for_a_step(self) -> AbstractContextManager[None]:
+        return self.lock.step()
+
+    def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
+        self.executor.stepped(handle, streamed, seconds)
 
     @property
     def phase_name(self) -> str:

@@ -117,6 +117,29 @@ class TransitionLock:
             if held:
                 self._lock.release()
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Hold the lock while a step of an optimizer streams its state. torch's modes stay on, because the step runs inside.
+
+        Raises:
+            PhaseError: a phase transition is under way in this thread, or a CUDA graph is being captured.
+            PlacementError: the manager is closed, or belongs to another process.
+        """
+        with self._lock:
+            self.check_process()
+            if self._is_busy:
+                raise PhaseError("a policy or a Lazy's factory must not call step(): it runs inside a phase transition")
+            if self._device.is_capturing():
+                raise PhaseError("a step that streams its state cannot be captured in a graph: use optimizer_in='train'")
+            try:
+                try:
+                    self._is_busy = True
+                    yield
+                finally:
+                    self._is_busy = False
+            finally:
+                self._is_busy = False  # a second time, because an interrupt can arrive before the inner `finally`
+
     def sweep_if_free(self) -> None:
         """Sweep now, unless a phase transition is under way in this or another thread. In that case the next one sweeps."""
         if self._lock.acquire(blocking=False):

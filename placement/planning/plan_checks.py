@@ -36,6 +36,9 @@ def handle_view(handle: Handle, kept: frozenset[str] = frozenset()) -> HandleVie
         handle.name in kept,
         storage.bytes_by_tag(),
         storage.resident_tags,
+        handle.is_streaming,
+        0 if handle.streamed is None else handle.streamed.window_bytes,
+        None if handle.streamed is None else handle.streamed.refusal,
     )
     if handle.last_view is None or handle.last_view[0] != facts:
         handle.last_view = facts, HandleView(**dict(zip(_FACTS, facts, strict=True)))
@@ -78,9 +81,7 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
         handle = view.handles.get(name)
         if handle is not None and handle.readonly and state is State.TRAINING:
             yield f"it wants {name!r} in TRAINING, which is readonly"
-    wrong = [name for name in plan.streamed if plan.targets.get(name) is not State.SYNCING]
-    if wrong:
-        yield f"it streams {', '.join(map(repr, wrong))} without SYNCING"
+    yield from _wrongly_streamed(view, plan)
     for name, tags in plan.parts.items():
         if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
             yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
@@ -102,6 +103,21 @@ def _problems_of_prefetch(view: View, plan: Plan) -> Iterable[str]:
             yield f"it prefetches {name!r}, which it wants {plan.targets[name]}: only what is CPU_OFFLOADED can arrive early"
         elif nbytes < 0:
             yield f"it prefetches {nbytes} bytes of {name!r}"
+
+
+def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:
+    """The problems of the handles that a plan streams. A model must be SYNCING, an optimizer TRAINING with a step that can be streamed."""
+    wrong = []
+    for name in plan.streamed:
+        handle, state = view.handles.get(name), plan.targets.get(name)
+        if handle is None or handle.kind != "optimizer" or state is not State.TRAINING:
+            wrong += [] if state is State.SYNCING else [name]
+        elif handle.external:
+            yield f"it streams the state of {name!r}, which a framework moves: leave {name!r} out of streamed"
+        elif handle.unstreamable is not None:
+            yield f"it streams the state of {name!r}, whose step cannot be made in parts: {handle.unstreamable}"
+    if wrong:
+        yield f"it streams {', '.join(map(repr, wrong))} without SYNCING, and they are no optimizers in TRAINING"
 
 
 def meant(only: Sequence[str] | None, handles: Mapping[str, Handle]) -> set[str] | None:

@@ -14,6 +14,9 @@ _WEIGHT_SYNC = "weight_sync"
 _PIECE_BYTES = 256 << 20
 """The size in which the bytes of a `PlainHandle` arrive early: a chunk of a CUDA device."""
 
+_WINDOW_BYTES = 3 << 29
+"""The window of a streamed step, where the real one is not known: three buckets of the default size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -125,6 +128,8 @@ class SimulatedHandle(abc.ABC):
             prefetched_bytes=self.early_bytes,
             can_prefetch=self.facts.can_prefetch and not self.facts.tags and not self.facts.external,
             resident_tags=self.resident_tags,
+            streaming=self.state in (State.SYNCING, State.TRAINING) and not self.on_device,
+            window_bytes=self.facts.window_bytes or (min(self.num_bytes, _WINDOW_BYTES) if self.facts.kind == "optimizer" else 0),
         )
 
     def prefetch(self, most_bytes: int) -> int:

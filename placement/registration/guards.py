@@ -146,7 +146,7 @@ class StepGuard(_Guard):
     def _check(self, handle: Handle) -> None:
         for each in (handle, *handle.owners):
             advice = _advise(each, "call step() inside manager.phase('train')", "train")
-            if is_off(each):
+            if is_off(each) and not (each is handle and handle.is_streaming):
                 refuse(each, "stepped", advice)
             if each.state is not State.TRAINING:
                 raise PhaseError(
@@ -155,6 +155,12 @@ class StepGuard(_Guard):
                 )
             if each.adapter is not None and (reason := each.adapter.away()) is not None:
                 refuse(each, "stepped", reason)
+        if handle.is_streaming and (handle.streamed is None or not handle.streamed.is_running):
+            advice = (
+                "its steps stream its state, and this one came around the method that does it. Call step() of the optimizer object itself, "
+                "looked up at each call; where other code holds an earlier method (accelerate's GradScaler), use optimizer_in='train'"
+            )
+            refuse(handle, "stepped", advice)
         for owner in handle.owners:
             if owner.adapter is not None and owner.adapter.external is None:
                 owner.adapter.before_step()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter
     from placement.publish.buckets import WeightInfo
     from placement.publish.lora import Adapters
+    from placement.registration.streamed_optimizer import StreamedOptimizer
 
 
 class Lazy:
@@ -58,6 +59,8 @@ class Handle:
         self.storage: Storage = NotBuilt()
         """Says where the bytes are, whoever moves them."""
         self.guards: list[Any] = []
+        self.streamed: StreamedOptimizer | None = None
+        """For an optimizer whose state placement moves: its steps that stream the state; None for other handles."""
         self.phase_now: Callable[[], str] = str
         self.broken: str | None = None
         """Why the handle can go neither forward nor back; None while it is sound."""
@@ -157,14 +160,14 @@ class Handle:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the weights are being published from the host copy (SYNCING with nothing on the device)."""
-        return self.state is State.SYNCING and not self.storage.on_device
+        """Whether the handle is used from its host copy, with nothing on the device: published (SYNCING) or stepped (TRAINING)."""
+        return self.state in (State.SYNCING, State.TRAINING) and not self.storage.on_device
 
     @property
     def node(self) -> Node:
         """The state, and whether the bytes are on the device: a node in the paths of the state machine."""
         state = self.machine.state
-        if state is State.SYNCING:
+        if state is State.SYNCING or state is State.TRAINING:
             return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
 

@@ -23,12 +23,14 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration import guards
 from placement.registration.handle import Handle, Lazy
 from placement.registration.replication import check_can_be_replicated
+from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
 from placement.registration.unregistered import StepWatch
 from placement.storage.address_map import RANGES
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.storage import ReplicatedStorage
+from placement.storage.transfer.streamed_step import most_buckets
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import plain_parts
 
@@ -45,6 +47,7 @@ class Registry:
         callbacks_of: Callable[[Handle], TransitionCallbacks],
         phase_now: Callable[[], str],
         when_gone: Callable[[Handle], None],
+        streaming: Streaming,
     ) -> None:
         self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
@@ -53,6 +56,7 @@ class Registry:
         self._callbacks_of = callbacks_of
         self._phase_now = phase_now
         self._when_gone = when_gone
+        self._streaming = streaming
         self._has_warned = False
 
     def add(
@@ -127,7 +131,7 @@ class Registry:
         handle.storage.unadopt()
         for hook in handle.guards:  # only now, because `unadopt` may fail, and then the handle stays and needs its guards
             hook.remove()
-        handle.guards = []
+        handle.guards, handle.streamed = [], None
         self._by_key = {key: other for key, other in self._by_key.items() if other is not handle}
 
     def _check_words(self, name: object, role: str | None) -> None:
@@ -164,7 +168,9 @@ class Registry:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, ranks)
             with torch.no_grad():
                 holding.adopt()
-                self._reserve_state(holding, adapter)
+                is_predictable = self._reserve_state(holding, adapter)
+            if isinstance(adapter, OptimizerAdapter):
+                handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
             if not self._has_warned and (reason := captured_collectives()) is not None:
                 self._has_warned = True
                 _logger.warning("%s", reason)
@@ -193,14 +199,19 @@ class Registry:
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
         return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
-    def _reserve_state(self, holding: ManagedStorage, adapter: Adapter) -> None:
-        """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it."""
+    def _reserve_state(self, holding: ManagedStorage, adapter: Adapter) -> bool:
+        """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it.
+
+        Returns whether the size of all such state is known.
+        """
         sizes = adapter.expected_sizes()
+        parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.bucket_bytes)
         try:
-            holding.storages.reserve(sizes or ())
+            holding.storages.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()
             raise
+        return sizes is not None
 
     def _find_owners(self, handle: Handle, adapter: OptimizerAdapter) -> None:
         """Set the owners: the modules whose parameters the optimizer steps. A handle without a role gets the first owner's."""

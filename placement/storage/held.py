@@ -56,6 +56,8 @@ class HeldStorage(Storage):
         """Whether an offload that is not committed yet may have given up chunks."""
         self._is_copying = False
         """Whether a load that is not committed yet may have copies under way."""
+        self.is_stepping = False
+        """Whether a streamed step has begun and has not ended: see `stepping`."""
         self._may_have_stray_references = True
 
     @property
@@ -138,13 +140,16 @@ class HeldStorage(Storage):
     # --- checks
 
     def is_consistent_in(self, state: State) -> bool:
-        on_device = self.on_device if state is State.SYNCING else state is not State.CPU_OFFLOADED
-        return self.is_consistent and self.on_device is on_device
+        return self.is_consistent and (self._may_stream(state) or self.on_device is (state is not State.CPU_OFFLOADED))
+
+    def _may_stream(self, state: State) -> bool:
+        """Whether a handle in this state may be used from its host copy: published, or stepped by an optimizer."""
+        return state is State.SYNCING or (state is State.TRAINING and self.adapter.kind == "optimizer")
 
     def check(self, name: str, state: State) -> None:
         if state is State.CPU_OFFLOADED and self.on_device:
             raise IntegrityError(f"{name!r} is {state}, but its bytes are on the device")
-        is_streaming = state is State.SYNCING and not self.on_device
+        is_streaming = self._may_stream(state) and not self.on_device
         check_ranges(name, state, self.ranges, on_device=state is not State.CPU_OFFLOADED and not is_streaming)
 
     @property

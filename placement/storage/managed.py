@@ -18,6 +18,7 @@ from placement.storage.address_map import RANGES
 from placement.storage.held import HeldStorage
 from placement.storage.offloaded.gradient_writes import NOTHING, Found
 from placement.storage.range import Range
+from placement.storage.stepping import settle
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.result import MoveResult
 from placement.storage.unadopt import unadopt
@@ -204,6 +205,7 @@ class ManagedStorage(HeldStorage):
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
             self.storages.forget_gradients()
         if not self.on_device:
+            settle(self, chunk_pool)
             if self._is_copying:
                 self.device.sync()
                 self._drop_early(chunk_pool)

@@ -153,9 +153,13 @@ class ObjectStorages:
 
     # --- adopting
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Reserve host memory and addresses for storages of these sizes (bytes) that are not created yet."""
-        self._scanner.reserve(sizes)
+    def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
+        """Reserve host memory and addresses for storages of these sizes (bytes) that are not created yet.
+
+        Args:
+            parts: how many ranges they may come to lie in, one after the other.
+        """
+        self._scanner.reserve(sizes, parts)
         self.look_at_unborn()
 
     def keep(self, ranges: tuple[Range, ...]) -> None:
@@ -220,6 +224,16 @@ class ObjectStorages:
     def take_in_to_stay(self) -> Range | None:
         """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
         return self._scanner.take_in(self.new_storages().stay, False)
+
+    def take_in_born(self, leaving: Iterable[Range] = ()) -> Range | None:
+        """Like `take_in_to_stay`, for state that comes bucket by bucket: the host memory reserved for all of it is cut into parts.
+
+        Args:
+            leaving: ranges into which state of earlier buckets has still to move. That is left out.
+        """
+        known = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
+        born = [claim for claim in self.new_storages().stay if claim.storage._cdata not in known]
+        return self._scanner.take_in_part(born)
 
     def take_in_new(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.

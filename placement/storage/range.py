@@ -102,6 +102,8 @@ class Range:
         self.starts: tuple[int, ...] = tuple(index * device.chunk_bytes for index in range(len(self.chunk_sizes)))
         """The offset of each chunk, in bytes from the first address."""
         self.chunks: dict[int, Chunk] = {}
+        self.newer: frozenset[int] = frozenset()
+        """The chunks that have newer bytes on the device than the slab, because a streamed step is under way. Each is in `chunks`."""
         self.prints: torch.Tensor | None = None
         """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what they were made of."""
         self.homes: dict[int, torch.UntypedStorage] = {}

@@ -21,7 +21,8 @@ from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Addresses, Device
 from placement.tensors.owned import Owned
 
-_ALIGNMENT = 512
+ALIGNMENT = 512
+"""The alignment of storages, in bytes from the beginning of a range."""
 _SMALL_ALIGNMENT = 64
 """The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
 _SMALL = 4096
@@ -214,7 +215,7 @@ def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
     """Aligned offsets for these sizes, one after the other from `start`, and the end of the last."""
     offsets = []
     for size in sizes:
-        alignment = _SMALL_ALIGNMENT if size < _SMALL else _ALIGNMENT
+        alignment = _SMALL_ALIGNMENT if size < _SMALL else ALIGNMENT
         if size:
             start = -(-start // alignment) * alignment
         offsets.append(start)

@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Addresses, Copy, Device, HostSlab
+from placement.devices.host.part import cut
 from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
 from placement.storage.places import NewStorages, Places, Relocated
@@ -236,10 +237,19 @@ class StorageScanner:
 
     def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`."""
+        return self._take_in(claims, transient, self._addresses, self._slab)
+
+    def take_in_part(self, claims: list[range_layout.Claim]) -> Range | None:
+        """Like `take_in`, but with only a part of the host memory that is reserved, because more storages will come."""
+        return self._take_in(claims, False, self._device.reserve, self._part_of_slab)
+
+    def _take_in(
+        self, claims: list[range_layout.Claim], transient: bool, reserve: Callable[[int], Addresses], slab: Callable[[int], HostSlab]
+    ) -> Range | None:
         if not claims:
             return None
-        layout = range_layout.prepare(self._device, claims, self._addresses)
-        fresh = Range(self._device, layout, self._slab(used_bytes(layout.nbytes)), tuple(claims), transient)
+        layout = range_layout.prepare(self._device, claims, reserve)
+        fresh = Range(self._device, layout, slab(used_bytes(layout.nbytes)), tuple(claims), transient)
         copies = []
         for claim, offset in zip(claims, layout.offsets, strict=True):
             if claim.storage.device == self._device.torch_device:
@@ -250,14 +260,17 @@ class StorageScanner:
             self._device.copy(copies, "to_host")
         return fresh
 
-    def reserve(self, sizes: Sequence[int]) -> None:
+    def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
+
+        Args:
+            parts: how many ranges they may come to lie in, one after the other.
 
         Raises:
             HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
         """
         if sizes:
-            nbytes = used_bytes(range_layout.expected_bytes(self._device, sizes))
+            nbytes = used_bytes(range_layout.expected_bytes(self._device, sizes) + (parts - 1) * range_layout.ALIGNMENT)
             self._reserved_addresses = self._device.reserve(nbytes)
             self.reserved = self._device.host(nbytes)
 
@@ -270,5 +283,11 @@ class StorageScanner:
     def _slab(self, nbytes: int) -> HostSlab:
         if self.reserved is not None and self.reserved.nbytes >= nbytes:
             slab, self.reserved = self.reserved, None
+            return slab
+        return self._device.host(nbytes)
+
+    def _part_of_slab(self, nbytes: int) -> HostSlab:
+        if self.reserved is not None and self.reserved.nbytes >= nbytes:
+            slab, self.reserved = cut(self.reserved, nbytes)
             return slab
         return self._device.host(nbytes)

@@ -29,7 +29,8 @@ class Drawn:
             if handle.readonly and state is State.TRAINING:
                 state = State.GPU_RESIDENT
             targets[handle.name] = state
-            if streams and state is State.SYNCING:
+            may_be_stepped = handle.kind == "optimizer" and not handle.external and handle.unstreamable is None
+            if streams and (state is State.SYNCING or (state is State.TRAINING and may_be_stepped)):
                 streamed.append(handle.name)
             if handle.can_prefetch and state is State.CPU_OFFLOADED and view.budget_bytes:
                 prefetch[handle.name] = self.early[view.phase][int(handle.name[1:]) % _SLOTS]

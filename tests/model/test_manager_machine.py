@@ -24,6 +24,7 @@ from tests.support.seeds import seed
 
 pytestmark = pytest.mark.timeout(400)  # a minute, where nothing else runs
 
+POLICIES = (Colocated(), Colocated("optimizer_step", stream_sync=True), Colocated("streamed"), Resident())
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
 
 
@@ -31,7 +32,8 @@ class ManagerMachine(Phases):
     """See `World` for what holds after every rule."""
 
     @initialize(
-        policy=st.just(Colocated()) | st.just(Colocated("optimizer_step", stream_sync=True)) | st.just(Resident()) | drawn_policies(),
+        policy=st.sampled_from([Colocated(), Colocated("optimizer_step", stream_sync=True), Colocated("streamed"), Resident()])
+        | drawn_policies(),
         budget=st.sampled_from([40_000, 80_000, 160_000]),
     )
     def begin(self, policy: Any, budget: int) -> None:

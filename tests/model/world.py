@@ -43,7 +43,9 @@ class World(RuleBasedStateMachine):
     def start(self, policy: Any, budget_bytes: int | None) -> None:
         self.device = Faults(SimulatedDevice(capacity_bytes=16 << 20, chunk_bytes=8192))
         self.policy = Recording(policy)
-        self.manager = Manager(device=self.device, policy=self.policy, budget_bytes=budget_bytes, journal_length=1 << 20)
+        self.manager = Manager(
+            device=self.device, policy=self.policy, budget_bytes=budget_bytes, journal_length=1 << 20, streamed_bucket_bytes=8192
+        )
         self.may_refuse = budget_bytes is not None
         self.shadows: dict[str, Shadow] = {}
         self.levels: list[Level] = []

@@ -12,7 +12,9 @@ def after(before: View, plan: Plan) -> View:
     return replace(
         before,
         handles={
-            h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
+            h.name: replace(
+                h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0, streaming=h.name in plan.streamed
+            )
             for h in before.handles.values()
         },
     )

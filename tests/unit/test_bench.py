@@ -18,7 +18,7 @@ import pytest
 from bench import _peers, _results, _sampler, report, run
 from bench._results import Results
 
-PEERS = {"accelerate", "deepspeed", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
+PEERS = {"accelerate", "deepspeed", "megatron", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,6 +61,15 @@ def test_what_a_rollout_only_worker_saves_is_measured() -> None:
     assert (found["placement, built", "objects built"], found["placement, Lazy", "objects built"]) == (3, 0)
     parameters = 8 * 256 * 256 * 4 / 1e6  # of the actor; the reference has as many, AdamW two moments of each
     assert found["placement, built", "host copies reserved"] - found["placement, Lazy", "host copies reserved"] >= 4 * parameters
+
+
+def test_a_streamed_step_holds_a_window_of_the_state() -> None:
+    found = {(row["system"], row["metric"]): row["value"] for row in file_of("streamed_adam")["rows"]}
+    assert found["placement", "bit-exact"] == found["placement, whole state", "bit-exact"] == 1
+    whole, peak = found["placement, whole state", "peak of the state on the device"], "peak of the state on the device"
+    assert 0 < found["placement", peak] < whole
+    moved = "step, bytes to the device"
+    assert found["placement", moved] == pytest.approx(found["placement, whole state", moved], rel=0.01)  # but for alignment
 
 
 def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:

@@ -99,16 +99,20 @@ def nodes() -> list[tuple[State, bool]]:
         (State.SYNCING, True),
         (State.SYNCING, False),
         (State.TRAINING, True),
+        (State.TRAINING, False),
     ]
+
+
+FROM_HOST = (Trigger.BEGIN_STREAM, Trigger.END_STREAM, Trigger.BEGIN_STREAMED_TRAIN, Trigger.END_STREAMED_TRAIN)
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(nodes(), nodes())))
 def test_every_node_reaches_every_other_through_rows_of_the_table(source: tuple[State, bool], target: tuple[State, bool]) -> None:
     state, on_device = source
     for trigger in path(source, target):
-        streams = trigger in (Trigger.BEGIN_STREAM, Trigger.END_STREAM)
-        assert not (streams and on_device), "a streamed sync starts and ends off the device"
-        assert not (state is State.SYNCING and not on_device and not streams), "a streamed sync ends before anything else"
+        streams = trigger in FROM_HOST
+        assert not (streams and on_device), "what is used from the host copy starts and ends off the device"
+        assert not (state is not State.CPU_OFFLOADED and not on_device and not streams), "it ends before anything else"
         state = next(t for name, s, t in TRANSITIONS if name is trigger and s is state)
         if trigger in (Trigger.LOAD, Trigger.OFFLOAD):
             on_device = trigger is Trigger.LOAD
@@ -124,13 +128,16 @@ def test_every_node_reaches_every_other_through_rows_of_the_table(source: tuple[
         ((State.SYNCING, False), (State.TRAINING, True), [Trigger.END_STREAM, Trigger.LOAD, Trigger.BEGIN_TRAIN]),
         ((State.SYNCING, True), (State.SYNCING, False), [Trigger.END_SYNC, Trigger.OFFLOAD, Trigger.BEGIN_STREAM]),
         ((State.TRAINING, True), (State.TRAINING, True), []),
+        ((State.CPU_OFFLOADED, False), (State.TRAINING, False), [Trigger.BEGIN_STREAMED_TRAIN]),
+        ((State.TRAINING, False), (State.TRAINING, True), [Trigger.END_STREAMED_TRAIN, Trigger.LOAD, Trigger.BEGIN_TRAIN]),
+        ((State.TRAINING, True), (State.TRAINING, False), [Trigger.END_TRAIN, Trigger.OFFLOAD, Trigger.BEGIN_STREAMED_TRAIN]),
     ],
 )
 def test_paths_take_no_detour(source: tuple[State, bool], target: tuple[State, bool], wanted: list[Trigger]) -> None:
     assert list(path(source, target)) == wanted
 
 
-@pytest.mark.parametrize("node", [(State.CPU_OFFLOADED, True), (State.TRAINING, False), (State.GPU_RESIDENT, False)])
+@pytest.mark.parametrize("node", [(State.CPU_OFFLOADED, True), (State.GPU_RESIDENT, False)])
 def test_what_is_no_node_has_no_path(node: tuple[State, bool]) -> None:
     with pytest.raises(ValueError, match=r"no handle can be"):
         path((State.CPU_OFFLOADED, False), node)

@@ -48,8 +48,8 @@ def test_every_state_reaches_every_other() -> None:
     assert reach == set(itertools.product(State, repeat=2))
 
 
-def test_only_load_and_a_streamed_sync_leave_the_host() -> None:
-    assert {t for t, source, _ in TRANSITIONS if source is OFF} == {Trigger.LOAD, Trigger.BEGIN_STREAM}
+def test_only_a_load_and_the_use_of_the_host_copy_leave_the_host() -> None:
+    assert {t for t, source, _ in TRANSITIONS if source is OFF} == {Trigger.LOAD, Trigger.BEGIN_STREAM, Trigger.BEGIN_STREAMED_TRAIN}
 
 
 def test_phases_are_unique_and_idle_is_one() -> None:
@@ -129,6 +129,16 @@ def test_bytes_count_what_we_place_on_the_device() -> None:
     assert held.fits(plan)
     assert held.fits(plan, held.handles["d"], held.handles["a"])  # external, and there already
     assert not held.fits(plan, held.handles["c"])
+
+
+def test_a_streamed_step_counts_its_window() -> None:
+    held = view(handle("a", 1), handle("adam", 64, kind="optimizer", window_bytes=6), budget_bytes=7)
+    plan = Plan({"a": TRAIN, "adam": TRAIN}, frozenset({"adam"}))
+    assert not plan.on_device("adam")
+    assert held.bytes_of(plan) == 7
+    assert held.fits(plan)
+    assert held.bytes_of(Plan({"a": TRAIN, "adam": OFF})) == 1
+    assert held.bytes_of(Plan({"a": TRAIN, "adam": TRAIN})) == 65
 
 
 def test_known_phases_are_the_shipped_and_the_users() -> None:

@@ -1,0 +1,194 @@
+"""The steps of an optimizer that stays on the host: `optimizer.step()`, unchanged, streams the state through the device.
+
+The call that stands in for `step` is put in place when a plan first wants the steps streamed; while it does not, it calls the method
+that was there. Step hooks, a closure and a learning rate scheduler see one step, as always.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from placement.core.errors import PhaseError
+from placement.core.journal import HandleCounters
+from placement.core.torch_modes import without_modes
+from placement.devices.host.slab import round_up
+from placement.ownership.independent import PartialStep, refusal, refusal_now, replaced_step
+from placement.ownership.optimizer import OptimizerAdapter
+from placement.registration.method_call import MethodCall
+from placement.storage.managed import ManagedStorage
+from placement.storage.range import Range
+from placement.storage.transfer.chunk_pool import ChunkPool
+from placement.storage.transfer.streamed_step import Piece, Place, Streamed, StreamedStep, window_of
+from placement.tensors.plain import nested_tensors, plain_parts
+
+
+class SteppedHandle(Protocol):
+    """The handle of a streamed step, as far as the step has to know it."""
+
+    name: str
+    counters: HandleCounters
+    guards: list[Any]
+    phase_now: Callable[[], str]
+
+    @property
+    def is_streaming(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """The means that a manager gives to the streamed steps of its optimizers.
+
+    Attributes:
+        bucket_bytes: device bytes of a bucket, before it is rounded to whole chunks.
+        lock: holds the manager's lock, so that nothing moves in another thread meanwhile. Refuses a graph capture.
+        note: called with the handle, the result and the seconds of each step.
+    """
+
+    bucket_bytes: int
+    lock: Callable[[], AbstractContextManager[None]]
+    note: Callable[[SteppedHandle, Streamed, float], None]
+
+
+class StreamedOptimizer:
+    """The streamed steps of one optimizer handle.
+
+    Args:
+        is_predictable: whether the size of the state that its steps will create is known, so that host memory could be reserved.
+    """
+
+    def __init__(
+        self, handle: SteppedHandle, holding: ManagedStorage, adapter: OptimizerAdapter, streaming: Streaming, *, is_predictable: bool
+    ) -> None:
+        self._handle = weakref.ref(handle)
+        self._holding = holding
+        self._adapter = adapter
+        self._streaming = streaming
+        self._bucket_bytes = round_up(max(streaming.bucket_bytes, 1), holding.device.chunk_bytes)
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int] | None = None
+        """The last `window_bytes`, with what it was computed from."""
+        self._is_installed = False
+        self._tells_scheduler = False
+        """Whether a learning rate scheduler had replaced the method before."""
+        self.is_running = False
+        """Whether a streamed step is under way. Only then a step may begin although the state is not on the device."""
+        self.refusal = refusal(adapter.key_objects()[0])
+        """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
+        if self.refusal is None and not is_predictable:
+            self.refusal = "the size of the state that its steps will create cannot be predicted; use optimizer_in='train' for it"
+
+    @property
+    def window_bytes(self) -> int:
+        """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
+        if self.refusal is not None:
+            return 0
+        parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
+        ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters))
+        if self._window is None or self._window[0] is not ranges or self._window[1] != known:
+            self._window = ranges, known, window_of([self._piece(*each) for each in parameters], self._bucket_bytes)
+        return self._window[2]
+
+    def begin(self) -> None:
+        """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy.
+
+        Raises:
+            PhaseError: its steps cannot be streamed now; the message says why, and what to do.
+        """
+        handle = self._handle()
+        assert handle is not None
+        self.is_running = False
+        for optimizer in self._adapter.optimizers():
+            if not self._is_installed:
+                self._refuse(replaced_step(optimizer))
+                self._tells_scheduler = "step" in vars(optimizer)
+                handle.guards.append(_StepCall(self, optimizer))
+                self._is_installed = True
+
+    def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one step of the user's, with its hooks. Returns what the closure returned; None without one."""
+        self._refuse(refusal_now(optimizer))
+        try:
+            try:
+                self.is_running = True
+                return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
+            finally:
+                self.is_running = False
+        finally:
+            self.is_running = False  # a second time, because an interrupt can arrive before the inner `finally`
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the next step is to be streamed."""
+        handle = self._handle()
+        return handle is not None and handle.is_streaming
+
+    def _between_hooks(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._tells_scheduler:
+            optimizer._opt_called = True  # as the scheduler's own wrapper does, which this call stands in for
+        with torch.no_grad(), self._streaming.lock():
+            began = time.monotonic()
+            with without_modes():
+                self._make_sound()
+            step = PartialStep(optimizer)
+            pieces = [self._piece(optimizer, parameter) for parameter in step.parameters]
+            streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step.run).run()
+            if (handle := self._handle()) is not None:
+                self._streaming.note(handle, streamed, time.monotonic() - began)
+        return loss
+
+    def _make_sound(self) -> None:
+        """Finish what an interrupted step has left, and report values that were written while they were offloaded."""
+        holding, chunk_pool = self._holding, ChunkPool(self._holding.device)
+        try:
+            holding.make_consistent(chunk_pool)
+            holding.storages.new_unless_changed()
+            holding.storages.drop(holding.storages.dead(), chunk_pool)
+        finally:
+            chunk_pool.release()
+
+    def _piece(self, optimizer: Any, parameter: torch.Tensor) -> Piece:
+        """Where the state of a parameter is, and how much of it is still to be created."""
+        entry = optimizer.state.get(parameter)
+        chunks: dict[Place, None] = {}
+        unborn_bytes = self._adapter.unborn_bytes_of(parameter)
+        for _, tensor in nested_tensors(entry, "") if entry else ():
+            for _, part in plain_parts(tensor, ""):
+                found = self._holding.storages.by_address.find(part)
+                if found is not None and found[0].layout.addresses.base <= part.untyped_storage().data_ptr() < _end(found[0]):
+                    r, start = found
+                    first, last = start // r.chunk_sizes[0], (start + part.untyped_storage().nbytes() - 1) // r.chunk_sizes[0]
+                    chunks.update(dict.fromkeys((r, index) for index in range(first, last + 1)))
+        return Piece(tuple(chunks), unborn_bytes)
+
+    def _refuse(self, reason: str | None) -> None:
+        handle = self._handle()
+        if reason is not None and handle is not None:
+            raise PhaseError(f"step() of {handle.name!r} cannot stream its state in phase {handle.phase_now()!r}: {reason}")
+
+
+def _end(r: Range) -> int:
+    return r.layout.addresses.base + r.nbytes
+
+
+class _StepCall(MethodCall):
+    """Stands in for `step` of one optimizer."""
+
+    def __init__(self, streamed: StreamedOptimizer, target: Any) -> None:
+        self._streamed = weakref.ref(streamed)  # weak: the optimizer must not keep its storage alive
+        super().__init__(self._streamed, target, "step")
+
+    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        streamed = self._streamed()
+        if streamed is not None and streamed.is_wanted:
+            return streamed.step(target, args, kwargs)
+        return method(*args, **kwargs)

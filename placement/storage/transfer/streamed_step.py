@@ -1,0 +1,321 @@
+"""Stream an optimizer's state through a small window of device memory while the optimizer steps.
+
+The parameters are stepped in buckets. The state of a bucket comes to the device one or two buckets ahead, is stepped there, and goes back
+to the host behind the step, so that the link is busy both ways beside the kernels. At most three buckets are on the device: one that
+leaves or is stepped, and two that come. No tensor is touched, because the state keeps its addresses: memory is mapped behind the chunks
+of a bucket, and taken away again when its bytes are on the host.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from placement.core.errors import DeviceMemoryError
+from placement.core.torch_modes import without_modes
+from placement.devices.base import Chunk, Mark
+from placement.storage.managed import ManagedStorage
+from placement.storage.range import Range
+from placement.storage.stepping import take_in_born
+from placement.storage.transfer.chunk_pool import ChunkPool
+
+_logger = logging.getLogger("placement")
+
+AHEAD = 2
+"""The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
+
+Place = tuple[Range, int]
+"""A chunk of a range, by its index."""
+
+
+class Piece(NamedTuple):
+    """The state of one parameter, which is the least that can be stepped."""
+
+    chunks: tuple[Place, ...] = ()
+    """The chunks that have bytes of it."""
+    unborn_bytes: int = 0
+    """Bytes of state that the step will create."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes that it takes to step it alone."""
+        return self.unborn_bytes + _nbytes(self.chunks)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Neighbouring pieces, `first` up to `last` (not included), which are stepped together."""
+
+    first: int
+    last: int
+    chunks: tuple[Place, ...]
+    unborn_bytes: int
+    arrived: Mark | None = None
+    """Tells when its bytes are on the device."""
+    left: Mark | None = None
+    """Tells when those that leave with it are on the host."""
+    leaving: tuple[Place, ...] = ()
+    fresh: Range | None = None
+    """Where the state that its step has created moves when it has been copied."""
+
+
+class Streamed(NamedTuple):
+    """The result of a streamed step."""
+
+    to_device_bytes: int
+    to_host_bytes: int
+    peak_bytes: int
+    """The most device bytes of the state at a time."""
+
+
+def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
+    """Cut pieces into buckets of at most `bucket_bytes` device bytes each, or of one piece where that is larger.
+
+    A chunk that the bucket before has, too, counts for that one.
+    """
+    order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
+    found: list[Bucket] = []
+    before: frozenset[Place] = frozenset()
+    chunks: dict[Place, None] = {}
+    first = unborn = used = 0
+    for index, piece in enumerate(pieces):
+        more = piece.unborn_bytes + _nbytes(each for each in piece.chunks if each not in chunks and each not in before)
+        if index > first and used + more > bucket_bytes:
+            found.append(Bucket(first, index, _sorted(chunks, order), unborn))
+            before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
+            more = piece.unborn_bytes + _nbytes(each for each in piece.chunks if each not in before)
+        chunks.update(dict.fromkeys(piece.chunks))
+        unborn, used = unborn + piece.unborn_bytes, used + more
+    if pieces:
+        found.append(Bucket(first, len(pieces), _sorted(chunks, order), unborn))
+    return found
+
+
+def most_buckets(nbytes: int, bucket_bytes: int) -> int:
+    """The most buckets into which state of so many bytes is cut: two neighbours together have more than one bucket's bytes."""
+    return 2 * (nbytes // bucket_bytes) + 1
+
+
+def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
+    """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
+    pieces = list(pieces)
+    largest = max((piece.nbytes for piece in pieces), default=0)
+    whole = _nbytes({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
+    return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
+
+
+@dataclass
+class StreamedStep:
+    """One step of an optimizer whose state is on the host.
+
+    Args:
+        holding: the optimizer's storage.
+        pieces: the state of the parameters, in the order in which they are stepped.
+        bucket_bytes: device bytes of a bucket.
+        window_bytes: device bytes that all buckets on the device may have together. A single bucket may have more.
+        step: steps the parameters of pieces `first` up to `last` (not included), on the current stream.
+    """
+
+    holding: ManagedStorage
+    pieces: Sequence[Piece]
+    bucket_bytes: int
+    window_bytes: int
+    step: Callable[[int, int], object]
+    _buckets: list[Bucket] = field(default_factory=list)
+    _uses: dict[Place, list[int]] = field(default_factory=dict)
+    """The buckets that have bytes in a chunk, ascending."""
+    _fetched: int = 0
+    """The number of buckets that have memory."""
+    _vacated: int = 0
+    """The number of buckets that have left."""
+    _is_tight: bool = False
+    """Whether the device lacks memory for buckets ahead."""
+    _to_device_bytes: int = 0
+    _to_host_bytes: int = 0
+    _peak_bytes: int = 0
+
+    def run(self) -> Streamed:
+        """Make the step. Returns when all state is complete on the host and its memory is given back.
+
+        Raises:
+            DeviceMemoryError: a bucket has no room although no other is on the device.
+            Exception: the step's or the device's error. Every parameter that was stepped has its new state, every other one its old
+                state, on the host.
+        """
+        holding, device = self.holding, self.holding.device
+        self._buckets = buckets_of(self.pieces, self.bucket_bytes)
+        uses: defaultdict[Place, list[int]] = defaultdict(list)
+        for index, bucket in enumerate(self._buckets):
+            for each in bucket.chunks:
+                uses[each].append(index)
+        self._uses = dict(uses)
+        chunk_pool = ChunkPool(device, self.window_bytes)
+        holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
+        try:
+            holding.is_consistent = False
+            holding.is_stepping = True
+            for r in holding.ranges:
+                if r.early is not None:
+                    r.early.discard_all(chunk_pool)  # this waits for bytes of the last offload that are still on their way to the slab
+            device.order()  # the steps come behind the gradients
+            self._fetch_ahead(AHEAD, chunk_pool)
+            for index, bucket in enumerate(self._buckets):
+                self._fetch_now(index, chunk_pool)
+                self._step(index, bucket)
+                self._vacate(index, chunk_pool)
+                self._fetch_ahead(index + 1 + AHEAD, chunk_pool)
+            self._vacate(len(self._buckets), chunk_pool)
+            device.order()
+            holding.make_consistent(chunk_pool)
+        except BaseException as error:
+            try:
+                device.order()
+                holding.make_consistent(chunk_pool)
+            except Exception as failure:  # tried again at the next step or phase transition
+                error.add_note(f"placement: the state of {holding.name!r} could not go back to the host yet: {failure}")
+            raise
+        finally:
+            chunk_pool.release()
+        if any(bucket.unborn_bytes for bucket in self._buckets):
+            self._end_of_birth()
+        return Streamed(self._to_device_bytes, self._to_host_bytes, self._peak_bytes)
+
+    def _end_of_birth(self) -> None:
+        for bucket in self._buckets:
+            bucket.fresh = None
+        with without_modes():
+            self.holding.storages.count_uses()
+        self.holding.device.trim()  # the memory in which state was created is in torch's cache, where nobody else can use it
+
+    # --- coming
+
+    def _fetch_ahead(self, until: int, chunk_pool: ChunkPool) -> None:
+        """Fetch the buckets before `until`, in order, as far as the window and the device have room."""
+        while self._fetched < min(until, len(self._buckets)) and not self._is_tight:
+            bucket = self._buckets[self._fetched]
+            if self._fetched > self._vacated and self._live_bytes() + self._more_bytes(bucket) > self.window_bytes:
+                return
+            try:
+                self._fetch(bucket, chunk_pool)
+            except DeviceMemoryError as error:
+                self._is_tight = True
+                _logger.warning("%s: its step streams bucket by bucket, with none ahead: %s", self.holding.name, error)
+
+    def _fetch_now(self, index: int, chunk_pool: ChunkPool) -> None:
+        """Fetch the bucket that is stepped next, if it has no memory yet: the buckets before it leave first."""
+        if self._fetched > index:
+            return
+        self._vacate(index, chunk_pool)
+        try:
+            self._fetch(self._buckets[index], chunk_pool)
+        except DeviceMemoryError as error:
+            error.add_note(
+                f"placement: step() of {self.holding.name!r} stopped before its bucket {index + 1} of {len(self._buckets)}; the parameters "
+                "before it are stepped. Make streamed_bucket_bytes smaller, or leave more device memory free in this phase."
+            )
+            raise
+
+    def _fetch(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
+        device = self.holding.device
+        lacking = [each for each in bucket.chunks if each[1] not in each[0].chunks]
+        taken = self._take([r.chunk_sizes[index] for r, index in lacking], chunk_pool)
+        chunks = iter(taken)
+        for r, run in _runs(lacking):
+            mapped = list(itertools.islice(chunks, len(run)))
+            r.chunks.update(zip(run, mapped, strict=True))  # first: what is in `chunks` is vacated after an interrupt
+            try:
+                device.map(r.layout.addresses, mapped, r.starts[run[0]])
+            except DeviceMemoryError:
+                r.give(run, chunk_pool)  # poison is behind them
+                chunk_pool.give(chunks)
+                raise
+            device.copy(copies := r.copies(run), "to_device")
+            self._to_device_bytes += sum(copy.nbytes for copy in copies)
+        bucket.arrived = device.mark("to_device")
+        self._fetched += 1
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes())
+
+    def _take(self, sizes: Sequence[int], chunk_pool: ChunkPool) -> Sequence[Chunk]:
+        try:
+            return chunk_pool.take(sizes)
+        except DeviceMemoryError:
+            self.holding.device.trim()  # torch's cache may have what the driver lacks
+            return chunk_pool.take(sizes)
+
+    def _live_bytes(self) -> int:
+        born = sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
+        return self.holding.storages.chunk_bytes + born
+
+    def _more_bytes(self, bucket: Bucket) -> int:
+        return bucket.unborn_bytes + _nbytes(each for each in bucket.chunks if each[1] not in each[0].chunks)
+
+    # --- stepping and leaving
+
+    def _step(self, index: int, bucket: Bucket) -> None:
+        device = self.holding.device
+        assert bucket.arrived is not None
+        with device.after(bucket.arrived):
+            for r, run in _runs(bucket.chunks):
+                r.note_written()
+                r.newer |= frozenset(run)
+            self.step(bucket.first, bucket.last)
+            if bucket.unborn_bytes:
+                with without_modes():
+                    leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
+                    bucket.fresh = take_in_born(self.holding, leaving)
+                self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
+            bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
+            for r, run in _runs(bucket.leaving):
+                device.copy(copies := r.copies(run), "to_host")
+                self._to_host_bytes += sum(copy.nbytes for copy in copies)
+            bucket.left = device.mark("to_host")
+
+    def _next_use(self, chunk: Place, index: int) -> float:
+        """The next bucket that has bytes in a chunk. A chunk that is used again soon stays until that bucket leaves."""
+        uses = self._uses[chunk]
+        later = bisect.bisect_right(uses, index)
+        return uses[later] if later < len(uses) else float("inf")
+
+    def _vacate(self, until: int, chunk_pool: ChunkPool) -> None:
+        """Wait until the buckets before `until` have left, and take their memory away."""
+        device, storages = self.holding.device, self.holding.storages
+        while self._vacated < until:
+            bucket = self._buckets[self._vacated]
+            assert bucket.left is not None
+            device.wait(bucket.left)
+            for r, run in _runs(bucket.leaving):
+                r.newer -= frozenset(run)  # after the wait and before the memory is gone
+                device.unmap(r.layout.addresses, sum(r.chunk_sizes[each] for each in run), r.starts[run[0]])
+                r.give(run, chunk_pool)
+            if bucket.fresh is not None:
+                with without_modes():
+                    storages.keep((*self.holding.ranges, bucket.fresh))
+                    bucket.fresh.move_in()
+            self._vacated += 1
+
+
+def _nbytes(chunks: Iterable[Place]) -> int:
+    return sum(r.chunk_sizes[index] for r, index in chunks)
+
+
+def _sorted(chunks: Iterable[Place], order: Mapping[Range, int]) -> tuple[Place, ...]:
+    return tuple(sorted(chunks, key=lambda each: (order[each[0]], each[1])))
+
+
+def _runs(chunks: Iterable[Place]) -> Iterator[tuple[Range, list[int]]]:
+    """The same chunks as runs of neighbours in one range."""
+    run: list[int] = []
+    at: Range | None = None
+    for r, index in chunks:
+        if at is not None and (r is not at or index != run[-1] + 1):
+            yield at, run
+            run = []
+        at = r
+        run.append(index)
+    if at is not None:
+        yield at, run

@@ -1,0 +1,72 @@
+"""The order of copies and kernels in which a streamed step relies: each bucket by itself, whatever else is on the link."""
+
+from __future__ import annotations
+
+import torch
+
+from placement.devices.base import Copy, Device
+from tests.contract.ranges import is_poison, poisoned, random_bytes, read, whole
+
+BUCKETS = 6
+AHEAD = 2
+
+
+def test_buckets_come_are_changed_and_leave_in_one_another(device: Device) -> None:
+    """The memory behind three buckets goes round: a bucket's chunk is taken only when its copy to the host has completed."""
+    nbytes = device.chunk_bytes
+    addresses = poisoned(device, BUCKETS * nbytes)
+    slab = device.host(BUCKETS * nbytes)
+    content = random_bytes(BUCKETS * nbytes)
+    slab.view(0, slab.nbytes).copy_(content)
+    added = torch.full((1,), 3, dtype=torch.uint8, device=device.torch_device)
+    chunks = [device.create(nbytes) for _ in range(AHEAD + 1)]
+    arrived, left = [], []
+
+    def copy_of(index: int) -> list[Copy]:
+        return [Copy(addresses.base + index * nbytes, slab.address + index * nbytes, nbytes)]
+
+    def fetch(index: int) -> None:
+        device.map(addresses, [chunks.pop()], index * nbytes)
+        device.copy(copy_of(index), "to_device")
+        arrived.append(device.mark("to_device"))
+
+    device.order()
+    held = {}
+    for index in range(AHEAD):
+        held[index] = chunks[-1]
+        fetch(index)
+    for index in range(BUCKETS):
+        with device.after(arrived[index]):
+            device.view(addresses, index * nbytes, nbytes).add_(added)
+            device.copy(copy_of(index), "to_host")
+            left.append(device.mark("to_host"))
+        if index:
+            device.wait(left[index - 1])
+            device.unmap(addresses, nbytes, (index - 1) * nbytes)
+            chunks.append(held.pop(index - 1))
+            assert is_poison(device, addresses, (index - 1) * nbytes, nbytes)
+        if index + AHEAD < BUCKETS:
+            held[index + AHEAD] = chunks[-1]
+            fetch(index + AHEAD)
+    device.wait(left[-1])
+    device.order()
+    assert read(device, addresses, (BUCKETS - 1) * nbytes, nbytes).equal(content[-nbytes:] + 3)
+    device.unmap(addresses, addresses.nbytes)
+    assert slab.view(0, slab.nbytes).equal(content + 3)
+    assert is_poison(device, addresses, 0, addresses.nbytes)
+    assert not device.heal_poison()
+
+
+def test_what_is_enqueued_after_a_mark_sees_work_from_before_the_order(device: Device) -> None:
+    addresses = poisoned(device, device.chunk_bytes)
+    device.map(addresses, [device.create(device.chunk_bytes)])
+    slab = device.host(device.chunk_bytes)
+    whole(device, addresses).fill_(5)
+    device.order()
+    with device.after(device.mark("to_device")):
+        whole(device, addresses).mul_(2)
+        device.copy([Copy(addresses.base, slab.address, device.chunk_bytes)], "to_host")
+        mark = device.mark("to_host")
+    device.wait(mark)
+    assert (slab.view(0, slab.nbytes) == 10).all()
+    device.order()

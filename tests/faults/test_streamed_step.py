@@ -1,0 +1,225 @@
+"""A streamed step that is cut short: by every call of the device that fails in turn, and by an interrupt at bytecodes of our frames.
+
+Each parameter is then either stepped, with its new state on the host, or as it was, with its old state. Nothing of the state is on the
+device, the optimizer is as the user made it, and the next step is that of an optimizer with the same values.
+
+With SWEEP=all every bytecode is interrupted, at its first and last visit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement import State
+from placement.core.errors import DeviceMemoryError, HostMemoryError
+from placement.policies import Colocated
+from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
+from tests.faults.harness import as_bytes
+from tests.faults.tracing import Interrupter, Recorder, describe
+from tests.support.poison import reads_poison
+from tests.support.worker import assert_same
+
+pytestmark = pytest.mark.leaves_behind("each case is looked at when it ends")
+
+FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
+EVERY_POINT = os.environ.get("SWEEP") == "all"
+WIDTH = 32
+
+
+def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[bytes]]:
+    """The bytes of each parameter and of its state. What is offloaded is read from the host copies."""
+    parameters = net.state_dict()
+    state = optimizer.state_dict()["state"]
+    return [
+        [as_bytes(parameters[name]), *(as_bytes(value) for value in state.get(index, {}).values())]
+        for index, (name, _) in enumerate(net.named_parameters())
+    ]
+
+
+class Job:
+    """A model and an optimizer that streams, on a device that fails on demand, and the same without placement."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+        self.plain = copy.deepcopy(self.net)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.other = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
+        self.device: Any = Faults(SimulatedDevice(4 << 20, chunk_bytes=4096))
+        self.manager = placement.Manager(device=self.device, policy=Colocated("streamed"), streamed_bucket_bytes=3 * 4096)
+        self.actor = self.manager.register("actor", self.net, role="actor")
+        self.handle = self.manager.register("adam", self.optimizer)
+        self.groups = self.optimizer.param_groups
+        self.members = [list(group["params"]) for group in self.groups]
+        self.steps = 0
+
+    def stepped(self, disturbed: Callable[[], Any]) -> BaseException | None:
+        """One step of both. `disturbed` steps the placed optimizer. Returns the error that it raised."""
+        self.plain.load_state_dict({name: value.clone() for name, value in self.actor.state_dict().items()})
+        self.other.load_state_dict(copy.deepcopy(self.handle.state_dict()))
+        self.steps += 1
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.steps))
+        self.plain(batch).square().mean().backward()
+        self.old = values(self.plain, self.other)
+        self.other.step()
+        self.new = values(self.plain, self.other)
+        self.plain.zero_grad()
+        try:
+            with self.manager.phase("train"):
+                self.net(batch).square().mean().backward()
+                disturbed()
+                self.net.zero_grad()
+        except BaseException as error:
+            return error.with_traceback(None)
+        return None
+
+    def check(self) -> int:
+        """What must hold outside every phase after a step, however far it came. Returns how many parameters were stepped."""
+        gc.collect()
+        with self.manager.phase("train"):  # what a device that does not answer has left is settled at the next phase transition
+            self.net.zero_grad()
+        assert self.manager.snapshot().phases == ()
+        assert self.handle.state is State.CPU_OFFLOADED
+        assert self.optimizer.param_groups is self.groups
+        assert all(a is b for group, own in zip(self.groups, self.members, strict=True) for a, b in zip(group["params"], own, strict=True))
+        self.manager.check_integrity()
+        assert_nothing_resident(self.manager)
+        assert self.device.memory().chunk_bytes == 0
+        holding = self.handle.holding
+        assert holding is not None
+        for r in holding.ranges:
+            assert not r.newer
+            assert reads_poison(self.device.view(r.layout.addresses, 0, r.nbytes))
+        found = values(self.net, self.optimizer)
+        for now, old, new in zip(found, self.old, self.new, strict=True):
+            assert now in (old, new), "a parameter and its state are not of one step"
+        return sum(now == new for now, new in zip(found, self.new, strict=True))
+
+    def step(self) -> None:
+        self.optimizer.step()  # looked up at each call, as in a user's loop
+
+    def check_goes_on(self) -> None:
+        assert self.stepped(self.step) is None
+        assert self.check() == len(self.new)
+        assert_same(self.handle.state_dict(), self.other.state_dict())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_cases() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    Job().check_goes_on()
+    gc.collect()
+    gc.freeze()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["first step", "later step"])
+def test_every_call_failed(operation: str, forever: bool, steps_before: int, counted: Callable[[str], None]) -> None:
+    calls = 0
+    seen: set[int] = set()
+    while True:
+        job = Job()
+        for _ in range(steps_before):
+            job.check_goes_on()
+
+        fired: list[int] = []
+
+        def step(job: Job = job, calls: int = calls, fired: list[int] = fired) -> None:
+            job.device.fail(operation, at=calls + 1, forever=forever)
+            try:
+                job.optimizer.step()
+            finally:
+                fired.append(job.device.fired)
+                if not forever or not fired[0] or operation not in ("copy", "sync"):
+                    job.device.clear()  # else the device does not answer while the phase is left, either
+
+        error = job.stepped(step)
+        job.device.clear()
+        if not fired[0]:
+            assert error is None
+            job.check_goes_on()
+            job.manager.close()
+            break
+        calls += 1
+        assert error is None or isinstance(error, (*FAULTS, placement.PlacementError)), repr(error)
+        done = job.check()
+        seen.add(done)
+        if error is None:  # less memory than wanted: then with fewer buckets at a time
+            assert operation in ("host", "create", "map")
+            assert done == len(job.new)
+        job.check_goes_on()
+        job.manager.close()
+    counted(f"{operation}, {'for ever' if forever else 'once'}: {calls} calls, parameters stepped: {sorted(seen)}")
+    if operation in ("copy", "sync"):
+        assert len(seen) > 2, "a step was never stopped half-way"
+
+
+@pytest.mark.timeout(900 if EVERY_POINT else 120)
+@pytest.mark.parametrize("born", [False, True], ids=["first step", "later step"])
+def test_interrupted_at_bytecodes(born: bool, counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    swallowed: list[type[BaseException] | None] = []  # raised in a finalizer, which the interpreter can only report
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: swallowed.append(report.exc_type))
+    job = Job()
+
+    def stepped(tracing: Any) -> BaseException | None:
+        def step() -> None:
+            if not born:
+                job.optimizer.state.clear()
+            tracing.on()
+            try:
+                job.optimizer.step()
+            finally:
+                tracing.off()
+
+        if not born:
+            job.optimizer.state.clear()
+        return job.stepped(step)
+
+    for _ in range(2):
+        job.check_goes_on()
+        recorder = Recorder()
+        assert stepped(recorder) is None
+        job.check()
+    points = dict(recorder.visits)
+    assert len(points) > 1000
+    stride = 1 if EVERY_POINT else 64
+    cases = [(point, visit) for point, visits in list(points.items())[::stride] for visit in sorted({1, visits})]
+    problems: list[str] = []
+    unreached = 0
+    seen: set[int] = set()
+    for point, visit in cases:
+        tracing = Interrupter(point, visit, KeyboardInterrupt)
+        swallowed.clear()
+        raised = stepped(tracing)
+        torch.set_grad_enabled(True)
+        unreached += not tracing.fired
+        try:
+            told = isinstance(raised, (KeyboardInterrupt, placement.PlacementError)) or swallowed == [KeyboardInterrupt]
+            assert told or not tracing.fired, repr(raised)
+            del raised
+            seen.add(job.check())
+            job.check_goes_on()
+        except Exception as problem:
+            problems.append(f"{describe(point, visit)}: {type(problem).__name__}: {str(problem)[:300]}")
+            job = Job()
+            job.check_goes_on()
+        if len(problems) == 8:
+            break
+    assert not problems, f"{len(problems)} of {len(cases)} cases:\n" + "\n".join(problems)
+    assert unreached <= max(1, len(cases) // 50), f"{unreached} of {len(cases)} cases were not reached again"
+    assert len(seen) > 2
+    counted(f"{len(points)} bytecodes, {len(cases) - unreached} cases, parameters stepped: {sorted(seen)}")

@@ -1,0 +1,88 @@
+"""Steps that stream their state on a real device: the ordinary step's bytes, bounded memory, both directions at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement.policies import Colocated
+from placement.testing import assert_nothing_resident
+from tests.support.worker import assert_same
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+BUCKET_BYTES = 32 * MIB
+WIDTH = 1024
+LAYERS = 24
+
+STEPPED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "AdamW, for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "AdamW, capturable, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3, device="cuda"), capturable=True),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "SGD, momentum, fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+}
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
+    net = build()
+    plain = copy.deepcopy(net)
+    optimizers = STEPPED[name](net.parameters()), STEPPED[name](plain.parameters())
+    manager = placement.Manager(device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
+    manager.register("actor", net, role="actor")
+    handle = manager.register("adam", optimizers[0])
+    for step in range(5):
+        batch = torch.randn(8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        with manager.phase("train"):
+            for model, optimizer in zip((net, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            assert handle.resident_bytes == 0
+    assert_same(
+        {key: value.cpu() for key, value in manager.handles["actor"].state_dict().items()},
+        {key: value.cpu() for key, value in plain.state_dict().items()},
+    )
+    found, wanted = handle.state_dict()["state"], optimizers[1].state_dict()["state"]
+    for index, entry in wanted.items():
+        assert_same({k: v.cpu() for k, v in found[index].items()}, {k: v.cpu() for k, v in entry.items()})
+    assert_nothing_resident(manager)
+    manager.close()
+
+
+def test_the_first_step_and_the_next_stay_within_the_window() -> None:
+    net = build()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    manager = placement.Manager(device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
+    manager.register("actor", net, role="actor")
+    handle = manager.register("adam", optimizer)
+    for _ in range(3):
+        with manager.phase("train"):
+            net(torch.ones(8, WIDTH, device="cuda")).square().mean().backward()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held_bytes = manager.device.memory().used_bytes
+            optimizer.step()
+            born_bytes = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+            assert manager.device.memory().used_bytes <= held_bytes + 4 * MIB
+            assert born_bytes <= 3 * BUCKET_BYTES
+            optimizer.zero_grad()
+    assert handle.streamed is not None
+    assert handle.streamed.window_bytes <= 3 * BUCKET_BYTES
+    assert handle.num_bytes > 5 * BUCKET_BYTES
+    manager.close()

@@ -1,0 +1,566 @@
+"""`optimizer_in="streamed"`: the ordinary step's bytes, a bounded part of the device, the user's hooks once, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement import Manager, NotResidentError, PhaseError, Plan, PolicyError, State, View
+from placement.devices.base import Chunk
+from placement.policies import AsyncRollout, Colocated, Resident
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import OFF, TRAIN, Scripted, assert_same
+
+CHUNK = 16 << 10
+BUCKET = 2 * CHUNK
+WIDTH = 64
+
+
+class Net(nn.Module):
+    """Layers of which a step uses some, an embedding whose state is larger than a bucket, and a layer that is never used."""
+
+    def __init__(self, layers: int = 8, words: int = 160) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: torch.Tensor, used: Sequence[int] | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.embed(words)
+        for index in range(len(self.layers)) if used is None else used:
+            found = torch.tanh(self.layers[index](found))
+        return found.square().mean()
+
+
+class Watched(SimulatedDevice):
+    """A device that remembers the most bytes that its chunks have had together."""
+
+    peak_bytes = 0
+
+    def create(self, nbytes: int) -> Chunk:
+        chunk = super().create(nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.memory().chunk_bytes)
+        return chunk
+
+
+def words(step: int) -> torch.Tensor:
+    return torch.randint(0, 160, (4,), generator=torch.Generator().manual_seed(step))
+
+
+def manager_of(**keywords: Any) -> Manager:
+    given = {"device": Watched(64 << 20, chunk_bytes=CHUNK), "policy": Colocated("streamed"), "streamed_bucket_bytes": BUCKET}
+    return Manager(**{**given, **keywords})
+
+
+class Pair:
+    """A placed model with its optimizer, and the same without placement.
+
+    Attributes:
+        make: makes the optimizer of a model.
+    """
+
+    def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module | None = None, **keywords: Any) -> None:
+        torch.manual_seed(0)
+        self.net: Any = Net() if model is None else model
+        self.plain: Any = copy.deepcopy(self.net)
+        self.optimizer, self.other = make(self.net), make(self.plain)
+        self.manager = manager_of(**keywords)
+        self.device: Any = self.manager.device
+        self.actor = self.manager.register("actor", self.net, role="actor")
+        self.handle = self.manager.register("adam", self.optimizer)
+
+    def both(self) -> list[tuple[Any, torch.optim.Optimizer]]:
+        return [(self.net, self.optimizer), (self.plain, self.other)]
+
+    def step(self, step: int, used: Sequence[int] | None = None) -> None:
+        """One step of both, the placed one in a phase."""
+        with self.manager.phase("train"):
+            for net, optimizer in self.both():
+                optimizer.zero_grad()
+                net(words(step), used).backward()
+                optimizer.step()
+
+    def check(self) -> None:
+        assert_same(dict(self.actor.state_dict()), dict(self.plain.state_dict()))
+        assert_same(self.handle.state_dict(), self.other.state_dict())
+        assert_nothing_resident(self.manager)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def in_groups(net: Any) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [net.embed.weight, *net.layers[:3].parameters()], "lr": 3e-2, "weight_decay": 0.1},
+        {"params": list(net.layers[3:].parameters()), "foreach": True},
+        {"params": list(net.unused.parameters()), "lr": torch.tensor(1e-3)},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def muon(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in net.parameters() if p.dim() == 2], lr=1e-2)
+
+
+def of(cls: Any, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda net: cls(net.parameters(), **options)  # type: ignore[no-any-return]
+
+
+STEPPED: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": adamw,
+    "AdamW, foreach": of(torch.optim.AdamW, foreach=True),
+    "AdamW, for-loop": of(torch.optim.AdamW, foreach=False),
+    "AdamW, fused": of(torch.optim.AdamW, fused=True),
+    "AdamW, several groups": in_groups,
+    "Adam, amsgrad, maximize": of(torch.optim.Adam, amsgrad=True, maximize=True),
+    "Adam, amsgrad, foreach": of(torch.optim.Adam, amsgrad=True, foreach=True),
+    "Adam, tensor lr": of(torch.optim.Adam, lr=torch.tensor(1e-2)),
+    "SGD": of(torch.optim.SGD, lr=1e-2),
+    "SGD, momentum": of(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "SGD, nesterov, foreach": of(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+    "NAdam": of(torch.optim.NAdam),
+    "RAdam": of(torch.optim.RAdam, foreach=True),
+    "Adamax": of(torch.optim.Adamax),
+    "Adadelta": of(torch.optim.Adadelta),
+    "Adagrad": of(torch.optim.Adagrad),
+    "RMSprop": of(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Rprop": of(torch.optim.Rprop),
+}
+if hasattr(torch.optim, "Muon"):
+    STEPPED["Muon"] = muon
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
+    """Parameters without a gradient in some steps: their state is born late, or never."""
+    pair = Pair(STEPPED[name])
+    for step, used in enumerate([(0, 2, 3, 7), None, (1, 2), (6, 5, 4), None]):
+        pair.step(step, used)
+    pair.check()
+    assert all(handle.state is OFF for handle in pair.manager.handles.values())
+
+
+def test_a_fused_sgd_whose_gradients_are_always_the_same_ones() -> None:
+    pair = Pair(of(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True))  # torch's own fails where a buffer is born late
+    for step in range(5):
+        pair.step(step)
+    pair.check()
+
+
+def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(24)))
+    model_bytes = sum(p.nbytes for p in layers.parameters())
+    pair = Pair(adamw, model=layers)
+    for step in range(3):
+        pair.device.peak_bytes = 0
+        with pair.manager.phase("train"):
+            held = pair.device.memory().chunk_bytes
+            assert pair.handle.resident_bytes == 0
+            for net, optimizer in pair.both():
+                optimizer.zero_grad()
+                net(torch.ones(2, WIDTH) * step).square().mean().backward()
+                optimizer.step()
+            assert pair.device.memory().chunk_bytes == held  # what a step needs it gives back
+            assert pair.device.peak_bytes <= held + 3 * BUCKET
+            assert held <= model_bytes * 2 + 2 * CHUNK  # the model and its gradients
+    pair.check()
+    assert pair.handle.num_bytes > 10 * BUCKET
+    snapshot = pair.manager.snapshot()
+    assert snapshot.peak_bytes <= model_bytes * 2 + 2 * CHUNK + 3 * BUCKET  # gradients move with the model
+    (adam,) = [each for each in snapshot.handles if each.name == "adam"]
+    assert adam.loaded_bytes == 2 * sum(r.nbytes for r in pair.handle.holding.ranges)  # type: ignore[union-attr]
+    assert adam.offloaded_bytes == 3 * sum(r.nbytes for r in pair.handle.holding.ranges)  # type: ignore[union-attr]
+
+
+def test_the_states_say_where_the_bytes_are() -> None:
+    pair = Pair(adamw)
+    pair.step(0)
+    with pair.manager.phase("train"):
+        assert (pair.handle.state, pair.handle.is_streaming) == (TRAIN, True)
+        assert pair.handle.resident_bytes == 0
+        pair.manager.check_integrity()
+        assert pair.manager.audit().ok
+        with pair.manager.phase("optimizer_step"):
+            assert pair.handle.is_streaming
+        with pair.manager.phase("checkpoint"):
+            assert pair.handle.is_streaming
+            assert_same(pair.handle.state_dict(), pair.other.state_dict())
+    with pair.manager.phase("restore"):
+        assert (pair.handle.state, pair.handle.is_streaming) == (TRAIN, False)
+        assert pair.handle.resident_bytes
+    assert [each.trigger for each in pair.manager.journal if each.handle == "adam"] == [
+        *["begin_streamed_train", "end_streamed_train"] * 2,
+        *["load", "begin_train", "end_train", "offload"],
+    ]
+    pair.check()
+
+
+def test_whole_steps_and_streamed_ones_may_follow_one_another() -> None:
+    policies = [Colocated(name) for name in ("streamed", "train", "streamed", "train")]
+    now: list[Colocated] = []
+
+    def plan(view: View) -> Plan:
+        return now[-1].plan(view)
+
+    pair = Pair(adamw, policy=Scripted(train=plan))
+    for step, policy in enumerate(policies):
+        now.append(policy)
+        pair.step(step)
+    pair.check()
+
+
+def test_bytes_that_arrived_early_are_not_used_after_a_step() -> None:
+    def early(view: View) -> Plan:
+        adam = view.handles["adam"]
+        return view.total_plan({"actor": State.GPU_RESIDENT}, prefetch={"adam": adam.num_bytes} if adam.can_prefetch else {})
+
+    pair = Pair(adamw, policy=Scripted(log_prob=early, train=Colocated("streamed").plan, values=Colocated().plan))
+    pair.step(0)
+    for step in (1, 2):
+        with pair.manager.phase("log_prob") as phase:
+            assert pair.handle.storage.prefetched_bytes > 0
+            phase.switch("train")
+            for net, optimizer in pair.both():
+                optimizer.zero_grad()
+                net(words(step)).backward()
+                optimizer.step()
+            assert pair.handle.storage.prefetched_bytes == 0
+            phase.switch("restore")
+            state = {index: entry["exp_avg"] for index, entry in enumerate(pair.optimizer.state.values())}
+            wanted = {index: entry["exp_avg"] for index, entry in enumerate(pair.other.state.values())}
+            assert_same(state, wanted)
+    pair.check()
+
+
+def test_a_state_dict_that_is_kept_follows_the_steps() -> None:
+    pair = Pair(adamw)
+    pair.step(0)
+    kept = pair.handle.state_dict()
+    pair.step(1)
+    assert_same(kept["state"][0]["exp_avg"], pair.other.state_dict()["state"][0]["exp_avg"])
+    pair.step(2)
+    pair.check()
+
+
+def test_hooks_a_scheduler_and_a_closure_see_one_step() -> None:
+    pair = Pair(adamw)
+    seen: list[str] = []
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for _, optimizer in pair.both()]
+    pair.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(f"before {len(optimizer.param_groups[0]['params'])}"))
+    pair.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    with pair.manager.phase("train"):
+        later = torch.optim.lr_scheduler.StepLR(pair.optimizer, 10)
+        for step in range(3):
+            losses = []
+            for net, optimizer in pair.both():
+
+                def closure(net: Any = net, optimizer: torch.optim.Optimizer = optimizer, step: int = step) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss: torch.Tensor = net(words(step))
+                    loss.backward()
+                    return loss
+
+                losses.append(optimizer.step(closure))
+            assert losses[0].equal(losses[1])
+            for scheduler in schedulers:
+                scheduler.step()  # warns, which fails the test, if it has seen no step before
+        later.step()
+    assert seen == [f"before {len(list(pair.net.parameters()))}", "after"] * 3
+    pair.check()
+
+
+def test_a_scaler_skips_and_unscales_as_always() -> None:
+    pair = Pair(of(torch.optim.AdamW, fused=True))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+    with pair.manager.phase("train"):
+        for step in range(4):
+            for (net, optimizer), scaler in zip(pair.both(), scalers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(net(words(step))).backward()
+                if step == 1:
+                    net.layers[2].weight.grad[0, 0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+    pair.check()
+
+
+def test_the_implementation_is_that_of_the_whole_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes the for-loop for all parameters of a group if foreach does not fit one of them; here, for those of a subclass."""
+    from torch.optim import optimizer as module
+
+    class Odd(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    chosen: list[bool] = []
+    adam: Any = importlib.import_module("torch.optim.adam")
+    original = adam._multi_tensor_adam
+    monkeypatch.setattr(adam, "_multi_tensor_adam", lambda *args, **kw: (chosen.append(True), original(*args, **kw))[1])
+    pair = Pair(adamw)
+    pair.step(0)
+    assert chosen
+    chosen.clear()
+    with pair.manager.phase("train"):
+        for net, optimizer in pair.both():
+            net(words(1)).backward()
+            net.layers[0].weight.__class__ = Odd
+            optimizer.step()
+            net.layers[0].weight.__class__ = nn.Parameter
+    assert not chosen
+    pair.check()
+
+
+def test_a_step_waits_for_readers_of_the_host_copy() -> None:
+    pair = Pair(adamw)
+    pair.step(0)
+    holding = pair.handle.holding
+    assert holding is not None
+    waited: list[bool] = []
+    loan = holding.host_read_locks.lend()
+    original = loan.wait
+    loan.wait = lambda: (loan.give_back(), waited.append(True), original())[0]  # type: ignore[method-assign]
+    pair.step(1)
+    assert waited == [True]
+    pair.check()
+
+
+def test_values_written_while_offloaded_are_reported_before_the_step() -> None:
+    pair = Pair(adamw)
+    pair.step(0)
+    with pair.manager.phase("train"):
+        pair.net(words(1)).backward()
+        pair.optimizer.state[pair.net.embed.weight]["exp_avg"].add_(1)
+        before = copy.deepcopy(pair.net.state_dict())
+        with pytest.raises(placement.IntegrityError, match=r"exp_avg"):
+            pair.optimizer.step()
+        assert_same(dict(pair.net.state_dict()), dict(before))
+        pair.optimizer.zero_grad()
+        pair.device.heal_poison()
+    pair.step(1)
+    pair.check()
+
+
+def test_nothing_is_kept_alive_by_the_call_that_stands_in() -> None:
+    pair = Pair(adamw)
+    pair.step(0)
+    optimizer, holding = weakref.ref(pair.optimizer), weakref.ref(pair.handle.holding)
+    pair.manager.unregister("adam")
+    pair.manager.unregister("actor")
+    assert "step" not in vars(pair.optimizer)
+    pair.optimizer.step()  # an ordinary optimizer again
+    pair.handle = pair.optimizer = None  # type: ignore[assignment]
+    gc.collect()
+    assert optimizer() is None
+    assert holding() is None
+    pair.manager.close()
+
+
+class TestMemory:
+    def test_a_plan_counts_the_window(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        view = pair.handle
+        assert view.streamed is not None
+        largest = 160 * WIDTH * 4 * 2
+        assert 2 * BUCKET + largest <= view.streamed.window_bytes <= 2 * BUCKET + largest + 2 * CHUNK
+        assert view.streamed.window_bytes < view.num_bytes
+
+    def test_a_phase_whose_window_does_not_fit_is_refused(self) -> None:
+        enough = Pair(adamw)
+        assert enough.handle.streamed is not None
+        needed = enough.actor.num_bytes + enough.handle.streamed.window_bytes
+        assert needed < enough.actor.num_bytes + enough.handle.num_bytes
+        small = Pair(adamw, budget_bytes=needed - 1)
+        with pytest.raises(placement.DeviceMemoryError, match="adam"), small.manager.phase("train"):
+            pass
+        Pair(adamw, budget_bytes=needed).step(0)
+
+    def test_a_device_without_room_for_a_window_steps_bucket_by_bucket(self, caplog: pytest.LogCaptureFixture) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        with pair.manager.phase("train"):
+            for net, _ in pair.both():
+                net(words(1)).backward()
+            free = pair.device.memory().free_bytes
+            pair.device.outside_bytes = free - (160 * WIDTH * 4 * 2 + 2 * CHUNK)  # the largest bucket
+            for _, optimizer in pair.both():
+                optimizer.step()
+            pair.device.outside_bytes = 0
+            pair.actor.object.zero_grad()
+            pair.plain.zero_grad()
+        assert "streams bucket by bucket" in caplog.text
+        pair.check()
+
+    def test_a_device_without_room_for_a_bucket_stops_there(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        before = copy.deepcopy(pair.handle.state_dict())
+        with pair.manager.phase("train"):
+            pair.net(words(1)).backward()
+            pair.device.outside_bytes = pair.device.memory().free_bytes
+            with pytest.raises(placement.DeviceMemoryError) as caught:
+                pair.optimizer.step()
+            assert "streamed_bucket_bytes" in caught.value.__notes__[0]
+            pair.device.outside_bytes = 0
+            assert_same(pair.handle.state_dict(), before)
+            pair.net.zero_grad()
+        pair.step(1)
+        pair.check()
+
+    def test_resident_streams_only_what_does_not_fit(self) -> None:
+        large = Pair(adamw, policy=Resident("streamed"))
+        large.step(0)
+        assert large.handle.resident_bytes > 10 * BUCKET  # it fits, and stays
+        assert not large.handle.is_streaming
+        small = Pair(adamw, policy=Resident("streamed"), budget_bytes=540_000)  # all together want 570,000
+        with small.manager.phase("train"):
+            assert small.handle.is_streaming
+        for step in range(3):
+            small.step(step)
+
+    def test_async_rollout_passes_the_option_on(self) -> None:
+        pair = Pair(adamw, policy=AsyncRollout("streamed"))
+        pair.step(0)
+        pair.step(1)
+        pair.check()
+
+    def test_options_can_be_written_in_settings(self) -> None:
+        manager = Manager.from_settings({"device": "simulated:64MiB", "policy": "colocated('streamed')", "streamed_bucket_bytes": "512KiB"})
+        net = Net()
+        optimizer = adamw(net)
+        manager.register("actor", net, role="actor")
+        handle = manager.register("adam", optimizer)
+        with manager.phase("train"):
+            assert handle.is_streaming
+        manager.close()
+
+
+class Wrapper:
+    """Steps an optimizer in a way of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Clipping(torch.optim.AdamW):
+    """Looks at all parameters in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """Changes nothing that a step does."""
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (of(torch.optim.LBFGS), r"LBFGS is not known to treat each parameter by itself .*AdamW"),
+            (of(Clipping), r"Clipping is not known to treat each parameter by itself"),
+            (of(torch.optim.AdamW, differentiable=True), r"differentiable=True"),
+            (lambda net: Wrapper(adamw(net)), r"Wrapper steps other optimizers by code of its own"),
+        ],
+        ids=["LBFGS", "own step", "differentiable", "wrapper"],
+    )
+    def test_a_plan_that_streams_a_step_that_cannot_be_streamed(self, make: Callable[[nn.Module], Any], reason: str) -> None:
+        manager = manager_of()
+        net = Net()
+        optimizer = make(net)
+        manager.register("actor", net, role="actor")
+        handle = manager.register("adam", optimizer)
+        with pytest.raises(PolicyError, match=rf"streams the state of 'adam'.*{reason}.*optimizer_in='train'"), manager.phase("train"):
+            pass
+        assert handle.state is OFF
+        manager.close()
+
+    def test_a_subclass_that_changes_nothing_is_no_other_optimizer(self) -> None:
+        pair = Pair(of(Renamed))
+        pair.step(0)
+        pair.step(1)
+        pair.check()
+
+    def test_only_an_optimizer_trains_from_its_host_copy(self) -> None:
+        def plan(view: View) -> Plan:
+            return view.total_plan({"actor": State.TRAINING}, ["actor"])
+
+        pair = Pair(adamw, policy=Scripted(train=plan))
+        with pytest.raises(PolicyError, match=r"streams 'actor' without SYNCING"), pair.manager.phase("train"):
+            pass
+
+    def test_a_step_that_comes_around_the_method(self) -> None:
+        pair = Pair(adamw)
+        early = pair.optimizer.step
+        pair.step(0)
+        with pair.manager.phase("train"):
+            pair.net(words(1)).backward()
+            with pytest.raises(NotResidentError, match=r"came around the method.*optimizer_in='train'"):
+                early()
+            pair.net.zero_grad()
+        pair.check()
+
+    def test_a_method_that_was_replaced(self) -> None:
+        pair = Pair(adamw)
+        pair.optimizer.step = lambda *_: None  # type: ignore[method-assign]
+        with pytest.raises(PhaseError, match=r"has replaced its step\(\) by '.*lambda"), pair.manager.phase("train"):
+            pass
+        del pair.optimizer.step
+        pair.step(0)
+        pair.check()
+
+    def test_sparse_gradients(self) -> None:
+        net = nn.Embedding(16, 8, sparse=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        manager = manager_of()
+        manager.register("actor", net, role="actor")
+        manager.register("adam", optimizer)
+        with manager.phase("train"):
+            net(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(PhaseError, match=r"sparse gradients"):
+                optimizer.step()
+            net.zero_grad()
+        manager.close()
+
+    def test_outside_of_training_a_step_is_refused_as_always(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        with pytest.raises(NotResidentError, match=r"stepped"):
+            pair.optimizer.step()
+        with pair.manager.phase("log_prob"), pytest.raises(NotResidentError, match=r"stepped"):
+            pair.optimizer.step()
+
+    def test_phases_cannot_change_inside_a_step(self) -> None:
+        pair = Pair(adamw)
+        holding = pair.handle.holding
+        assert holding is not None
+        tried: list[type[BaseException]] = []
+        original = holding.host_read_locks.wait
+
+        def wait() -> None:
+            original()
+            try:
+                pair.manager.enter("checkpoint")
+            except PhaseError as error:
+                tried.append(type(error))
+
+        with pair.manager.phase("train"):
+            pair.net(words(0)).backward()
+            holding.host_read_locks.wait = wait  # type: ignore[method-assign]
+            pair.optimizer.step()
+            del holding.host_read_locks.wait
+        assert tried == [PhaseError]
