@@ -110,6 +110,7 @@ class Prefetcher:
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
         room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
         chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
+        self._has_any = True  # state that was born in the phase before has a place only now
         self._prefetch.begin(self._wanted(plan, room_bytes), chunk_pool)
 
     def _room_bytes(self, name: str, plan: Plan) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import placement
@@ -213,7 +213,8 @@ STEPS = st.lists(
 
 
 @settings(max_examples=40 if os.environ.get("SWEEP") != "all" else 2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=STEPS, chunks=st.sampled_from([26, 40, 200]))
+@example(steps=[("train", {}, "compute"), ("rollout", {"actor.optimizer": ALL}, "compute")], chunks=36)
+@given(steps=STEPS, chunks=st.sampled_from([36, 48, 200]))
 def test_random_programs_with_random_wishes_compute_the_same_bits(steps: list[tuple[str, dict[str, int], str]], chunks: int) -> None:
     """Beside the same program on models that nobody moves, under a budget that leaves room for little, for some, or for everything."""
     policy = Changing()
