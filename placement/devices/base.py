@@ -168,7 +168,8 @@ class Mark:
 class Device(abc.ABC):
     """One accelerator of this process, or its simulation.
 
-    Every method is called with the manager's lock held, on the thread of the phase transition, outside inference mode.
+    Every method is called with the manager's lock held, on the thread of the phase transition, outside inference mode. The exceptions are
+    `copy`, `mark` and `wait`, which the thread of a prefetch calls between two phase transitions, beside calls of other threads.
     `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and then leave everything as before the call (`map` leaves
     poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error).
 
