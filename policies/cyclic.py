@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -29,8 +29,8 @@ class Cyclic(Colocated):
     where `Colocated` wants them. Beside them stay the handles that are worth it: those of the schedule of the whole cycle in which the
     fewest bytes move while somebody waits, and then the fewest bytes at all. To evict a handle that was TRAINING since its last offload
     costs an offload and a load, any other module only a load. Of what the next phases need, as much arrives early as there is room
-    for (`Plan.prefetch`), nearest first. Up to ten handles the schedule is the best one that is the same in every cycle; for more it
-    is a good one.
+    for (`Plan.prefetch`), nearest first; in the room that is left then, what leaves is saved while the phase computes. Up to ten handles
+    the schedule is the best one that is the same in every cycle; for more it is a good one.
 
     A phase transition loads nothing that its phase does not need, and no `Lazy` is built only because it would fit. So each handle moves
     at most as often as under `Colocated`. Until the cycle is known, and in a phase inside another one, everything stays that fits, and
@@ -180,9 +180,20 @@ class _Choice:
             self.kept |= 1 << unit
 
     def leave(self) -> None:
-        """Leave on the device what nobody needs the room of, what is needed soonest first."""
-        for unit in self._soonest(self.present & ~self.needed & ~self.kept):
-            if unit not in self.early:
+        """Leave on the device what nobody needs the room of, what is needed soonest first.
+
+        What may have been changed is evicted nevertheless, where its next use is known and too far: as much of it stays as early bytes as
+        there is room for, and is saved while the phase computes, so that nobody waits when its room is needed.
+        """
+        early, units, is_known = self.worker.early(self.view), self.worker.units, len(self.phases) > 1 and self.view.enclosing is None
+        there = (self.present | _mask(early)) & ~self.needed & ~self.kept & ~_mask(self.early)
+        for unit in self._soonest(there):
+            if unit in early or (is_known and units[unit].can_prefetch and units[unit].is_copied_back == "trained"):
+                nbytes = min(early.get(unit, units[unit].nbytes), self.room)
+                if nbytes > units[unit].nbytes // _CRUMB:
+                    self.early[unit] = nbytes
+                    self.room -= nbytes
+            else:
                 self.left |= self._take(unit)
 
     def plan(self, base: Plan) -> Plan:
@@ -230,7 +241,8 @@ class _Choice:
             return f"stays until its room is needed: {when}"
         unit = next(bits(units))
         if unit in self.early:
-            return f"arrives early, {_amount(self.early[unit])} of {_amount(self.worker.units[unit].nbytes)}: {when}"
+            how = "evicted, and saved while the phase computes" if units & self.present else "arrives early"
+            return f"{how}, {_amount(self.early[unit])} of {_amount(self.worker.units[unit].nbytes)}: {when}"
         if not units & self.present:
             return f"off the device: {when}" if is_known else f"off the device: not needed in {self.view.phase}"
         others = self.present & ~self.needed & ~units
@@ -240,6 +252,10 @@ class _Choice:
     def _when(self, distance: int) -> str:
         phase = self.phases[distance % len(self.phases)]
         return f"needed in the next phase ({phase})" if distance == 1 else f"next needed in {distance} phases ({phase})"
+
+
+def _mask(units: Iterable[int]) -> int:
+    return sum([1 << unit for unit in units])
 
 
 def _agreement(expected: Sequence[str], upcoming: Sequence[str]) -> int:

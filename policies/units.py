@@ -81,6 +81,14 @@ class Worker:
                     found &= ~sum([1 << i for i in bits(self.of_handle[handle.name]) if self.places[i].tag in away])
         return found
 
+    def early(self, view: View) -> dict[int, int]:
+        """The units of which bytes are on the device early, with these bytes."""
+        found = dict[int, int]()
+        for handle in view.handles.values():
+            if handle.prefetched_bytes:
+                found |= dict.fromkeys(bits(self.of_handle[handle.name]), handle.prefetched_bytes)
+        return found
+
     def size(self, mask: int) -> int:
         """Device bytes of these units."""
         return sum([self.units[i].nbytes for i in bits(mask)])

@@ -91,18 +91,25 @@ class Moved(NamedTuple):
     """Bytes moved in one or more phase transitions."""
 
     waited: int
-    """Copied in a phase transition, while somebody waits."""
+    """Copied while somebody waits."""
     total: int
     """All that was copied, with what arrived early."""
     given_up: int = 0
-    """What arrived early and was given up unused."""
+    """The part of that which arrived early and was given up unused."""
+    loaded: int = 0
+    """The part of `waited` that loads copied."""
+    offloaded: int = 0
+    """The part of `total` that offloads copied, waited for or not."""
 
     def __add__(self, other: tuple[Any, ...]) -> Moved:
-        return Moved(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Moved(*(mine + theirs for mine, theirs in zip(self, Moved(*other), strict=True)))
 
 
 class Simulator:
-    """Counts what a policy moves, as a manager with a fast link would: all that may arrive early arrives before the next phase."""
+    """Counts what a policy moves, as a manager with a fast link would: all that may arrive early arrives before the next phase.
+
+    What leaves the device while the plan wants it early keeps that part of its memory, and that part is saved while the phase computes.
+    """
 
     def __init__(self, cycle: Cycle, policy: Policy) -> None:
         self.cycle = cycle
@@ -110,6 +117,8 @@ class Simulator:
         self.history = PhaseHistory()
         self.views = {h.name: h for h in cycle.handles}
         self.dirty: set[str] = set()
+        self.brought = dict.fromkeys(self.views, 0)
+        """The part of the early bytes that was copied to the device."""
         self.plan = Plan(dict.fromkeys(self.views, OFF))
 
     def view(self, phase: str, **fields: Any) -> View:
@@ -140,22 +149,20 @@ class Simulator:
         was_on, is_on, early = handle.state is not OFF, plan.on_device(handle.name), handle.prefetched_bytes
         arriving = plan.prefetch.get(name, 0)
         assert 0 <= arriving <= nbytes
-        waited = total = given_up = 0
+        loaded = saved = offloaded = brought = given_up = 0
         if is_on and not was_on:
-            waited, total = nbytes - early, nbytes - early
-        elif was_on and not is_on and name in self.dirty:
-            waited, total = nbytes, nbytes
-        elif not is_on:
-            given_up = max(0, early - arriving)
-        if was_on and not is_on:
+            loaded, self.brought[name] = nbytes - early, 0
+        elif was_on and not is_on:
+            offloaded, saved = (nbytes, arriving) if name in self.dirty else (0, 0)
             self.dirty.discard(name)
+        elif not is_on:
+            brought, given_up = max(0, arriving - early), min(self.brought[name], max(0, early - arriving))
+            self.brought[name] += brought - given_up
         if plan[name] is TRAIN:
             self.dirty.add(name)
-        if not is_on:
-            total += max(0, arriving - early)
         held = nbytes if is_on else arriving
         self.views[name] = replace(handle, state=plan[name], resident_bytes=held, prefetched_bytes=0 if is_on else arriving)
-        return Moved(waited, total, given_up)
+        return Moved(loaded + offloaded - saved, loaded + offloaded + brought, given_up, loaded, offloaded)
 
 
 def steady(cycle: Cycle, policy: Policy, warm_up: int = 3) -> Moved:
@@ -167,6 +174,8 @@ def steady(cycle: Cycle, policy: Policy, warm_up: int = 3) -> Moved:
 
 def best(cycle: Cycle) -> Moved:
     """The least that any plan moves which is the same in every cycle: waited bytes first, then all bytes. Looks at each plan.
+
+    Somebody waits for each offload here, so a policy that has some of them saved under the next phase's work may be better.
 
     A plan says for each gap between two uses whether the handle stays. All plans are looked at together, one element of an array each.
     """

@@ -12,7 +12,12 @@ def after(before: View, plan: Plan) -> View:
     return replace(
         before,
         handles={
-            h.name: replace(h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0)
+            h.name: replace(
+                h,
+                state=plan[h.name],
+                resident_bytes=h.num_bytes if plan.on_device(h.name) else plan.prefetch.get(h.name, 0),
+                prefetched_bytes=plan.prefetch.get(h.name, 0),
+            )
             for h in before.handles.values()
         },
     )

@@ -140,6 +140,18 @@ def test_a_need_over_the_budget_is_left_to_the_manager() -> None:
     assert Cyclic().plan(now) == Colocated().plan(now)
 
 
+def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None:
+    handles = (handle("actor"), handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60), *WORKER[3:4], WORKER[5])
+    now = view("values", *resident("actor", "actor.optimizer", of=handles), budget_bytes=60, upcoming=("rollout", "train"))
+    plan = Cyclic().plan(now)
+    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU}, {"actor.optimizer": 50})
+    assert Cyclic().reasons(now)["actor.optimizer"].startswith("evicted, and saved while the phase computes, 50 bytes of 60 bytes: ")
+    there = after(now, plan)
+    assert Cyclic().plan(there) == plan
+    full = replace(there, phase="rollout", upcoming=("train", "values"), budget_bytes=100)
+    assert not Cyclic().plan(full).prefetch  # the memory goes, and nothing is left to save
+
+
 # --- outside a known cycle
 
 
@@ -193,8 +205,11 @@ def test_in_a_checkpoint_nothing_moves_but_what_arrives_early() -> None:
 def test_a_phase_never_seen_takes_no_more_than_it_needs() -> None:
     there = resident("actor", "actor.optimizer", "critic", "ref")
     now = view("distill", *there, upcoming=STEP, phases={"distill": ("critic",)}, budget_bytes=90)
-    assert used(Cyclic().plan(now)) == {"actor": GPU, "actor.optimizer": GPU, "critic": GPU, "ref": GPU}
-    assert used(Cyclic().plan(replace(now, budget_bytes=30))).keys() == {"critic", "actor", "ref"}
+    plan = Cyclic().plan(now)
+    assert used(plan) == {"critic": GPU, "ref": GPU}
+    assert plan.prefetch == {"actor": 10, "actor.optimizer": 60}  # saved, and there when they are needed
+    plan = Cyclic().plan(replace(now, budget_bytes=30))
+    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU, "ref": GPU}, {"actor": 10})
     assert used(Cyclic().plan(replace(now, budget_bytes=15))).keys() == {"critic"}
 
 

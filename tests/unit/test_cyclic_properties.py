@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import placement
 from placement import State
+from placement.core.journal import Record
 from placement.policies import Cyclic
 from placement.policies.keeping import MOST_UNITS, Step, Unit, bits, schedule, subsets
 from placement.testing import SimulatedDevice
@@ -36,8 +37,8 @@ def test_as_little_moves_as_in_the_best_plan_and_never_more_than_under_colocated
         cycle = Cycle.drawn(rng, most_gaps=18 if SWEEP and part % 4 == 0 else 14)
         cyclic, colocated = cycle.policies()
         found, least, simple = steady(cycle, cyclic), best(cycle), steady(cycle, colocated, warm_up=1)
-        assert least.waited <= found.waited <= 1.01 * least.waited, cycle
-        assert found.total <= max(1.01 * least.total, least.total) or found.waited < least.waited, cycle
+        assert found.waited <= least.waited, cycle
+        assert found.total <= least.total, cycle
         assert found.waited <= simple.waited, cycle
         assert found.total <= simple.total, cycle
         assert found.given_up == 0, cycle
@@ -80,7 +81,8 @@ def test_within_one_cycle_of_a_change_it_is_the_best_plan_again(seed: int) -> No
             simulator = Simulator(cycle, cycle.policies()[0])
             simulator.walk(before.phases * 4)
             simulator.walk(after.phases * 2)
-            assert simulator.walk(after.phases)[:2] == best(after)[:2], (before.phases, after.phases, cycle)
+            found, least = simulator.walk(after.phases), best(after)
+            assert (found.waited <= least.waited, found.total <= least.total) == (True, True), (before.phases, after.phases, cycle)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -99,13 +101,13 @@ def test_a_manager_moves_the_bytes_that_the_simulator_says(seed: int) -> None:
         assert manager.handles[h.name].num_bytes == h.num_bytes
     trained = dict.fromkeys(modules, 0)
     with manager.phase(cycle.phases[0]) as step:
-        assert sum(record.nbytes for record in manager.journal) == simulator.enter(cycle.phases[0]).waited
+        assert _copied([*manager.journal]) == simulator.enter(cycle.phases[0])[3:]
         for phase in (*cycle.phases[1:], *cycle.phases * 4):
             _train(cycle, step.name, modules, trained)
             seen = len(manager.journal)
             step.switch(phase)
             moved = simulator.enter(phase)
-            assert sum(record.nbytes for record in [*manager.journal][seen:]) == moved.waited
+            assert _copied([*manager.journal][seen:]) == moved[3:]
             assert {name: h.state for name, h in manager.handles.items()} == {name: h.state for name, h in simulator.views.items()}
             assert _arrived(manager) == sum(h.prefetched_bytes for h in simulator.views.values())
         manager.check_integrity()
@@ -113,6 +115,12 @@ def test_a_manager_moves_the_bytes_that_the_simulator_says(seed: int) -> None:
         assert set(manager.handles[name].state_dict()["weight"].tolist()) == {float(trained[name])}, module
     assert manager.snapshot().prefetch_discarded_bytes == 0
     manager.close()
+
+
+def _copied(records: list[Record]) -> tuple[int, int]:
+    """Bytes that loads copied in the phase transition, and bytes that offloads copied then or later."""
+    loads = sum(record.nbytes for record in records if record.trigger == "load")
+    return loads, sum(record.nbytes for record in records if record.trigger == "offload")
 
 
 def _train(cycle: Cycle, phase: str, modules: dict[str, torch.nn.Module], trained: dict[str, int]) -> None:
