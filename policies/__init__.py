@@ -8,6 +8,7 @@ from placement import Policy
 
 from .async_rollout import AsyncRollout
 from .colocated import Colocated
+from .cyclic import Cyclic
 from .resident import Resident
 
-__all__ = ["AsyncRollout", "Colocated", "Policy", "Resident"]
+__all__ = ["AsyncRollout", "Colocated", "Cyclic", "Policy", "Resident"]

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from placement.cli.reasons import live
+from placement.cli.reasons.cycle import in_a_known_cycle
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import IDLE, PHASES, WORKER_ROLES, HandleView, OwnPhases, State, View
 from placement.planning.policy_lookup import policy_names, resolve_policy
@@ -46,7 +48,7 @@ SAMPLE = (
         window_bytes=_WINDOW,
     ),
     HandleView(name="reward", kind="module", role="reward", state=State.CPU_OFFLOADED, num_bytes=_MODEL, readonly=True),
-    HandleView(name="rollout", kind="engine", role="rollout", state=State.CPU_OFFLOADED, num_bytes=_ENGINE),
+    HandleView(name="rollout", kind="engine", role="rollout", state=State.CPU_OFFLOADED, num_bytes=_ENGINE, can_prefetch=False),
 )
 """One of eight ranks that train an actor and a critic of 7 billion parameters with PPO, with a rollout engine on the same GPU."""
 
@@ -90,6 +92,8 @@ def explain(
     names = (IDLE, *_STEP[:-1], *(name for name in own if name not in PHASES))
     steps = [simulation.enter(SimulatedPhase(name)) for name in names]
     print(_table(policy.name, simulation.view(SimulatedPhase(IDLE)), steps), file=file or sys.stdout)
+    for line in in_a_known_cycle(policy, SAMPLE, _STEP[: _STEP.index("checkpoint")], budget_bytes, worker_role):
+        print(line, file=file or sys.stdout)
     return 1 if any(step.is_refused for step in steps) else 0
 
 
@@ -132,10 +136,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
     parser.add_argument("--settings", metavar="FILE", help="TOML file with policy, budget_bytes, worker_role and phases")
+    live.add_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table. Returns 0; 1 where a phase has no plan or does not fit; 2 where the settings cannot be read."""
+    """Print the table. Returns 0; 1 where a phase has no plan or does not fit; 2 where the settings cannot be read.
+
+    Raises:
+        PlacementError: the worker of `--live` does not answer.
+    """
+    if arguments.live:
+        return live.run(arguments.live)
     try:
         settings = Settings.from_any(arguments.settings or {})
         budget_bytes = parse_bytes(arguments.budget) if arguments.budget else settings.budget_bytes

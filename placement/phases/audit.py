@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from placement.core.errors import IntegrityError
 from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
-from placement.core.states import Plan
+from placement.core.states import IDLE, Plan
+from placement.planning.plan_checks import still_meant
 from placement.registration.handle import Handle
 from placement.registration.unregistered import living
 
@@ -43,7 +44,8 @@ class Snapshots:
         stack, journal = self._stack, self._journal
         memory, outside = stack.executor.memory, stack.executor.outside
         others = None if self.others is None else self.others.nbytes
-        handles = tuple(snapshot_of(handle, stack.kept) for handle in stack.registry.handles.copy().values())
+        reasons = self._reasons()
+        handles = tuple(snapshot_of(each, stack.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
         return Snapshot(
             taken_timestamp_seconds=time.time(),
             policy=self._policy,
@@ -83,6 +85,15 @@ class Snapshots:
             "handles": [_facts_of(handle) for handle in stack.registry.handles.copy().values()],
         }
 
+    def _reasons(self) -> Mapping[str, str]:
+        """Why each handle is where it is: by the innermost phase, and by the phase around it for what its `only` leaves out."""
+        asked = self._stack.executor.planner.reasons
+        said = asked.of(IDLE)
+        for each in self._stack.open_phases:
+            own = still_meant(each.only, self._stack.registry.handles.copy())
+            said = {**said, **{name: words for name, words in asked.of(each.name).items() if own is None or name in own}}
+        return said
+
 
 def _facts_of(handle: Handle) -> dict[str, Any]:
     return {
@@ -101,7 +112,7 @@ def _facts_of(handle: Handle) -> dict[str, Any]:
     }
 
 
-def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
+def snapshot_of(handle: Handle, kept: frozenset[str], reason: str | None) -> HandleSnapshot:
     """The state of one handle at this moment. Takes no lock; each value is read once."""
     counters, storage = handle.counters, handle.storage
     return HandleSnapshot(
@@ -136,6 +147,7 @@ def snapshot_of(handle: Handle, kept: frozenset[str]) -> HandleSnapshot:
         resident_tags=tuple(sorted(storage.resident_tags)),
         offloaded_tags=tuple(sorted(storage.offloaded_tags)),
         stale=storage.stale,
+        reason=reason,
     )
 
 

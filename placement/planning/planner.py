@@ -13,6 +13,7 @@ from placement.group.budgets import LeastBudget
 from placement.planning import plan_checks
 from placement.planning.budget import Budget
 from placement.planning.history import PhaseHistory
+from placement.planning.reasons import Reasons
 from placement.registration.handle import Handle
 
 _GENERATING: dict[str, tuple[str, ...]] = {
@@ -43,6 +44,7 @@ class Planner:
         self._budget = Budget(settings.budget_bytes, settings.headroom, leased_from_bytes)
         self._is_leased = leased_from_bytes is not None
         self._history = PhaseHistory()
+        self.reasons = Reasons(policy)
         self.memory = memory
         """The device's memory as measured last."""
         self._born_bytes = 0
@@ -67,7 +69,9 @@ class Planner:
             PolicyError: the policy gave no valid plan.
         """
         view = self.view(phase, enclosing, kept)
-        return view, plan_checks.ask(self._policy, view)
+        plan = plan_checks.ask(self._policy, view)
+        self.reasons.note(view)
+        return view, plan
 
     def needed(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> Plan:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.

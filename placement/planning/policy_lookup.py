@@ -18,6 +18,7 @@ SHIPPED = {
     "colocated": "placement.policies.colocated:Colocated",
     "resident": "placement.policies.resident:Resident",
     "async_rollout": "placement.policies.async_rollout:AsyncRollout",
+    "cyclic": "placement.policies.cyclic:Cyclic",
 }
 """The policies of this package by name. The entry points name them, too; this table also works in a checkout that is not installed."""
 

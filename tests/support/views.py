@@ -13,7 +13,11 @@ def after(before: View, plan: Plan) -> View:
         before,
         handles={
             h.name: replace(
-                h, state=plan[h.name], resident_bytes=h.num_bytes if plan.on_device(h.name) else 0, streaming=h.name in plan.streamed
+                h,
+                state=plan[h.name],
+                resident_bytes=h.num_bytes if plan.on_device(h.name) else plan.prefetch.get(h.name, 0),
+                prefetched_bytes=plan.prefetch.get(h.name, 0),
+                streaming=h.name in plan.streamed,
             )
             for h in before.handles.values()
         },

@@ -116,6 +116,7 @@ def test_the_wheel_says_who_made_what_under_which_licence(wheel: zipfile.ZipFile
     assert dict(points["placement.policies"]) == {
         "async_rollout": "placement.policies.async_rollout:AsyncRollout",
         "colocated": "placement.policies.colocated:Colocated",
+        "cyclic": "placement.policies.cyclic:Cyclic",
         "resident": "placement.policies.resident:Resident",
     }
 

@@ -14,7 +14,7 @@ import placement.policies
 from placement import HandleView, Plan, PolicyError, State, View
 from placement.core.states import PHASES, WORKER_ROLES
 from placement.planning.policy_lookup import resolve_policy
-from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.policies import AsyncRollout, Colocated, Cyclic, Policy, Resident
 from tests.support.views import after
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
@@ -234,6 +234,7 @@ class TestAsyncRollout:
         assert AsyncRollout().plan(view(phase, *WORKER)) == Colocated().plan(view(phase, *WORKER))
 
 
+STEP = ("rollout", "log_prob", "train", "weight_sync")
 POLICIES = [
     Colocated(),
     Colocated("optimizer_step", stream_sync=True),
@@ -241,6 +242,8 @@ POLICIES = [
     Resident("optimizer_step"),
     AsyncRollout(),
     AsyncRollout("optimizer_step", stream_sync=True),
+    Cyclic(),
+    Cyclic(cycle=STEP, optimizer_in="optimizer_step"),
 ]
 
 

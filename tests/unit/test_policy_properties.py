@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from placement import HandleView, State, View
 from placement.core.states import KINDS, PHASES, ROLES, WORKER_ROLES
-from placement.policies import AsyncRollout, Colocated, Policy, Resident
+from placement.policies import AsyncRollout, Colocated, Cyclic, Policy, Resident
 from tests.support.views import after
 
 OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
@@ -34,6 +34,7 @@ HANDLE = st.fixed_dictionaries(
 )
 BUDGETS = st.integers(0, 80)
 WORKERS = st.sampled_from(WORKER_ROLES)
+UPCOMING = st.lists(st.sampled_from(PHASES), max_size=6).map(tuple)
 
 
 @st.composite
@@ -51,6 +52,7 @@ def views(draw: st.DrawFn, phases: st.SearchStrategy[str]) -> View:
         phase=draw(phases),
         handles={h.name: h for h in handles},
         budget_bytes=draw(BUDGETS),
+        upcoming=draw(UPCOMING),
         worker_role=draw(WORKERS),
         phases=OWN_PHASES,
     )
@@ -67,6 +69,8 @@ POLICIES = [
     Colocated("optimizer_step", drop_gradients=True),
     Resident(drop_gradients=True),
     AsyncRollout(drop_gradients=True),
+    Cyclic(),
+    Cyclic(cycle=("rollout", "log_prob", "train", "distill"), drop_gradients=True),
 ]
 ALL = st.sampled_from([*PHASES, *OWN_PHASES])
 MOVING = st.sampled_from([p for p in (*PHASES, *OWN_PHASES) if p != "checkpoint"])
@@ -125,3 +129,22 @@ def test_resident_stays_within_the_budget_whenever_the_need_fits(policy: Residen
                 assert not given.fits(plan, h)
     else:
         assert all(plan[n] is need[n] or given.handles[n].num_bytes == 0 for n in need.targets)
+
+
+@pytest.mark.parametrize("policy", [Cyclic(), Cyclic(cycle=("rollout", "train", "checkpoint"), idle="empty")])
+@settings(deadline=None, max_examples=100)
+@given(given=views(ALL))
+def test_cyclic_stays_within_the_budget_with_what_arrives_early(policy: Cyclic, given: View) -> None:
+    need, plan = Colocated().plan(given), policy.plan(given)
+    if given.fits(need):
+        assert given.bytes_of(plan) + sum(plan.prefetch.values()) <= given.budget_bytes
+    else:
+        assert plan == need
+    for name, nbytes in plan.prefetch.items():
+        assert plan[name] is OFF
+        assert 0 < nbytes <= given.handles[name].num_bytes
+        assert given.handles[name].built
+        assert not given.handles[name].external
+    for name, state in plan.targets.items():  # nothing is on the device that was not there and is not needed
+        assert state is need[name] or (state is GPU and given.handles[name].state is not OFF)
+    assert policy.reasons(given).keys() == given.handles.keys()

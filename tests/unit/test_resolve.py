@@ -108,7 +108,7 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("residant", r"no policy 'residant'. Did you mean 'resident'\? Registered: async_rollout, colocated, resident"),
+            ("residant", r"no policy 'residant'. Did you mean 'resident'\? Registered: async_rollout, colocated, cyclic, resident"),
             ("residant", "or write 'package.module:Class'"),
             ("", "no policy ''"),
             ("my policy:Class", "no policy 'my policy:Class'"),

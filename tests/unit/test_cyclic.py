@@ -1,0 +1,327 @@
+"""The policy `cyclic` case by case: a worker that trains with PPO, what stays, what arrives early, and what it says about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import placement
+from placement import HandleView, Plan, PolicyError, State, View
+from placement.core.states import PHASES
+from placement.planning.policy_lookup import resolve_policy
+from placement.policies import Colocated, Cyclic
+from tests.support.seeds import seed
+from tests.support.views import after
+from tests.support.worker import Worker, learn
+
+OFF, GPU, SYNC, TRAIN = State.CPU_OFFLOADED, State.GPU_RESIDENT, State.SYNCING, State.TRAINING
+STEP = ("rollout", "log_prob", "values", "train", "weight_sync")
+
+
+def handle(name: str, kind: str = "module", role: str | None = None, **fields: Any) -> HandleView:
+    return HandleView(**{"name": name, "kind": kind, "role": role or name, "state": OFF, "num_bytes": 10, **fields})
+
+
+WORKER = (
+    handle("actor"),
+    handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60),
+    handle("ref", readonly=True),
+    handle("critic"),
+    handle("critic.optimizer", "optimizer", "critic", owners=("critic",), num_bytes=60),
+    handle("engine", "engine", "rollout", num_bytes=100, can_prefetch=False),
+)
+
+
+def view(phase: str, *handles: HandleView, **fields: Any) -> View:
+    return View(**{"phase": phase, "handles": {h.name: h for h in handles or WORKER}, "budget_bytes": 150, **fields})
+
+
+def resident(*names: str, of: tuple[HandleView, ...] = WORKER) -> tuple[HandleView, ...]:
+    return tuple(replace(h, state=GPU, resident_bytes=h.num_bytes) if h.name in names else h for h in of)
+
+
+def coming(phase: str, cycle: tuple[str, ...] = STEP) -> tuple[str, ...]:
+    at = cycle.index(phase)
+    return cycle[at + 1 :] + cycle[:at]
+
+
+def used(plan: Plan) -> dict[str, State]:
+    return {name: state for name, state in plan.targets.items() if state is not OFF}
+
+
+def steady(policy: Cyclic, budget_bytes: int, phases: tuple[str, ...] = STEP, handles: tuple[HandleView, ...] = WORKER) -> dict[str, Plan]:
+    """The plans of the third cycle."""
+    now, plans = view(phases[0], *handles, budget_bytes=budget_bytes), {}
+    for number, phase in enumerate(phases * 3):
+        upcoming = coming(phase, phases) if number >= len(phases) else ()
+        now = replace(now, phase=phase, upcoming=upcoming)
+        plans[phase] = policy.plan(now)
+        now = after(now, plans[phase])
+    return plans
+
+
+# --- a cycle that is known
+
+
+def test_what_fits_together_stays() -> None:
+    everything = sum(h.num_bytes for h in WORKER)
+    plans = steady(Cyclic(), everything)
+    assert all(plan.targets.keys() == used(plan).keys() for plan in plans.values())
+    assert not any(plan.prefetch for plan in plans.values())
+    trained = ("actor", "actor.optimizer", "critic", "critic.optimizer")
+    assert dict(plans["train"].targets) == dict.fromkeys(trained, TRAIN) | {"ref": GPU, "engine": GPU}
+
+
+def test_what_is_trained_stays_and_the_reference_arrives_early() -> None:
+    """80 bytes beside the engine: actor, critic and one optimizer. The other one moves each time, and arrives early for the training."""
+    plans = steady(Cyclic(), 180)
+    assert used(plans["rollout"]).keys() == {"engine", "actor", "actor.optimizer", "critic"}
+    assert plans["log_prob"].prefetch == plans["values"].prefetch == {"critic.optimizer": 60}
+    assert not plans["train"].prefetch
+
+
+def test_a_part_arrives_early_where_there_is_no_room_for_more() -> None:
+    plans = steady(Cyclic(), 145, ("rollout", "train"))
+    assert used(plans["rollout"]).keys() == {"engine", "actor", "critic"}
+    assert plans["rollout"].prefetch == {"actor.optimizer": 25}
+
+
+def test_a_clean_handle_that_is_needed_late_makes_room_for_what_is_needed_next() -> None:
+    handles = (handle("actor", readonly=True, num_bytes=50), handle("critic", readonly=True, num_bytes=50), *WORKER[5:])
+    now = view("reward", *resident("actor", of=handles), budget_bytes=50, upcoming=("values", "reward", "reward", "log_prob"))
+    plan = Cyclic().plan(now)
+    assert (used(plan), dict(plan.prefetch)) == ({}, {"critic": 50})
+
+
+def test_nothing_is_loaded_that_the_phase_does_not_need() -> None:
+    for phase in STEP:
+        now = view(phase, budget_bytes=1000, upcoming=coming(phase))
+        assert used(Cyclic().plan(now)) == used(Colocated().plan(now))
+
+
+def test_an_engine_is_not_prefetched_and_what_is_external_or_unbuilt_is_left_alone() -> None:
+    handles = (
+        *WORKER,
+        handle("outside", role="ref", external=True, num_bytes=0, state=GPU, can_prefetch=False),
+        handle("lazy", role="critic", built=False, num_bytes=0),
+    )
+    for phase in ("idle", *STEP):
+        now = view(phase, *handles, budget_bytes=1000, upcoming=coming(phase) if phase != "idle" else STEP)
+        plan = Cyclic().plan(now)
+        assert not plan.prefetch.keys() & {"engine", "outside", "lazy"}
+        assert plan["lazy"] is Colocated().plan(now)["lazy"]
+        assert plan["outside"] is Colocated().plan(now)["outside"]
+
+
+def test_an_engine_stays_in_part() -> None:
+    engine = handle("engine", "engine", "rollout", num_bytes=100, can_prefetch=False, tags={"weights": 30, "kv_cache": 70})
+    there = replace(engine, state=GPU, resident_bytes=100, resident_tags=frozenset(engine.tags))
+    now = view("train", *WORKER[:5], there, upcoming=coming("train"), budget_bytes=175)
+    plan = Cyclic().plan(now)
+    assert (plan["engine"], dict(plan.parts)) == (GPU, {"engine": {"weights"}})
+    weights = replace(there, resident_bytes=30, resident_tags=frozenset({"weights"}))
+    assert not Cyclic().plan(view("rollout", *WORKER[:5], weights, upcoming=coming("rollout"))).parts
+    syncing = view("weight_sync", *WORKER[:5], there, upcoming=coming("weight_sync"))
+    assert not Cyclic().plan(syncing).parts  # the cache stays as well, because it fits
+    assert Cyclic().plan(replace(syncing, budget_bytes=50)).parts == {"engine": {"weights"}}
+
+
+def test_a_budget_of_nothing_asks_for_the_need_alone() -> None:
+    names = [h.name for h in WORKER]
+    for phase in PHASES:
+        now = view(phase, *resident(*names), budget_bytes=0, upcoming=STEP)
+        assert Cyclic().plan(now) == Colocated().plan(now)
+
+
+def test_a_need_over_the_budget_is_left_to_the_manager() -> None:
+    now = view("train", *resident("ref"), budget_bytes=100, upcoming=coming("train"))
+    assert Cyclic().plan(now) == Colocated().plan(now)
+
+
+def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None:
+    handles = (handle("actor"), handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60), *WORKER[3:4], WORKER[5])
+    now = view("values", *resident("actor", "actor.optimizer", of=handles), budget_bytes=60, upcoming=("rollout", "train"))
+    plan = Cyclic().plan(now)
+    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU}, {"actor.optimizer": 50})
+    assert Cyclic().reasons(now)["actor.optimizer"].startswith("evicted, and saved while the phase computes, 50 bytes of 60 bytes: ")
+    there = after(now, plan)
+    assert Cyclic().plan(there) == plan
+    full = replace(there, phase="rollout", upcoming=("train", "values"), budget_bytes=100)
+    assert not Cyclic().plan(full).prefetch  # the memory goes, and nothing is left to save
+
+
+# --- outside a known cycle
+
+
+def test_until_the_cycle_is_known_what_fits_stays() -> None:
+    now = view("values", *resident("actor", "actor.optimizer", "ref"), budget_bytes=90)
+    assert used(Cyclic().plan(now)) == {"actor": GPU, "actor.optimizer": GPU, "ref": GPU, "critic": GPU}
+    assert used(Cyclic().plan(replace(now, budget_bytes=80))) == {"actor": GPU, "actor.optimizer": GPU, "critic": GPU}
+    assert not Cyclic().plan(now).prefetch
+
+
+def test_outside_every_phase_it_keeps_and_prefetches() -> None:
+    now = view("idle", *resident("engine", "actor"), upcoming=STEP)
+    plan = Cyclic().plan(now)
+    assert used(plan) == {"engine": GPU, "actor": GPU}
+    assert sum(plan.prefetch.values()) == 40
+    assert next(iter(plan.prefetch)) == "ref"  # for log_prob, before the critic
+    empty = Cyclic(idle="empty").plan(now)
+    assert (used(empty), dict(empty.prefetch)) == ({}, {})
+    assert used(Cyclic(idle="empty").plan(replace(now, phase="rollout", upcoming=coming("rollout")))) == {"engine": GPU, "actor": GPU}
+
+
+def test_a_cycle_that_is_given_need_not_be_seen() -> None:
+    policy = Cyclic(cycle=STEP)
+    first = view("idle")
+    assert policy.plan(first).prefetch == Cyclic().plan(replace(first, upcoming=STEP)).prefetch != {}
+    for phase in STEP:
+        now = view(phase, *resident("actor", "ref"))
+        assert policy.plan(now) == Cyclic().plan(replace(now, upcoming=coming(phase)))
+    inserted = view("eval", *resident("actor", "engine"), upcoming=("log_prob", "values"))
+    assert policy.plan(inserted) == Cyclic().plan(replace(inserted, upcoming=(*coming("rollout"), "rollout")))
+
+
+def test_in_a_phase_inside_another_one_stays_what_that_one_needs() -> None:
+    names = [h.name for h in WORKER[:5]]
+    now = view("reward", *resident(*names), enclosing="train", upcoming=("rollout", "train"), budget_bytes=150)
+    assert used(Cyclic().plan(now)) == dict.fromkeys(names, GPU)
+    tight = replace(now, phase="ref_log_prob", budget_bytes=145)
+    assert used(Cyclic().plan(tight)).keys() == {*names} - {"critic"}
+    saving = view("checkpoint", *resident(*names), enclosing="train", upcoming=("rollout", "train"))
+    assert used(Cyclic().plan(saving)) == dict.fromkeys(names, GPU)
+
+
+def test_in_a_checkpoint_nothing_moves_but_what_arrives_early() -> None:
+    phases = ("rollout", "checkpoint", "train")
+    now = view("checkpoint", *resident("engine"), upcoming=coming("checkpoint", phases))
+    plan = Cyclic().plan(now)
+    assert used(plan) == {"engine": GPU}
+    assert sum(plan.prefetch.values()) == 50
+
+
+def test_a_phase_never_seen_takes_no_more_than_it_needs() -> None:
+    there = resident("actor", "actor.optimizer", "critic", "ref")
+    now = view("distill", *there, upcoming=STEP, phases={"distill": ("critic",)}, budget_bytes=90)
+    plan = Cyclic().plan(now)
+    assert used(plan) == {"critic": GPU, "ref": GPU}
+    assert plan.prefetch == {"actor": 10, "actor.optimizer": 60}  # saved, and there when they are needed
+    plan = Cyclic().plan(replace(now, budget_bytes=30))
+    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU, "ref": GPU}, {"actor": 10})
+    assert used(Cyclic().plan(replace(now, budget_bytes=15))).keys() == {"critic"}
+
+
+def test_unknown_phases_are_errors() -> None:
+    with pytest.raises(PolicyError, match=r"unknown phase 'trian'\. Did you mean 'train'"):
+        Cyclic().plan(view("trian"))
+    with pytest.raises(PolicyError, match=r"unknown phase 'rolout'\. Did you mean 'rollout'"):
+        Cyclic(cycle=("rolout", "train")).plan(view("train"))
+
+
+def test_options() -> None:
+    policy = resolve_policy("cyclic(cycle=('rollout', 'train'), idle='empty', drop_gradients=True)")
+    assert isinstance(policy, Cyclic)
+    assert (policy.cycle, policy.idle, policy.drop_gradients) == (("rollout", "train"), "empty", True)
+    with pytest.raises(ValueError, match="idle must be one of keep, empty, not 'off'"):
+        Cyclic(idle="off")  # type: ignore[arg-type]
+    for wrong in ("rollout", ("rollout", 3)):
+        with pytest.raises(ValueError, match="cycle must be the names of phases in order"):
+            Cyclic(cycle=wrong)  # type: ignore[arg-type]
+
+
+# --- what it says
+
+
+def test_reasons() -> None:
+    now = view("values", *resident("actor", "actor.optimizer", "engine"), upcoming=coming("values"), budget_bytes=100)
+    assert dict(Cyclic().reasons(now)) == {
+        "actor": "kept: needed in the next phase (train)",
+        "actor.optimizer": "kept: needed in the next phase (train)",
+        "ref": "off the device: next needed in 4 phases (log_prob)",
+        "critic": "needed in values",
+        "critic.optimizer": "arrives early, 20 bytes of 60 bytes: needed in the next phase (train)",
+        "engine": "evicted: needed last, next needed in 2 phases (weight_sync)",
+    }
+    first = Cyclic().reasons(replace(now, upcoming=()))
+    assert first["actor"] == "stays until its room is needed: no phase that is known to come needs it"
+    assert first["ref"] == "off the device: not needed in values"
+    assert Cyclic(idle="empty").reasons(replace(now, phase="idle"))["actor"] == "not needed in idle"
+    assert set(Cyclic().reasons(replace(now, phase="checkpoint")).values()) == {"nothing moves in a checkpoint"}
+
+
+def test_a_snapshot_carries_the_reasons() -> None:
+    worker = Worker(policy="cyclic", budget_bytes="16MiB")
+
+    def said() -> dict[str, str | None]:
+        return {handle.name: handle.reason for handle in worker.manager.snapshot().handles}
+
+    for _ in range(2):
+        with worker.manager.phase("log_prob") as step:
+            step.switch("train")
+            learn(worker.net, worker.adam)
+    assert said()["actor"] == "kept: needed in the next phase (log_prob)"
+    with worker.manager.phase("log_prob"):
+        assert said()["ref"] == "needed in log_prob"
+        assert said()["actor.optimizer"] == "kept: needed in the next phase (train)"
+        with worker.manager.phase("values", only=["critic"]):
+            assert said()["critic"] == "needed in values"
+            assert said()["ref"] == "needed in log_prob"
+        assert said()["ref"] == "needed in log_prob"
+    worker.manager.check_integrity()
+
+
+def test_a_policy_may_give_no_reasons_and_one_that_fails_spoils_no_page(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent:
+        name = "silent"
+
+        def plan(self, view: View) -> Plan:
+            return view.total_plan({})
+
+    class Failing(Silent):
+        name = "failing"
+
+        def reasons(self, view: View) -> dict[str, str]:
+            raise KeyError("why")
+
+    for policy in (Silent(), Failing()):
+        worker = Worker(policy=policy)
+        with worker.manager.phase("train"):
+            assert {handle.reason for handle in worker.manager.snapshot().handles} == {None}
+            worker.manager.snapshot()
+    assert caplog.text.count("policy 'failing' gives no reasons for phase train: KeyError('why')") == 1
+
+
+def test_a_worker_computes_the_same_under_cyclic_as_under_colocated() -> None:
+    losses: dict[str, list[float]] = {}
+    for policy in ("cyclic", "colocated"):
+        seed(0)
+        worker = Worker(policy=policy, budget_bytes=200_000)
+        losses[policy] = []
+        for number in range(4):
+            with worker.manager.phase("log_prob", only=["ref"]) as step:
+                step.switch("values")
+                step.switch("train", only=["actor"])
+                losses[policy].append(float(learn(worker.net, worker.adam, number)))
+                with worker.manager.phase("checkpoint"):
+                    worker.actor.state_dict()
+                step.switch("weight_sync")
+                for _ in worker.actor.weights():
+                    pass
+        worker.manager.check_integrity()
+        assert worker.manager.audit().ok
+    assert losses["cyclic"] == losses["colocated"]
+
+
+def test_a_cycle_with_room_for_all_moves_nothing_in_its_second_round() -> None:
+    worker = Worker(policy="cyclic", budget_bytes="16MiB")
+    for _ in range(3):
+        before = worker.manager.snapshot()
+        with worker.manager.phase("log_prob") as step:
+            step.switch("values")
+            step.switch("train")
+            learn(worker.net, worker.adam)
+    since = worker.manager.snapshot().since(before)
+    assert since["placement/loaded_bytes"] == since["placement/offloaded_bytes"] == 0
+    assert placement.policies.Cyclic.name == worker.manager.snapshot().policy

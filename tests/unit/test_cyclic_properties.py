@@ -1,0 +1,189 @@
+"""The policy `cyclic` on random cycles: as little moves as in the best plan, never more than under `colocated`, and a manager agrees.
+
+With SWEEP=all more cycles, and such with more plans to look at.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import placement
+from placement import State
+from placement.core.journal import Record
+from placement.policies import Cyclic
+from placement.policies.keeping import MOST_UNITS, Step, Unit, bits, schedule, subsets
+from placement.testing import SimulatedDevice
+from tests.support.cycles import Cycle, Moved, Simulator, best, steady
+
+SWEEP = os.environ.get("SWEEP") == "all"
+PARTS = range(40 if SWEEP else 4)
+"""Each has 250 random cycles."""
+CHUNK = 4096
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_as_little_moves_as_in_the_best_plan_and_never_more_than_under_colocated(part: int) -> None:
+    rng = random.Random(part)
+    for _ in range(250):
+        cycle = Cycle.drawn(rng, most_gaps=18 if SWEEP and part % 4 == 0 else 14)
+        cyclic, colocated = cycle.policies()
+        found, least, simple = steady(cycle, cyclic), best(cycle), steady(cycle, colocated, warm_up=1)
+        assert found.waited <= least.waited, cycle
+        assert found.total <= least.total, cycle
+        assert found.waited <= simple.waited, cycle
+        assert found.total <= simple.total, cycle
+        assert found.given_up == 0, cycle
+
+
+@pytest.mark.parametrize("seed", range(40 if SWEEP else 8))
+def test_whatever_comes_nobody_waits_longer_than_under_colocated(seed: int) -> None:
+    """Phases in the wrong order, left out, put in: what was waited for until now is never more, from the first phase on."""
+    rng = random.Random(f"disturbed {seed}")
+    for _ in range(10):
+        cycle = Cycle.drawn(rng)
+        cyclic, colocated = (Simulator(cycle, policy) for policy in cycle.policies())
+        mine, theirs = Moved(0, 0), Moved(0, 0)
+        for phase in _disturbed(rng, cycle.phases):
+            mine += cyclic.enter(phase)
+            theirs += colocated.enter(phase)
+            assert mine.waited <= theirs.waited, cycle
+            on_the_way = sum(handle.prefetched_bytes for handle in cyclic.views.values())
+            assert mine.total <= theirs.total + mine.given_up + on_the_way, cycle
+
+
+def _disturbed(rng: random.Random, phases: tuple[str, ...]) -> Iterator[str]:
+    for _ in range(8):
+        for phase in phases:
+            if rng.random() > 0.1:
+                yield phase
+            if rng.random() < 0.1:
+                yield rng.choice([*phases, "idle", "eval"])
+
+
+@pytest.mark.parametrize("seed", range(6 if SWEEP else 2))
+def test_within_one_cycle_of_a_change_it_is_the_best_plan_again(seed: int) -> None:
+    """A phase falls out for good, or one is put in for good: the second cycle of the new kind is in the history, the third is steady."""
+    rng = random.Random(f"changed {seed}")
+    for _ in range(25):
+        cycle = Cycle.drawn(rng, most_handles=6)
+        gone = rng.choice(cycle.phases)
+        shorter = replace(cycle, phases=tuple(phase for phase in cycle.phases if phase != gone))
+        for before, after in ((cycle, shorter), (shorter, cycle)):
+            simulator = Simulator(cycle, cycle.policies()[0])
+            simulator.walk(before.phases * 4)
+            simulator.walk(after.phases * 2)
+            found, least = simulator.walk(after.phases), best(after)
+            assert (found.waited <= least.waited, found.total <= least.total) == (True, True), (before.phases, after.phases, cycle)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manager_moves_the_bytes_that_the_simulator_says(seed: int) -> None:
+    cycle = Cycle.drawn(random.Random(f"real {seed}"), most_handles=5)
+    handles = tuple(replace(h, num_bytes=h.num_bytes * CHUNK, can_prefetch=True) for h in cycle.handles)
+    cycle = replace(cycle, handles=handles, budget_bytes=cycle.budget_bytes * CHUNK)
+    simulator = Simulator(cycle, cycle.policies()[0])
+    manager = placement.Manager(
+        device=SimulatedDevice(cycle.budget_bytes, chunk_bytes=CHUNK), policy=cycle.policies()[0], budget_bytes=cycle.budget_bytes
+    )
+    modules = {h.name: torch.nn.Module() for h in handles}
+    for h in handles:
+        modules[h.name].weight = torch.nn.Parameter(torch.zeros(h.num_bytes // 4))
+        manager.register(h.name, modules[h.name], readonly=h.readonly)
+        assert manager.handles[h.name].num_bytes == h.num_bytes
+    trained = dict.fromkeys(modules, 0)
+    with manager.phase(cycle.phases[0]) as step:
+        assert _copied([*manager.journal]) == simulator.enter(cycle.phases[0])[3:]
+        for phase in (*cycle.phases[1:], *cycle.phases * 4):
+            _train(cycle, step.name, modules, trained)
+            seen = len(manager.journal)
+            step.switch(phase)
+            moved = simulator.enter(phase)
+            assert _copied([*manager.journal][seen:]) == moved[3:]
+            assert {name: h.state for name, h in manager.handles.items()} == {name: h.state for name, h in simulator.views.items()}
+            assert _arrived(manager) == sum(h.prefetched_bytes for h in simulator.views.values())
+        manager.check_integrity()
+    for name, module in modules.items():
+        assert set(manager.handles[name].state_dict()["weight"].tolist()) == {float(trained[name])}, module
+    assert manager.snapshot().prefetch_discarded_bytes == 0
+    manager.close()
+
+
+def _copied(records: list[Record]) -> tuple[int, int]:
+    """Bytes that loads copied in the phase transition, and bytes that offloads copied then or later."""
+    loads = sum(record.nbytes for record in records if record.trigger == "load")
+    return loads, sum(record.nbytes for record in records if record.trigger == "offload")
+
+
+def _train(cycle: Cycle, phase: str, modules: dict[str, torch.nn.Module], trained: dict[str, int]) -> None:
+    for name, state in cycle.needs[phase].items():
+        if state is State.TRAINING:
+            trained[name] += 1
+            with torch.no_grad():
+                modules[name].get_parameter("weight").fill_(float(trained[name]))
+
+
+def _arrived(manager: placement.Manager) -> int:
+    """Device bytes that have arrived early, once the copies of all of them have been started."""
+    deadline = time.monotonic() + 60
+    for handle in manager.handles.values():
+        for r in () if handle.holding is None else handle.holding.ranges:
+            while r.early is not None and r.early.chunks.keys() != r.early.copied.keys():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)  # a thread starts them
+    return sum(each.prefetched_bytes for each in manager.snapshot().handles)
+
+
+UNITS = st.lists(
+    st.builds(Unit, st.integers(1, 20), st.integers(0, 20), st.booleans(), st.sampled_from(["never", "trained", "always"])),
+    min_size=1,
+    max_size=MOST_UNITS + 4,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(UNITS, st.lists(st.tuples(st.integers(0), st.integers(0)), min_size=1, max_size=10), st.integers(0, 200))
+def test_a_schedule_holds_what_is_needed_fits_and_loads_nothing_else(
+    units: list[Unit], masks: list[tuple[int, int]], budget_bytes: int
+) -> None:
+    everything = (1 << len(units)) - 1
+    steps = tuple(Step(needed & everything, needed & trained & everything) for needed, trained in masks)
+    found = schedule(tuple(units), steps, budget_bytes)
+    for index, (step, on) in enumerate(zip(steps, found, strict=True)):
+        assert step.needed & ~on == 0
+        assert on & ~step.needed & ~found[index - 1] == 0
+        held = sum(units[i].nbytes for i in bits(on))
+        assert held <= max(budget_bytes, sum(units[i].nbytes for i in bits(step.needed)))
+
+
+@given(st.integers(0, 255))
+def test_subsets_are_all_and_each_once(mask: int) -> None:
+    found = [*subsets(mask)]
+    assert len(found) == len(set(found)) == 1 << mask.bit_count()
+    assert all(part & ~mask == 0 for part in found)
+
+
+def test_two_processes_make_the_same_plans() -> None:
+    """A policy that has seen nothing, and one that has seen all kinds of views, in whatever order: equal views give equal plans."""
+    rng = random.Random(11)
+    cycles = [Cycle.drawn(rng, most_handles=5) for _ in range(5)]
+    for cycle in cycles:
+        simulator = Simulator(cycle, cycle.policies()[0])
+        views = []
+        for phase in cycle.phases * 3:
+            views.append(simulator.view(phase))
+            simulator.enter(phase)
+        plans = [simulator.policy.plan(view) for view in views]
+        schedule.cache_clear()
+        fresh = cycle.policies()[0]
+        assert isinstance(fresh, Cyclic)
+        assert [fresh.plan(view) for view in reversed(views)] == plans[::-1]
+        assert [fresh.reasons(view).keys() for view in views] == [view.handles.keys() for view in views]

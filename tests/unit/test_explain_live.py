@@ -1,0 +1,100 @@
+"""`placement explain --live URL`: the reasons of a running worker's policy."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from placement.cli import main
+from tests.support.worker import Worker, learn
+
+
+def test_it_says_why_each_handle_is_where_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    worker = Worker(policy="cyclic", budget_bytes="16MiB")
+    server = worker.manager.serve(discovery=tmp_path)
+    try:
+        for _ in range(2):
+            with worker.manager.phase("log_prob") as step:
+                step.switch("train")
+                learn(worker.net, worker.adam)
+        with worker.manager.phase("log_prob") as step:
+            step.keep("critic")
+            step.switch("values")
+            for place in (server.url, str(tmp_path)):
+                assert main(["explain", "--live", place]) == 0
+                lines = capsys.readouterr().out.splitlines()
+                assert ": policy cyclic, in values, " in lines[0]
+                assert lines[0].endswith(" of 16 MiB on the device")
+                assert lines[1].split() == ["handle", "state", "on", "device", "why"]
+                said = {line.split()[0]: line for line in lines[2:]}
+                assert said.keys() == {"actor", "actor.optimizer", "ref", "critic", "critic.optimizer"}
+                assert said["critic"].endswith("needed in values")
+                assert said["actor"].split()[1] == "GPU_RESIDENT"
+                assert "needed" in said["actor"]
+    finally:
+        server.close()
+
+
+def test_colocated_has_reasons_too(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = Worker()
+    server = worker.manager.serve()
+    try:
+        with worker.manager.phase("train"), worker.manager.phase("values", only=["critic"]):
+            assert main(["explain", "--live", server.url]) == 0
+    finally:
+        server.close()
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "in train > values" in next(iter(lines.values()))
+    assert lines["actor"].endswith("needed in train")
+    assert lines["critic"].endswith("needed in values")
+    assert lines["ref"].endswith("not needed in train")
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_policy_that_gives_no_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    handle = {"name": "actor", "state": "GPU_RESIDENT", "resident_bytes": 2048, "kept": True, "broken": "a reason"}
+    state = {"policy": "mine", "phases": [], "budget_bytes": 4096, "handles": [handle]}
+    with answering(json.dumps(state).encode()) as url:
+        assert main(["explain", "--live", url]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.endswith("policy mine, in idle, 2 KiB of 4 KiB on the device")
+    assert row.endswith("the policy does not say; kept by phase.keep(); broken: a reason")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
+def test_another_server_is_no_worker(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(body) as url:
+        assert main(["explain", "--live", url]) == 1
+    assert "/state is not the state of a worker" in capsys.readouterr().err
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--live", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
