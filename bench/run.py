@@ -36,6 +36,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "replicated": (60, 180),
     "weights": (90, 240),
     "forecast": (40, 60),
+    "foresight": (60, 240),
 }
 TOTAL_SECONDS = (145, 470)
 
