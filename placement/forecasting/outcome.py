@@ -63,7 +63,7 @@ class Costs:
         apart = {handle.name for handle in handles if handle.moves_apart}
         engines = Moved.total(moved for name, moved in step.moved.items() if name in apart)
         others = Moved.total(moved for name, moved in step.moved.items() if name not in apart)
-        both = self.link.seconds(others.loaded_bytes - others.prefetched_bytes, others.offloaded_bytes)
+        both = self.link.seconds(others.loaded_bytes - others.prefetched_bytes, others.offloaded_bytes - others.saved_bytes)
         return self.link.seconds(0, engines.offloaded_bytes) + both + self.link.seconds(engines.loaded_bytes, 0)
 
 

@@ -29,6 +29,8 @@ class Moved:
     """Bytes that leave the device without a copy, because the host copy has them already."""
     prefetched_bytes: int = 0
     """The part of `loaded_bytes` that had arrived before, while the phase before computed."""
+    saved_bytes: int = 0
+    """The part of `offloaded_bytes` that is copied later, while the phase that begins computes."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(
@@ -36,6 +38,7 @@ class Moved:
             self.offloaded_bytes + other.offloaded_bytes,
             self.skipped_bytes + other.skipped_bytes,
             self.prefetched_bytes + other.prefetched_bytes,
+            self.saved_bytes + other.saved_bytes,
         )
 
     @classmethod
@@ -146,8 +149,13 @@ class SimulatedHandle(abc.ABC):
         self._arrived_bytes += copied
         return copied
 
-    def go(self, plan: Plan) -> Moved:
-        """Move to where a plan wants the handle. Returns the bytes that this copies."""
+    def go(self, plan: Plan, staying_bytes: int = 0, savable_bytes: int = 0) -> Moved:
+        """Move to where a plan wants the handle. Returns the bytes that this copies.
+
+        Args:
+            staying_bytes: device bytes that may stay early if the handle is offloaded.
+            savable_bytes: bytes that can be copied to the host while the phase that begins computes.
+        """
         wanted, comes = plan[self.name], plan.on_device(self.name)
         ends_training = self.state is State.TRAINING and wanted is not State.TRAINING
         drops = ends_training and self.name in plan.dropped
@@ -158,6 +166,9 @@ class SimulatedHandle(abc.ABC):
             moved = self.move_tags(plan.parts.get(self.name, frozenset(self.facts.tags)) if comes else frozenset())
         elif self.on_device and not comes:
             moved = self.offload(drops=drops)
+            self._num_early = bisect.bisect_right([*itertools.accumulate(device for device, _ in self.chunks)], staying_bytes)
+            self._arrived_bytes = sum(used for _, used in self.chunks[: self._num_early])
+            moved = replace(moved, saved_bytes=min(moved.offloaded_bytes, self._arrived_bytes, savable_bytes))
         elif comes and not self.on_device:
             moved = replace(self.load(), prefetched_bytes=self._arrived_bytes)
             self._num_early = self._arrived_bytes = 0

@@ -116,12 +116,24 @@ class Simulation:
         wanted = view.bytes_of(plan)
         if wanted > view.budget_bytes:
             return self._step(phase, plan, wanted, over_bytes=wanted - view.budget_bytes)
-        moved = {name: handle.go(plan) for name, handle in self._handles.items()}
+        moved = self._move(plan, phase, view.budget_bytes - wanted)
         self._prefetch(plan, view.budget_bytes)
         self._phase = phase
         if phase.name != IDLE:
             self._history.began(phase.name)
         return self._step(phase, plan, wanted, moved={name: each for name, each in moved.items() if each != Moved()})
+
+    def _move(self, plan: Plan, phase: SimulatedPhase, room_bytes: int) -> dict[str, Moved]:
+        savable = 0 if self._arriving_bytes is None else self._arriving_bytes(phase.name)
+        staying: dict[str, int] = {}
+        for name, most_bytes in plan.prefetch.items():
+            staying[name] = min(most_bytes, self._handles[name].num_bytes, room_bytes)
+            room_bytes -= staying[name]
+        moved: dict[str, Moved] = {}
+        for name, handle in self._handles.items():
+            moved[name] = handle.go(plan, staying.get(name, 0), savable)
+            savable -= moved[name].saved_bytes
+        return moved
 
     def _work(self) -> None:
         """End the present phase: its work has been done, and meanwhile bytes have arrived early."""

@@ -192,31 +192,47 @@ class Early(Colocated):
         return replace(plan, prefetch={"actor.optimizer": 1 << 30}) if view.phase == "log_prob" else plan
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.005, 1.0])
-def test_bytes_that_arrive_early_stall_nobody(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Saved(Colocated):
+    """Colocated, and the optimizer is saved while weight_sync computes."""
+
+    name = "saved"
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        plan = super().plan(view)
+        return replace(plan, prefetch={"actor.optimizer": 1 << 30}) if view.phase == "weight_sync" else plan
+
+
+@pytest.mark.parametrize(
+    ("seconds", "policy", "phase"), [*((s, Early(), "log_prob") for s in (0.0, 0.005, 1.0)), (1.0, Saved(), "weight_sync")]
+)
+def test_bytes_that_move_under_the_work_stall_nobody(
+    seconds: float, policy: Colocated, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, chunk_bytes = QWEN2, 512 << 10
     config.save_pretrained(tmp_path)
     handles = {"actor": Model(tmp_path, optimizer="adamw", dtype="fp32"), "ref": Model(tmp_path, readonly=True, dtype="fp32")}
     clock = LinkClock()
     clock.install(monkeypatch)
     device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, bandwidth_bytes_per_second=RATE)
-    work = {"log_prob": seconds}
-    told = placement.forecast(handles, policy=Early(), budget_bytes=1 << 30, device=device, link=RATE, work_seconds=work)
-    manager = placement.Manager(device=device, policy=Early(), budget_bytes=1 << 30)
+    told = placement.forecast(handles, policy=policy, budget_bytes=1 << 30, device=device, link=RATE, work_seconds={phase: seconds})
+    manager = placement.Manager(device=device, policy=policy, budget_bytes=1 << 30)
     actor, ref = (transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
     optimizer = torch.optim.AdamW(actor.parameters())
     manager.register("actor", actor, role="actor")
     manager.register("actor.optimizer", optimizer)
     manager.register("ref", ref, role="ref", readonly=True)
-    measured = steps(manager, CYCLES["grpo"], {"train": lambda: train(actor, optimizer), "log_prob": lambda: clock.sleep(seconds)})[-1]
+    measured = steps(manager, CYCLES["grpo"], {"train": lambda: train(actor, optimizer), phase: lambda: clock.sleep(seconds)})[-1]
     manager.close()
-    for has, phase in zip(measured, told.phases, strict=True):
-        assert has.device_bytes == phase.device_bytes, phase.phase
-        assert has.loaded_bytes == phase.loaded_bytes, phase.phase
+    for has, each in zip(measured, told.phases, strict=True):
+        assert has.device_bytes == each.device_bytes, each.phase
+        assert has.loaded_bytes == each.loaded_bytes, each.phase
         # The copies of whole chunks that have begun go on; the forecast cuts at a byte.
-        assert has.stall_seconds == pytest.approx(phase.stall_seconds, rel=0.1, abs=chunk_bytes / RATE), phase.phase
+        assert has.stall_seconds == pytest.approx(each.stall_seconds, rel=0.1, abs=chunk_bytes / RATE), each.phase
     assert told.fits
-    assert (told.phase("train").stall_seconds == 0) is (seconds == 1.0)
+    stalls = {each.phase: each.stall_seconds for each in told.phases}
+    colocated = placement.forecast(handles, budget_bytes=1 << 30, device=device, link=RATE)
+    less = {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)}
+    assert less == ({"log_prob": {"train"}, "weight_sync": {"weight_sync"}}[phase] if seconds else set())
 
 
 def test_a_recording_tells_what_the_other_policy_costs(tmp_path: Path) -> None:
