@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import CoordinatorLost, PhaseError
@@ -60,8 +61,7 @@ class PhaseStack:
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
         self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, self._gone.append, streaming)
         self._handles = self.registry.handles
-        give_up = weakref.WeakMethod(self.give_up_early)
-        device.when_out_of_memory(lambda: None if (method := give_up()) is None else method())
+        device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
         self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
         self._planner = self.executor.planner
         self._plans = EnclosingPlans(self._planner, self._handles)
@@ -439,3 +439,12 @@ def _only(open_phases: tuple[OpenPhase, ...]) -> tuple[str, ...] | None:
 def _named(open_phases: tuple[OpenPhase, ...]) -> str:
     """The name of the innermost of these phases; "idle" if there is none."""
     return open_phases[-1].name if open_phases else IDLE
+
+
+def _give_up_early(stack: weakref.ref[PhaseStack]) -> None:
+    """See `PhaseStack.give_up_early`. Torch's allocator calls this, and an exception would take the place of its own."""
+    if (living := stack()) is not None:
+        try:
+            living.give_up_early()
+        except Exception as error:
+            logger.warning("early chunks could not be given up: %s", str(error))

@@ -46,6 +46,8 @@ class EarlyChunks:
         thread adds to it."""
         self._saving: set[int] = set()
         """The chunks whose bytes may still be on their way to the slab."""
+        self._left: set[int] = set()
+        """The chunks that an offload has left here. Nothing was copied in vain when these are given up."""
         self.is_stale = False
         """Whether the slab may have been written since the first of these copies."""
 
@@ -90,6 +92,7 @@ class EarlyChunks:
             self.is_stale = False
         chunks, start = [theirs[index] for index in indices], self._start(indices[0])
         self.chunks.update(zip(indices, chunks, strict=True))
+        self._left.update(indices)
         for index in indices:
             del theirs[index]
         self._device.unmap(addresses, sum(self._sizes[index] for index in indices), start)
@@ -118,8 +121,9 @@ class EarlyChunks:
         copied = [index for index in gone if index in self.copied]
         for index in copied:
             del self.copied[index]
+        self._stop(sum(self._sizes[index] for index in copied if index not in self._left))
         self._saving.difference_update(gone)
-        self._stop(sum(self._sizes[index] for index in copied))
+        self._left.difference_update(gone)
         # Out of here first. A chunk that an interrupt then drops is freed once collected; one that was in both might be given out twice.
         chunk_pool.give([self.chunks.pop(index) for index in gone])
 
@@ -157,6 +161,7 @@ class EarlyChunks:
             self._device.map(addresses, chunks, start)
             handed += self._used(run)
         self._saving.clear()
+        self._left.clear()
         return handed
 
     def give_back(self, addresses: Addresses, into: dict[int, Chunk]) -> None:
@@ -176,6 +181,7 @@ class EarlyChunks:
             into.update(zip(run, chunks, strict=True))  # after they are mapped: what the range has, has its bytes
             self.forget(chunks)
         self._saving.clear()
+        self._left.clear()
 
     def forget(self, chunks: Iterable[Chunk]) -> None:
         """Remove chunks that the range has got, or has still."""

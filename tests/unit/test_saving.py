@@ -113,6 +113,7 @@ def test_what_is_being_saved_is_complete_before_its_memory_goes() -> None:
         step.switch("values")
         step.switch("ref_log_prob")
         assert early_bytes(worker) == {}
+        assert worker.manager.snapshot().prefetch_discarded_bytes == 0  # nothing was copied in vain
         assert_same(worker.adam.state_dict(), wanted)
     assert_nothing_resident(worker.manager)
 
