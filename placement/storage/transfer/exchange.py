@@ -187,7 +187,7 @@ class Exchange:
                 self._vacate(each, waits=False)
         for each in leaving:
             self._vacate(each, waits=True)
-        if any(each.fresh for each in leaving):
+        if leaving and (not self._staying or any(each.fresh for each in leaving)):
             self._device.wait(self._device.mark("to_host"))  # the copies of new storages, which are in no batch
         for each in leaving:
             self._verifier.check_newborn(each.holding, each.fresh)
