@@ -2,27 +2,34 @@
 
 One of four shards of a 7B model in fp32: 7.6 GB of parameters and as many of gradients stay on the device, 15.2 GB of moments do not.
 Peers step on the CPU and copy gradients and parameters instead of moments; their results differ from the device's in the last bits.
+
+A step is timed alone, after matrix products of a fixed duration that stand for the forward and backward pass. In "placement" the first
+buckets of the state come under these.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 import placement
 from bench import _peers, _rig, link
+from bench._compute import Products
 from bench._models import Weights, decoder_config, decoder_shapes, digest, module_tensors, nbytes_of
 from bench._results import Results
 from bench._rig import Rig
 from bench.link import Link
+from placement import Plan, State, View
 from placement.core.states import IDLE
 
 _SCENARIO = "AdamW, fp32, state on the host"
 _WARM_UPS = 2
 _STEPS = 5
+_WORK_SECONDS = 0.2
+"""The work before each step."""
 
 
 def _shard(rig: Rig) -> Weights:
@@ -55,6 +62,9 @@ class System:
         self.model = _shard(self.rig)
         self.optimizer = _adamw(module_tensors(self.model))  # type: ignore[arg-type]
 
+    def begin(self) -> None:
+        """Begin the phase of a step, before the work in it."""
+
     def step(self) -> None:
         self.optimizer.step()
 
@@ -63,8 +73,12 @@ class System:
         return None
 
     def link_bytes(self) -> tuple[int, int]:
-        """Bytes to the device and to the host so far."""
+        """Bytes to the device and to the host so far, in steps."""
         return 0, 0
+
+    def early_bytes(self) -> int:
+        """Bytes to the device so far, before the steps that used them."""
+        return 0
 
     def close(self) -> None:
         self.model = self.optimizer = None  # type: ignore[assignment]
@@ -76,11 +90,20 @@ class OnDevice(System):
     name = "on the device"
 
 
+class _Staying(placement.policies.Colocated):
+    """`colocated`, but the actor stays on the device outside the phases: only the optimizer is measured."""
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        is_there = "actor" in view.handles and not plan.on_device("actor")
+        return plan.without("actor").also("actor", State.GPU_RESIDENT) if is_there else plan
+
+
 class Streamed(System):
     """placement with `optimizer_in="streamed"`."""
 
     name = "placement"
-    policy = placement.policies.Colocated("streamed")
+    policy = _Staying("streamed")
 
     def prepare(self) -> None:
         super().prepare()
@@ -93,11 +116,19 @@ class Streamed(System):
         for parameter in self.model.parameters():  # registering has offloaded them; the phase has brought them back
             assert parameter.grad is not None
 
+    def begin(self) -> None:
+        self.manager.leave()
+        self.manager.enter("train")
+
     def peak_bytes(self) -> int | None:
         return max(0, self.manager.snapshot().peak_bytes - self.manager.handles["actor"].resident_bytes)
 
     def link_bytes(self) -> tuple[int, int]:
-        return self.handle.counters.loaded_bytes, self.handle.counters.offloaded_bytes
+        counters = self.handle.counters
+        return counters.loaded_bytes - counters.prefetch_used_bytes, counters.offloaded_bytes
+
+    def early_bytes(self) -> int:
+        return self.handle.counters.prefetch_used_bytes
 
     def close(self) -> None:
         while self.manager.phase_name != IDLE:
@@ -108,11 +139,20 @@ class Streamed(System):
         self.manager.close()
 
 
-class Whole(Streamed):
+class AtOnce(Streamed):
+    """Every step in one phase. Nothing comes before a step, because the phase is not known to have a further one."""
+
+    name = "placement, nothing early"
+
+    def begin(self) -> None:
+        """The phase goes on."""
+
+
+class Whole(AtOnce):
     """placement with `optimizer_in="optimizer_step"`: the whole state comes, is stepped, and leaves."""
 
     name = "placement, whole state"
-    policy = placement.policies.Colocated("optimizer_step")
+    policy = _Staying("optimizer_step")
 
     def step(self) -> None:
         with self.manager.phase("optimizer_step"):
@@ -177,7 +217,7 @@ class MegatronHybrid(System):
         )
 
 
-SYSTEMS: Sequence[type[System]] = (OnDevice, Streamed, Whole, DeepSpeedCpu, MegatronHybrid)
+SYSTEMS: Sequence[type[System]] = (OnDevice, Streamed, AtOnce, Whole, DeepSpeedCpu, MegatronHybrid)
 
 
 def measure(rig: Rig, results: Results) -> None:
@@ -202,11 +242,14 @@ def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int |
         row("bytes of the parameters", nbytes_of(module_tensors(system.model)), "bytes")
         row("first step", rig.seconds(system.step), "s")
         for _ in range(_WARM_UPS - 1):
+            system.begin()
             system.step()
         rig.empty_cache()
+        products = Products(rig)
         to_device, to_host = system.link_bytes()
+        early_bytes = system.early_bytes()
         with rig.sampled_peak() as peak:
-            seconds = _seconds(rig, system.step)
+            seconds = statistics.median(_step(rig, system, products) for _ in range(_STEPS))
         row("step", seconds, "s")
         to_device, to_host = ((after - before) / _STEPS for after, before in zip(system.link_bytes(), (to_device, to_host), strict=True))
         if to_device + to_host:
@@ -215,6 +258,7 @@ def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int |
             rate = (to_device + to_host) / seconds / 1e9
             row("step, rate both ways", rate, "GB/s")
             row("step, share of the link both ways", 100 * rate / raw.both, "%")
+            row("before the step, bytes to the device", (system.early_bytes() - early_bytes) / _STEPS, "bytes")
         if peak.samples:
             row("step, rise of device memory, seen by the driver", peak.rise_bytes, "bytes")
         if (declared := system.peak_bytes()) is not None:
@@ -228,8 +272,11 @@ def _measure(rig: Rig, results: Results, system: System, raw: Link, exact: int |
     return exact
 
 
-def _seconds(rig: Rig, step: Callable[[], None]) -> float:
-    return statistics.median(rig.seconds(step) for _ in range(_STEPS))
+def _step(rig: Rig, system: System, products: Products) -> float:
+    """Make one step behind other work. Returns its seconds."""
+    system.begin()
+    products.enqueue(products.count_for(_WORK_SECONDS))
+    return rig.seconds(system.step)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,15 +1,15 @@
 """Steps of verl's own GRPO driver, with placement and with verl's own offloading: how long does one take, and what is on the device in
 each phase?
 
-The driver is what a recipe starts, `python -m verl.trainer.main_ppo`: Ray, its agent loop, vLLM as a server on the same GPU that sleeps
-and wakes, and a worker with actor, AdamW and reference (FSDP2, `param_offload` and `optimizer_offload`). Model, tokenizer, prompts and
-reward are made here. The actor has the shape of Qwen2.5-0.5B (full: 1.5B) and random weights; all answers have the same length.
+The driver is what a recipe starts, `python -m verl.trainer.main_ppo`: Ray, its agent loop, vLLM or SGLang as a server on the same GPU that
+sleeps and wakes, and a worker with actor, AdamW and reference (FSDP2, `param_offload` and `optimizer_offload`). Model, tokenizer, prompts
+and reward are made here. The actor has the shape of Qwen2.5-0.5B (full: 1.5B) and random weights; all answers have the same length.
 
 Seconds are verl's own, the median of all steps but the first. Bytes on the device are the driver's, of all processes of the first GPU.
 
 Without a GPU the device is simulated, the actor is tiny, and the rollout is the one of the tests: it shows that the driver runs, that
 all its metrics are the same with placement, and how many bytes placement moves. verl, Ray, TransferQueue and torchdata have to be
-installed, and on a GPU vLLM.
+installed, and on a GPU the rollout's engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PARTS = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
 _ROLLOUT, _ACTOR, _REF = (f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "ref"))
 
 
-def _write_qwen(folder: Path, is_full: bool) -> Path:
+def write_qwen(folder: Path, is_full: bool) -> Path:
     """A model with the shape of Qwen2.5-0.5B or 1.5B and random weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -68,7 +68,8 @@ def _write_qwen(folder: Path, is_full: bool) -> Path:
     return folder
 
 
-def _gpu_options(gpus: int) -> dict[str, Any]:
+def gpu_options(gpus: int, rollout: str) -> dict[str, Any]:
+    """The recipe's options for so many GPUs with a rollout of this name."""
     batch = _PROMPTS * gpus
     return {
         "data.train_batch_size": batch,
@@ -82,7 +83,7 @@ def _gpu_options(gpus: int) -> dict[str, Any]:
         f"{_REF}.fsdp_config.use_torch_compile": False,
         f"{_REF}.log_prob_micro_batch_size_per_gpu": 8,
         f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
-        f"{_ROLLOUT}.name": "vllm",
+        f"{_ROLLOUT}.name": rollout,
         f"{_ROLLOUT}.n": 4,
         f"{_ROLLOUT}.ignore_eos": True,
         f"{_ROLLOUT}.enforce_eager": True,
@@ -109,9 +110,9 @@ class _Benchmark:
         self._environment: dict[str, str] = {}
         self._modules: list[str] = []
         if rig.is_cuda:
-            _write_qwen(self._inputs, is_full=rig.size == "full")
+            write_qwen(self._inputs, is_full=rig.size == "full")
             recipe.write_inputs(self._inputs, _VOCABULARY, _PROMPTS * given.gpus)
-            self._options: Mapping[str, Any] = _gpu_options(given.gpus)
+            self._options: Mapping[str, Any] = gpu_options(given.gpus, given.rollout)
             self._environment = {SHARED_MEMORY: "1"} if given.shared_memory else {}
         else:
             worker.write_model(self._inputs)
@@ -193,7 +194,8 @@ class _Benchmark:
 def _measure(rig: Rig, results: Results, given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         benchmark = _Benchmark(rig, results, Path(folder), given)
-        scenario = f"a step of verl's GRPO driver, {given.gpus} GPU{'s' if given.gpus > 1 else ''}"
+        by = ", SGLang" if given.rollout == "sglang" else ""
+        scenario = f"a step of verl's GRPO driver, {given.gpus} GPU{'s' if given.gpus > 1 else ''}{by}"
         jobs: dict[str, Job] = {}
         for system in given.systems:
             with results.system(scenario, system):
@@ -205,7 +207,8 @@ def _measure(rig: Rig, results: Results, given: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="GPUs of the worker group, each with its own vLLM")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="GPUs of the worker group, each with its own rollout")
+    parser.add_argument("--rollout", choices=("vllm", "sglang"), default="vllm", help="the rollout's engine on a GPU")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first one is not counted")
     parser.add_argument("--systems", nargs="+", choices=list(_SYSTEMS), default=list(_SYSTEMS))
     parser.add_argument("--shared-memory", action="store_true", help="send weights to vLLM through the host: for machines without CUDA IPC")

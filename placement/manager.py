@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from placement.core.settings import Settings, SettingsKeywords, WorkerRole
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.summary import summary
 from placement.core.weak_set import WeakIdSet
+from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.devices.select import select_device
 from placement.phases import audit
@@ -40,7 +42,10 @@ def _end(stack: PhaseStack, entered: list[PhaseContext], servers: Iterable[Metri
     """Close a manager that was garbage-collected without `close()`. Otherwise its offloaded models would read poison for ever."""
     if sys.is_finalizing() or os.getpid() != stack.lock.pid:
         return
-    stack.is_closing = True
+    if is_background():
+        threading.Thread(target=_end, args=(stack, entered, servers), name="placement-close").start()
+        return
+    stack.members.is_closing = True
     try:
         if not stack.lock.is_closed:
             _leave_all(stack, entered)
@@ -200,13 +205,13 @@ class Manager:
             if replace and (old := registry.handles.get(name)) is not None:
                 if old.object is target:
                     return old
-                self._stack.forget_with_optimizers(old)
+                self._stack.members.forget_with_optimizers(old)
             before = registry.handles.copy()
             try:
                 with self._replication.registering(name, target, readonly, replicated) as replicas:
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
                     handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
-                    self._stack.join(handle, agree)
+                    self._stack.members.join(handle, agree)
             except BaseException:
                 for added in [each for known, each in registry.handles.items() if known not in before]:
                     registry.remove(added)
@@ -229,13 +234,13 @@ class Manager:
             DeviceMemoryError: `on_device` was asked, and the handle does not fit. It stays registered.
         """
         with self._stack.lock.transition():
-            found = self._stack.known(handle if isinstance(handle, str) else handle.name)
+            found = self._stack.members.known(handle if isinstance(handle, str) else handle.name)
             dependent = [h.name for h in self.handles.values() if any(owner is found for owner in h.owners)]
             if dependent:
                 raise PhaseError(f"{found.name!r} is stepped by {', '.join(dependent)}; unregister that first")
             if on_device:
-                self._stack.bring((found.name,))
-            self._stack.forget(found)
+                self._stack.members.bring((found.name,))
+            self._stack.members.forget(found)
 
     def close(self, *, on_device: Iterable[str | Handle] = ()) -> None:
         """Unregister all handles, optimizers first, release the device's memory and stop the servers. Logs a summary. Idempotent.

@@ -11,12 +11,12 @@ import torch
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.core.states import State
 from placement.devices.adoption import Adopter
-from placement.devices.base import (
+from placement.devices.base import Device
+from placement.devices.memory import (
     Addresses,
     Chunk,
     Communicator,
     Copy,
-    Device,
     DeviceMemory,
     Direction,
     HostSlab,
@@ -153,6 +153,9 @@ class Faults(Device):
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         self._count("copy")
         self.device.copy(copies, direction)
+
+    def wait_for_work(self) -> None:
+        self.device.wait_for_work()
 
     def sync(self) -> None:
         self._count("sync")

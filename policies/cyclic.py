@@ -88,7 +88,8 @@ class Cyclic(Colocated):
         worker, phases = self._worker_of(view), self._from_here(view)
         course = worker.course(phases)
         kept = schedule(worker.units, course.steps, _rounded(view.budget_bytes))
-        choice = _Choice(view, worker, phases, course, kept, worker.under(base), worker.present(view), room)
+        streamed = sum([worker.of_handle[name] for name in base.streamed])
+        choice = _Choice(view, worker, phases, course, kept, worker.under(base), worker.present(view), streamed, room)
         choice.keep()
         choice.bring()
         choice.leave()
@@ -135,8 +136,12 @@ class _Choice:
     """Units that the phase needs."""
     present: int
     """Units that are on the device before the phase transition."""
+    streamed: int
+    """Units whose state streams through the device in this phase. None of their bytes stay or arrive early."""
     room: int
     """Device bytes that are left."""
+    beside: int = 0
+    """Device bytes beside what the phase needs and what is kept."""
     kept: int = 0
     """Units that stay until they are needed again."""
     left: int = 0
@@ -147,7 +152,7 @@ class _Choice:
     def keep(self) -> None:
         """Keep what is on the device and in the schedule. In a phase inside another one: what is on the device, as far as it fits."""
         is_inside = self.view.enclosing is not None
-        wanted = self.present & ~self.needed & (-1 if is_inside else self.scheduled[self.course.at])
+        wanted = self.present & ~self.needed & ~self.streamed & (-1 if is_inside else self.scheduled[self.course.at])
         around = self.worker.step(self.view.enclosing).needed if self.view.enclosing is not None else 0
         for unit in (*self._soonest(wanted & around), *self._soonest(wanted & ~around)):
             self.kept |= self._take(unit)
@@ -157,13 +162,15 @@ class _Choice:
 
         What leaves the device only later on its way to that phase has its room reserved as well. So what has arrived is never given up.
         """
+        self.beside = self.room
         units, on, gone, rooms = self.worker.units, self.needed | self.kept, dict[int, int](), [self.room]
+        streamed = self.streamed
         for distance in range(1, len(self.course.steps) + 1):
             if not rooms[0]:
                 break
             index = self.course.step(distance)
             needed = self.course.steps[index].needed
-            for unit in bits(needed & ~on):
+            for unit in bits(needed & ~on & ~streamed):
                 start = gone.get(unit, 0)
                 nbytes = min(units[unit].nbytes, *rooms[start:distance]) if units[unit].can_prefetch else 0
                 if nbytes > units[unit].nbytes // _CRUMB:
@@ -173,6 +180,7 @@ class _Choice:
             following = needed | (self.scheduled[index] & on)
             gone |= dict.fromkeys(bits(on & ~following), distance)
             on = following
+            streamed |= self.course.steps[index].streamed
             rooms.append(max(0, self.view.budget_bytes - self.worker.size(on)))
         self.room = rooms[0]
         for unit in [unit for unit, nbytes in self.early.items() if self.present >> unit & 1 and nbytes == units[unit].nbytes]:
@@ -183,16 +191,17 @@ class _Choice:
         """Leave on the device what nobody needs the room of, what is needed soonest first.
 
         What may have been changed is evicted nevertheless, where its next use is known and too far: as much of it stays as early bytes as
-        there is room for, and is saved while the phase computes, so that nobody waits when its room is needed.
+        there is room for beside the phase, and is saved while the phase computes, so that nobody waits when its room is needed. What
+        comes sooner is before it in the plan, and gets the room of what is saved.
         """
         early, units, is_known = self.worker.early(self.view), self.worker.units, len(self.phases) > 1 and self.view.enclosing is None
-        there = (self.present | _mask(early)) & ~self.needed & ~self.kept & ~_mask(self.early)
+        there = (self.present | _mask(early)) & ~self.needed & ~self.streamed & ~self.kept & ~_mask(self.early)
         for unit in self._soonest(there):
             if unit in early or (is_known and units[unit].can_prefetch and units[unit].is_copied_back == "trained"):
-                nbytes = min(early.get(unit, units[unit].nbytes), self.room)
+                nbytes = min(early.get(unit, units[unit].nbytes), self.beside)
                 if nbytes > units[unit].nbytes // _CRUMB:
                     self.early[unit] = nbytes
-                    self.room -= nbytes
+                    self.room = max(0, self.room - nbytes)
             else:
                 self.left |= self._take(unit)
 

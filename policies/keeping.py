@@ -36,6 +36,8 @@ class Step(NamedTuple):
     """The units that the phase needs on the device."""
     trained: int = 0
     """Those of them that are TRAINING in it."""
+    streamed: int = 0
+    """Units whose state streams through the device in it. They can neither stay on the device in this phase nor arrive early."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,7 +49,7 @@ def schedule(units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int
     """
     problem = _Problem(units, steps, budget_bytes)
     if problem.size(problem.in_use) <= budget_bytes:
-        return (problem.in_use,) * len(steps)
+        return tuple(problem.in_use & ~(problem.streamed & ~step.needed) for step in steps)
     found = _shortest_stays(problem)
     if problem.choices.bit_count() <= MOST_UNITS:
         found = _Search(problem).best(found)
@@ -60,9 +62,10 @@ class _Problem:
     def __init__(self, units: tuple[Unit, ...], steps: tuple[Step, ...], budget_bytes: int) -> None:
         self.units, self.steps = units, steps
         self.in_use = functools.reduce(lambda mask, step: mask | step.needed, steps, 0)
+        self.streamed = functools.reduce(lambda mask, step: mask | step.streamed, steps, 0)
         always = functools.reduce(lambda mask, step: mask & step.needed, steps, -1)
-        self.choices = self.in_use & ~always & _mask(i for i, unit in enumerate(units) if unit.copied_bytes)
-        """The units for which there is something to decide: needed in some phases, not in all, and not for nothing."""
+        self.choices = self.in_use & ~always & ~self.streamed & _mask(i for i, unit in enumerate(units) if unit.copied_bytes)
+        """The units for which there is something to decide: needed in some phases, not in all, never streamed, and not for nothing."""
         self._sizes: dict[int, tuple[int, int, int]] = {}
         self.rooms = [max(budget_bytes, self.size(step.needed)) for step in steps]
         self.trained = functools.reduce(lambda mask, step: mask | step.trained, steps, 0)

@@ -112,7 +112,7 @@ class Worker:
             for index, name in enumerate(phases):
                 if name == "checkpoint":
                     before = steps[index - 1]
-                    steps[index] = Step(self.step(name).needed | before.needed, before.trained)
+                    steps[index] = Step(self.step(name).needed | before.needed, before.trained, before.streamed)
         period = next(n for n in range(1, len(steps) + 1) if len(steps) % n == 0 and steps == steps[:n] * (len(steps) // n))
         shift = min(range(period), key=lambda i: steps[i:period] + steps[:i])
         next_use = [
@@ -133,7 +133,8 @@ class Worker:
             written = {name for name, state in plan.targets.items() if state is State.TRAINING}
             if phase == "weight_sync":
                 written |= {h.name for h in rollout_models(self._view)}
-            found = self._steps[phase] = Step(needed, needed & sum([self.of_handle[name] for name in written]))
+            streamed = sum([self.of_handle[name] for name in plan.streamed])
+            found = self._steps[phase] = Step(needed, needed & sum([self.of_handle[name] for name in written]), streamed)
         return found
 
 

@@ -50,6 +50,7 @@ _FRAMEWORK = re.compile(rf"No module named '((?:{_PACKAGES})\b[^']*)'")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write how long each test file takes into tests/durations.json")
+    parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow, as CI does")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    is_wanted = config.getoption("slow") or os.environ.get("SWEEP") == "all" or any("::" in each for each in config.args)
+    slow = [] if is_wanted else [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items[:] = ordered(items)
 
 

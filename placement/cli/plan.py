@@ -47,9 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus-per-node", type=int, default=8, metavar="N")
     add("--cycle", default="grpo", help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)")
     add("--work", default="", metavar="PHASE=SECONDS,...", help="the duration of each phase without moves; a prefetch needs it")
+    add(
+        "--steps",
+        default="",
+        metavar="PHASE=N,...",
+        help="optimizer steps in each phase, for a policy that streams their state (default 1)",
+    )
     add("--policy", help=f"{', '.join(policy_names())} or package.module:Class (default: the settings' policy)")
     add("--compare", metavar="POLICIES", help="several policies side by side: colocated,resident")
     add("--budget", metavar="BYTES", help="device bytes that the handles may hold together")
+    add("--host-limit", metavar="BYTES", help="host memory of a rank (host_limit_bytes); what is beyond it waits on a disk")
     add("--link", metavar="FILE", help="what `placement doctor --json` wrote")
     add("--rate", metavar="BYTES", help="instead of --link: bytes a second each way, such as 50GB")
     add("--worker-role", choices=WORKER_ROLES, help="what the process is for (default hybrid)")
@@ -63,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if (arguments.model is None) is (arguments.trace is None):
             raise ValueError("give a model's configuration, or --from with a trace; one of the two")
+        if arguments.trace is not None and arguments.host_limit:
+            raise ValueError("--host-limit is for a job that is planned; a trace does not say what was on the disk")
         if arguments.link and arguments.rate:
             raise ValueError("give --link or --rate, not both")
         settings = Settings.from_any(arguments.settings or {})
@@ -139,7 +148,7 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[s
     models: dict[str, Any] = _models(arguments)
     if arguments.kv_cache or arguments.rollout_weights:
         models["rollout"] = _engine(arguments, models)
-    work = _work(arguments.work)
+    work, steps = _work(arguments.work), _steps(arguments.steps)
     budget, link = _budget(arguments, settings), _link(arguments)
 
     def forecast(policy: str) -> Forecast:
@@ -151,8 +160,10 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[s
             budget_bytes=budget,
             link=link,
             work_seconds=work,
+            steps=steps,
             worker_role=arguments.worker_role or settings.worker_role,
             phases=settings.phases,
+            host_limit_bytes=arguments.host_limit or settings.host_limit_bytes,
         )
 
     parallel = f"shards {layout.shards}, tensor parallel {layout.tensor_parallel}, data parallel {layout.data_parallel}"
@@ -203,6 +214,15 @@ def _work(text: str) -> dict[str, float]:
             found[phase] = float(seconds)
         except ValueError:
             raise ValueError(f"--work: {seconds!r} of phase {phase!r} is no number of seconds") from None
+    return found
+
+
+def _steps(text: str) -> dict[str, int]:
+    found = {}
+    for phase, count in (_pair(each, "--steps", "PHASE=N") for each in _words(text)):
+        if not count.isdecimal():
+            raise ValueError(f"--steps: {count!r} of phase {phase!r} is no number of steps")
+        found[phase] = int(count)
     return found
 
 

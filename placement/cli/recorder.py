@@ -12,7 +12,8 @@ from placement.cli.grpo import OpenPhase
 from placement.cli.timeline import PhaseRow, Span
 from placement.core.snapshot import Snapshot
 from placement.core.states import IDLE, State
-from placement.devices.base import Chunk, Device
+from placement.devices.base import Device
+from placement.devices.memory import Chunk
 
 
 class PeakMeter(Device):

@@ -102,6 +102,9 @@ class HandleCounters:
     offloaded_bytes: int = 0
     skipped_bytes: int = 0
     prefetch_used_bytes: int = 0
+    spilled_bytes: int = 0
+    """Bytes of the host copy written to disk. Only the thread that moves them there adds to it; the same for the next."""
+    disk_read_bytes: int = 0
     registered_timestamp_seconds: float = field(default_factory=time.time)
     last_transition_timestamp_seconds: float = field(default_factory=time.time)
 

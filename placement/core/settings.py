@@ -67,6 +67,11 @@ class Settings(BaseModel):
     """Device bytes of a bucket of a streamed optimizer step, rounded up to whole chunks; "256MiB" works too. A step holds three of them."""
     pinned_limit_bytes: int | None = Field(default=None, ge=0)
     """Host bytes that may be pinned for the device at a time; "12GiB" works too. The rest stays pageable. None: no limit."""
+    host_limit_bytes: int | None = Field(default=None, gt=0)
+    """Host bytes that the host copies of this process may hold; "200GiB" works too. Those needed last wait in `disk_directory`. None: no
+    limit."""
+    disk_directory: str | None = None
+    """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room for."""
     worker_role: WorkerRole = "hybrid"
     phases: dict[str, tuple[str, ...] | dict[str, State]] = Field(default_factory=ReadOnly)
     """The user's own phases: for each name the roles that it needs on the device, as a list, or as a table with a state for each role:
@@ -116,7 +121,22 @@ class Settings(BaseModel):
             raise ValueError('write on, off, or the absolute path of a folder such as "/dev/shm/placement"')
         return os.fspath(value)
 
-    @field_validator("budget_bytes", "streamed_bucket_bytes", "pinned_limit_bytes", "lease_capacity_bytes", mode="before")
+    @field_validator("disk_directory", mode="before")
+    @classmethod
+    def _folder(cls, value: Any) -> Any:
+        if value is not None and (not isinstance(value, str | os.PathLike) or not Path(value).is_absolute()):
+            raise ValueError('write the absolute path of a folder such as "/mnt/nvme/placement"')
+        return None if value is None else os.fspath(value)
+
+    @model_validator(mode="after")
+    def _limit_and_folder(self) -> Self:
+        if (self.host_limit_bytes is None) is not (self.disk_directory is None):
+            raise ValueError("host_limit_bytes and disk_directory belong together: give both, or neither")
+        return self
+
+    @field_validator(
+        "budget_bytes", "streamed_bucket_bytes", "pinned_limit_bytes", "host_limit_bytes", "lease_capacity_bytes", mode="before"
+    )
     @classmethod
     def _bytes_with_unit(cls, value: Any) -> Any:
         if isinstance(value, bool):  # bool is an int, and nobody means a limit of one byte
@@ -181,6 +201,8 @@ class SettingsKeywords(TypedDict, total=False):
 
     streamed_bucket_bytes: int | str
     pinned_limit_bytes: int | str | None
+    host_limit_bytes: int | str | None
+    disk_directory: str | os.PathLike[str] | None
     phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]
     strict: bool
     verify: Verify

@@ -39,10 +39,12 @@ class HandleSnapshot(_Frozen):
     resident_bytes: int
     """Device bytes that the handle holds now."""
     prefetched_bytes: int = 0
-    """The part of `resident_bytes` that arrived early, while the handle is CPU_OFFLOADED (`Plan.prefetch`)."""
+    """The part of `resident_bytes` that arrived early: of an offloaded handle (`Plan.prefetch`), or for a step that streams its state."""
     foreign_bytes: int = 0
     """Device bytes that a framework keeps for the handle even while it is offloaded. They are not part of `resident_bytes`."""
     host_bytes: int
+    disk_bytes: int = 0
+    """Bytes of the files that the host copy has on disk. A file is kept while its bytes are in host memory, too."""
     host_pageable_bytes: int
     """The part of `host_bytes` that could not be pinned."""
     state_seconds: dict[State, float]
@@ -57,6 +59,10 @@ class HandleSnapshot(_Frozen):
     """Bytes that offloads proved clean and did not copy."""
     prefetch_used_bytes: int = 0
     """The part of `loaded_bytes` that had arrived before the load."""
+    spilled_bytes: int = 0
+    """Bytes of the host copy written to disk."""
+    disk_read_bytes: int = 0
+    """Bytes of the host copy read back from disk."""
     last_transition_timestamp_seconds: float
     drift_bytes: int
     """Bytes of tensors that the last audit found outside the handle's ranges."""
@@ -146,7 +152,7 @@ class Snapshot(_Frozen):
     phase_seconds: dict[str, float]
     """Seconds in each phase, including the open one. Only the innermost open phase counts."""
     phase_stall_seconds: dict[str, float]
-    """Seconds that the worker waited for moves at the phase transitions of each phase."""
+    """Seconds that the worker waited for moves at the phase transitions of each phase, without the time for its own kernels."""
     durations: tuple[DurationHistogram, ...]
     policy_decisions: dict[str, int]
     """Number of policy decisions: load, offload, keep, refuse."""
@@ -165,6 +171,9 @@ class Snapshot(_Frozen):
     """Bytes of tensors shared with other processes that came back because those had dropped them."""
     prefetch_discarded_bytes: int = 0
     """Bytes that arrived early and were given up unused."""
+    disk_wait_seconds: float = 0.0
+    """Seconds that callers have waited for host copies to leave for the disk or to come back. Inside a phase transition they are part of
+    its stall."""
     wrong_writes: int
     kept_bytes: int
     expired_keeps: int
@@ -181,8 +190,8 @@ class Snapshot(_Frozen):
 
         `stall_seconds` (waited for moves, in all and by phase: "placement/stall_seconds/train"), `phase_seconds` by phase,
         `loaded_bytes`, `prefetch_used_bytes` (the part of them that nobody waited for), `prefetch_discarded_bytes`, `offloaded_bytes`,
-        `skipped_bytes`, `failures` and `pairing_violations` are differences. `resident_bytes` and
-        `host_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life. Handles that were unregistered since
+        `skipped_bytes`, `disk_wait_seconds`, `failures` and `pairing_violations` are differences. `resident_bytes`, `host_bytes` and
+        `disk_bytes` are those of this snapshot; `peak_bytes` is the largest of the manager's life. Handles that were unregistered since
         do not count.
         """
         before = {handle.name: handle for handle in earlier.handles}
@@ -199,6 +208,8 @@ class Snapshot(_Frozen):
         figures["pairing_violations"] = self.pairing_violations - earlier.pairing_violations
         figures["resident_bytes"] = sum(handle.resident_bytes for handle in self.handles)
         figures["host_bytes"] = sum(handle.host_bytes for handle in self.handles)
+        figures["disk_bytes"] = sum(handle.disk_bytes for handle in self.handles)
+        figures["disk_wait_seconds"] = self.disk_wait_seconds - earlier.disk_wait_seconds
         figures["peak_bytes"] = self.peak_bytes
         stalls = _differences(self.phase_stall_seconds, earlier.phase_stall_seconds)
         figures["stall_seconds"] = sum(stalls.values())

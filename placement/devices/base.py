@@ -1,10 +1,6 @@
 """The interface to the accelerator. Its docstrings are the contract for implementations.
 
-A `Device` hands out three things, and moves bytes between two of them:
-
-* `Addresses`: device addresses that stay for life. Either memory or poison is behind them.
-* `Chunk`: physical device memory. It is put behind addresses and taken away again. The driver's "free" counts chunks.
-* `HostSlab`: host memory that holds the copy of offloaded values.
+A `Device` hands out addresses, chunks and host slabs (see `memory`), and moves bytes between them.
 
 No code above this interface calls a driver, and no code below it knows handles.
 """
@@ -12,15 +8,24 @@ No code above this interface calls a driver, and no code below it knows handles.
 from __future__ import annotations
 
 import abc
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from placement.devices.adoption import Adopter
+from placement.devices.memory import (
+    Addresses,
+    Chunk,
+    Communicator,
+    Copy,
+    DeviceMemory,
+    Direction,
+    HostSlab,
+    Mark,
+    SharedSlab,
+    WrittenPoison,
+)
 
 POISON_WORD = bytes.fromhex("ff ff ff ff ff ff f7 ff")
 """The bytes of poison, repeated: the byte at `offset` of a range is `POISON_WORD[offset % 8]`.
@@ -30,146 +35,13 @@ types, whose only NaN is 0x80). Every signed integer is negative. The float64 Na
 a quiet float64 NaN through arithmetic, so a write would not show, but it changes a signalling one (H100). It changes narrower NaNs.
 """
 
-Direction = Literal["to_device", "to_host"]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One contiguous run of bytes to copy. Both addresses are absolute."""
-
-    device_address: int
-    host_address: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Measurements of the driver and of torch's allocator, in bytes. `used + free == total`."""
-
-    total_bytes: int
-    free_bytes: int
-    torch_reserved_bytes: int
-    """Bytes that torch's caching allocator holds in this process, used or cached (0 where it has none). Ranges do not count."""
-    chunk_bytes: int
-    """Bytes that this device's chunks hold in this process, without poison."""
-    poison_bytes: int
-
-    @property
-    def used_bytes(self) -> int:
-        return self.total_bytes - self.free_bytes
-
-    @property
-    def unaccounted_bytes(self) -> int:
-        """Used bytes that are neither torch's nor this device's: the driver's context, communicators, other processes."""
-        return self.used_bytes - self.torch_reserved_bytes - self.chunk_bytes - self.poison_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Communicator:
-    """A communicator of this process, whose device memory is neither in torch's allocator nor in a chunk."""
-
-    name: str
-    """The name of its process group, unique in this process."""
-    ranks: tuple[int, ...]
-    """The ranks of the group, as the default group numbers them."""
-    nbytes: int | None
-    """Device bytes that it holds now; None where the library does not say."""
-    suspendable_bytes: int
-    """The part of `nbytes` that its own `suspend()` would free."""
-    unknown_because: str | None = None
-    """Why `nbytes` is None; None where it is known."""
-
-
-class Addresses(abc.ABC):
-    """Reserved device addresses. They are given back when this object dies, never before.
-
-    `Device.view` makes tensors that keep this object alive, so a range outlives the manager for as long as a tensor lies in it.
-    """
-
-    base: int
-    """The first address, a multiple of the device's granularity."""
-    nbytes: int
-    """The length, a multiple of the granularity."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenPoison:
-    """A run of poison that something wrote into, in whole pages."""
-
-    addresses: Addresses
-    start: int
-    """The run's offset from `addresses.base`, in bytes."""
-    nbytes: int
-
-
-class Chunk(abc.ABC):
-    """Physical device memory. `Device.release` returns it to the driver, and so does the death of this object."""
-
-    nbytes: int
-    """A multiple of the granularity; `Device.chunk_bytes` for a full chunk, less for the tail of a range."""
-
-
-class HostSlab(abc.ABC):
-    """Host memory of exact size. It is unmapped when this object and the last tensor of `view` are dead.
-
-    Forked children do not have it (`MADV_DONTFORK`): a child that touches it crashes instead of reading old bytes.
-    """
-
-    address: int
-    nbytes: int
-    ready: threading.Event
-    """Set once every byte that the device wants pinned is pinned or refused. Until then the memory can be used, and device copies wait."""
-
-    @property
-    @abc.abstractmethod
-    def pinned_bytes(self) -> int:
-        """Bytes that the driver can copy at full link speed. 0 on a device that needs no pinning."""
-
-    @property
-    @abc.abstractmethod
-    def pageable_bytes(self) -> int:
-        """Bytes whose pinning was refused. Bytes that are still to be pinned are not included."""
-
-    @property
-    @abc.abstractmethod
-    def pageable_reason(self) -> str | None:
-        """Why some bytes are not pinned although the device wanted them pinned; None if there are none."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the machine's memory that count for this process: all, or its share where processes share the slab."""
-        return self.nbytes
-
-    @property
-    def pinned(self) -> bool:
-        """Whether all of it is pinned."""
-        return 0 < self.pinned_bytes == self.nbytes
-
-    @abc.abstractmethod
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A uint8 CPU tensor over `[offset, offset + nbytes)`, with a storage of exactly that size, that keeps the slab alive."""
-
-
-class SharedSlab(HostSlab):
-    """A host copy that several processes of one machine have mapped. Its memory is freed when the last of them has unmapped it."""
-
-    extra: torch.Tensor
-    """The bytes behind the copy in the file, for messages between the processes. This tensor does not keep the slab alive."""
-
-    @abc.abstractmethod
-    def pin(self) -> None:
-        """Pin all of it in the background, in this process; see `HostSlab.ready`. Call it once, when every process has taken its share."""
-
-
-class Mark:
-    """A point in the copies of one direction, made by `Device.mark`. `Device.wait` waits for it, any number of times."""
-
 
 class Device(abc.ABC):
     """One accelerator of this process, or its simulation.
 
     Every method is called with the manager's lock held, on the thread of the phase transition, outside inference mode. The exceptions are
-    `copy`, `mark` and `wait`, which the thread of a prefetch calls between two phase transitions, beside calls of other threads.
+    `copy`, `mark`, `wait`, `map` and `unmap`, which the thread of a prefetch calls between two phase transitions, beside calls of other
+    threads; that of the disk tier calls `wait`, too. No two threads use the same addresses or chunks at once.
     `host`, `reserve`, `create`, `map`, `copy`, `sync` and `wait` may fail, and then leave everything as before the call (`map` leaves
     poison where it should have put chunks). `unmap` and `release` fail only when the device itself is unusable (a sticky error).
 
@@ -312,6 +184,9 @@ class Device(abc.ABC):
         Raises:
             RuntimeError: the device reports an error of earlier work.
         """
+
+    def wait_for_work(self) -> None:
+        """Wait on the host until the work on the calling thread's current stream is done. Copies go on. By default, work never waits."""
 
     @abc.abstractmethod
     def sync(self) -> None:

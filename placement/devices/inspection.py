@@ -11,9 +11,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from placement.core.version import __version__
-from placement.devices.base import Copy, Device, Direction, HostSlab
+from placement.devices.base import Device
 from placement.devices.host import numa
 from placement.devices.host.available import available_bytes
+from placement.devices.memory import Copy, Direction, HostSlab
 
 MEASURED_BYTES = 1 << 30
 """The size of the buffers whose copies are timed, where the device and the host have room for two of them."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from placement.devices.base import Communicator, Device, DeviceMemory
+from placement.devices.base import Device
+from placement.devices.memory import Communicator, DeviceMemory
 
 _OWNERS = "the driver's context and its kernels, libraries that allocate by themselves, communicators"
 

@@ -22,6 +22,7 @@ from placement.forecasting.optimizers import state_sizes
 from placement.forecasting.outcome import Costs, in_the_steady_state
 from placement.forecasting.ranges import RangedHandle, StorageSize
 from placement.forecasting.report import Forecast
+from placement.forecasting.streamed import StepCounts
 from placement.planning.policy_lookup import resolve_policy
 from placement.planning.simulated_handles import EngineHandle, SimulatedHandle
 from placement.planning.simulation import SimulatedPhase
@@ -123,8 +124,10 @@ def forecast(
     budget_bytes: int | str | None = None,
     link: Link | float | str | os.PathLike[str] | None = None,
     work_seconds: Mapping[str, float] | None = None,
+    steps: Mapping[str, int] | None = None,
     worker_role: str = "hybrid",
     phases: OwnPhases | None = None,
+    host_limit_bytes: int | str | None = None,
     device: Sizing | None = None,
 ) -> Forecast:
     """Tell what a job needs in each phase and what its moves cost, before it runs.
@@ -140,8 +143,12 @@ def forecast(
             budget uses at first, 80 % of the free memory; else no limit.
         link: the file of `placement doctor --json`, a `Link`, or one rate for each way in bytes a second. None: no seconds are told.
         work_seconds: the duration of each phase without its moves. Needed only to tell what a prefetch saves.
+        steps: the optimizer steps in each phase. Needed only where a policy streams optimizers' state, and one is taken where it is left
+            out.
         worker_role: see `Manager`.
         phases: the user's own phases, see `Settings.phases`.
+        host_limit_bytes: the limit on host memory of each rank, as in `Settings`; the rest is on a disk that is taken to keep up with the
+            phases: bytes that a policy prefetches count as early although they may have to be read first. None: all is in host memory.
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
@@ -154,9 +161,9 @@ def forecast(
     if not handles:
         raise ValueError("there is no handle to forecast; give at least one model")
     found = None if link is None else Link.of(link)
-    steps = cycle_of(cycle, phases)
-    costs = Costs(found, work_seconds)
-    if unknown := [name for name in costs.work_seconds if name not in {step.name for step in steps}]:
+    entered = cycle_of(cycle, phases)
+    costs = Costs(found, work_seconds, StepCounts(steps, [each.name for each in entered]))
+    if unknown := [name for name in costs.work_seconds if name not in {each.name for each in entered}]:
         raise ValueError(f"work seconds are given for {', '.join(map(repr, unknown))}, which the cycle does not have")
     budget = None if budget_bytes is None else _bytes(budget_bytes)
     notes = []
@@ -165,16 +172,18 @@ def forecast(
         notes.append(f"no budget was given: 80 % of the {found.free_bytes:,} free bytes of the device is used")
     sizing = device or (_Cuda() if found is None or found.chunk_bytes is None else _Cuda(chunk_bytes=found.chunk_bytes))
     simulated = [each for name, given in handles.items() for each in _handles(name, given, layout, sizing)]
-    notes += _notes(handles, simulated, layout, found)
+    limit = None if host_limit_bytes is None else _bytes(host_limit_bytes)
+    notes += _notes(handles, simulated, layout, found, limit)
     return in_the_steady_state(
         resolve_policy(policy),
         simulated,
-        steps,
+        entered,
         budget_bytes=budget,
         costs=costs,
         worker_role=worker_role,
         own_phases=phases,
         ranks_per_node=layout.ranks_per_node,
+        host_limit_bytes=limit,
         notes=notes,
     )
 
@@ -231,13 +240,16 @@ def _facts(name: str, kind: str, role: str | None, **more: Any) -> HandleView:
     return HandleView(name=name, kind=kind, role=role, state=State.CPU_OFFLOADED, num_bytes=0, **more)
 
 
-def _notes(handles: Mapping[str, Model | Rollout], simulated: Sequence[SimulatedHandle], layout: Layout, link: Link | None) -> list[str]:
+def _notes(
+    handles: Mapping[str, Model | Rollout], simulated: Sequence[SimulatedHandle], layout: Layout, link: Link | None, limit_bytes: int | None
+) -> list[str]:
     notes = []
     for name, given in handles.items():
         if isinstance(given, Rollout) and given.keeps_weights:
             nbytes = given.tags[WEIGHTS]
             notes.append(f"{name} keeps {nbytes:,} bytes of weights a GPU on the host by itself; they are not in the host bytes")
-    node = sum(each.host_bytes for each in simulated) * layout.ranks_per_node
+    rank = sum(each.host_bytes for each in simulated)
+    node = (rank if limit_bytes is None else min(rank, limit_bytes)) * layout.ranks_per_node
     if link is not None and link.host_available_bytes is not None and node > link.host_available_bytes and not _is_shared(handles):
         notes.append(f"the host has {link.host_available_bytes:,} bytes available, and the host copies of a node need {node:,}")
     return notes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from placement.core.states import IDLE, OwnPhases, Policy, State
+from placement.forecasting.host_limit import DiskUse, HostLimit
 from placement.forecasting.link import Link
 from placement.forecasting.report import Forecast, HandleForecast, PhaseForecast
+from placement.forecasting.streamed import StepCounts, streamed_steps
 from placement.planning.simulated_handles import Moved, SimulatedHandle
 from placement.planning.simulation import SimulatedPhase, Simulation, Step
 
@@ -25,25 +27,17 @@ class _Trained(Protocol):
     def training_bytes(self) -> int: ...
 
 
-@runtime_checkable
-class _Shared(Protocol):
-    """A handle whose host copy the ranks of a node may share."""
-
-    @property
-    def host_bytes_of_all(self) -> int: ...
-    @property
-    def is_shared(self) -> bool: ...
-
-
 class Costs:
     """The known facts about time: the link's rates, and the seconds of work in each phase.
 
     Args:
         work_seconds: by the name of the phase.
+        counts: the steps of optimizers in each phase.
     """
 
-    def __init__(self, link: Link | None, work_seconds: Mapping[str, float] | None = None) -> None:
+    def __init__(self, link: Link | None, work_seconds: Mapping[str, float] | None = None, counts: StepCounts | None = None) -> None:
         self.link = link
+        self.counts = counts or StepCounts()
         self.work_seconds = dict(work_seconds or {})
         for phase, seconds in self.work_seconds.items():
             if not seconds >= 0:
@@ -63,7 +57,8 @@ class Costs:
         apart = {handle.name for handle in handles if handle.moves_apart}
         engines = Moved.total(moved for name, moved in step.moved.items() if name in apart)
         others = Moved.total(moved for name, moved in step.moved.items() if name not in apart)
-        both = self.link.seconds(others.loaded_bytes - others.prefetched_bytes, others.offloaded_bytes - others.saved_bytes)
+        to_host_bytes = others.offloaded_bytes - others.saved_bytes + others.late_bytes
+        both = self.link.seconds(others.loaded_bytes - others.prefetched_bytes, to_host_bytes)
         return self.link.seconds(0, engines.offloaded_bytes) + both + self.link.seconds(engines.loaded_bytes, 0)
 
 
@@ -77,22 +72,56 @@ def in_the_steady_state(
     worker_role: str,
     own_phases: OwnPhases | None,
     ranks_per_node: int,
+    host_limit_bytes: int | None = None,
     notes: Sequence[str] = (),
 ) -> Forecast:
     """The forecast of a step that is repeated: its first run and, once two runs are alike, the steady one.
+
+    Args:
+        host_limit_bytes: the limit on host memory beyond which host copies are on disk; None: all are in host memory.
 
     Raises:
         PhaseError: a phase's `only` names a handle that there is not.
     """
     simulation = Simulation(policy, handles, budget_bytes or NO_LIMIT, worker_role, own_phases, costs.arriving_bytes)
-    before = [*simulation.register()]
-    cycles: list[list[Step]] = []
-    while len(cycles) < 2 or (cycles[-1] != cycles[-2] and len(cycles) < _MOST_CYCLES):
-        cycles.append([simulation.enter(phase) for phase in (*cycle, SimulatedPhase(IDLE))])
-    steps = [*before, *(step for each in cycles for step in each)]
+    host = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
+    steps = _registered(simulation, host)
     of_phase = _row_maker(handles, costs)
-    first, last = tuple(map(of_phase, cycles[0])), tuple(map(of_phase, cycles[-1]))
-    return summed_up(policy.name, budget_bytes, last, steps, handles, ranks_per_node, first=first, notes=notes)
+    cycles: list[list[Step]] = []
+    rows: list[tuple[PhaseForecast, ...]] = []
+    while len(cycles) < 2 or ((cycles[-1], rows[-1]) != (cycles[-2], rows[-2]) and len(cycles) < _MOST_CYCLES):
+        cycles.append([])
+        found = []
+        for phase in (*cycle, SimulatedPhase(IDLE)):
+            step, use = _follow(simulation.enter(phase), host)
+            cycles[-1].append(step)
+            found.append(of_phase(step, use))  # before the next phase transition changes the handles
+        rows.append(tuple(found))
+        steps += cycles[-1]
+    notes = [*notes, *_over_the_limit([*rows[0], *rows[-1]], host_limit_bytes)]
+    return summed_up(policy.name, budget_bytes, rows[-1], steps, handles, ranks_per_node, first=rows[0], notes=notes)
+
+
+def _over_the_limit(phases: Sequence[PhaseForecast], limit_bytes: int | None) -> list[str]:
+    over = [] if limit_bytes is None else [each for each in phases if each.host_bytes > limit_bytes]
+    if not over:
+        return []
+    names, most = ", ".join(dict.fromkeys(each.phase for each in over)), max(each.host_bytes for each in over)
+    return [f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
+
+
+def _registered(simulation: Simulation, host: HostLimit | None) -> list[Step]:
+    """Register the handles one after the other."""
+    handles, steps, registering = simulation.handles, [], simulation.register()
+    for handle in handles:
+        if host is not None:
+            host.admit(handle)
+        steps.append(_follow(next(registering), host)[0])
+    return steps
+
+
+def _follow(step: Step, host: HostLimit | None) -> tuple[Step, DiskUse]:
+    return (step, DiskUse(step.host_bytes, 0)) if host is None else host.follow(step)
 
 
 def once(
@@ -120,12 +149,20 @@ def once(
     for phase, work_seconds in phases:
         steps.append(simulation.enter(phase))
         seconds = work_seconds
-        rows.append(of_phase(steps[-1]).model_copy(update={"work_seconds": work_seconds}))
+        rows.append(of_phase(*_follow(steps[-1], None), work_seconds))
     return summed_up(policy.name, budget_bytes, tuple(rows), steps, handles, 1, notes=notes)
 
 
-def _row_maker(handles: Sequence[SimulatedHandle], costs: Costs) -> Callable[[Step], PhaseForecast]:
-    def of_phase(step: Step) -> PhaseForecast:
+class _RowMaker(Protocol):
+    def __call__(self, step: Step, use: DiskUse, work_seconds: float | None = None) -> PhaseForecast: ...
+
+
+def _row_maker(handles: Sequence[SimulatedHandle], costs: Costs) -> _RowMaker:
+    def of_phase(step: Step, use: DiskUse, work_seconds: float | None = None) -> PhaseForecast:
+        if work_seconds is None:
+            work_seconds = costs.work_seconds.get(step.phase.name)
+        steps = streamed_steps(step, handles, costs.counts, costs.link, work_seconds)
+        stall = costs.stall_seconds(step, handles)
         moved = Moved.total(step.moved.values())
         training = [each for each in handles if step.states[each.name] is State.TRAINING]
         return PhaseForecast(
@@ -139,13 +176,18 @@ def _row_maker(handles: Sequence[SimulatedHandle], costs: Costs) -> Callable[[St
             handle_bytes=dict(step.held),
             states=dict(step.states),
             gradient_bytes=sum(each.training_bytes for each in training if isinstance(each, _Trained)),
-            loaded_bytes=moved.loaded_bytes,
-            offloaded_bytes=moved.offloaded_bytes,
+            loaded_bytes=moved.loaded_bytes + steps.to_device_bytes,
+            offloaded_bytes=moved.offloaded_bytes + steps.to_host_bytes,
+            streamed_bytes=steps.to_device_bytes + steps.to_host_bytes,
             skipped_bytes=moved.skipped_bytes,
             prefetched_bytes=moved.prefetched_bytes,
-            host_bytes=step.host_bytes,
-            stall_seconds=costs.stall_seconds(step, handles),
-            work_seconds=costs.work_seconds.get(step.phase.name),
+            host_bytes=use.host_bytes,
+            disk_bytes=use.disk_bytes,
+            disk_written_bytes=use.written_bytes,
+            disk_read_bytes=use.read_bytes,
+            disk_waited_bytes=use.waited_bytes,
+            stall_seconds=None if stall is None else stall + steps.seconds,
+            work_seconds=work_seconds,
         )
 
     return of_phase
@@ -164,6 +206,10 @@ def summed_up(
 ) -> Forecast:
     stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
     found = tuple(_handle(each, ranks_per_node) for each in handles)
+    shared = [each for each in handles if each.is_shared]
+    shared_bytes = sum(each.host_bytes for each in shared)
+    host_bytes = max(each.host_bytes for each in (*first, *phases))
+    disk_bytes = max(each.disk_bytes for each in (*first, *phases))
     return Forecast(
         policy=policy,
         budget_bytes=budget_bytes,
@@ -171,8 +217,10 @@ def summed_up(
         first_phases=first,
         handles=found,
         peak_bytes=max(step.held_bytes for step in steps),
-        host_bytes=max(step.host_bytes for step in steps),
-        node_host_bytes=sum(each.node_host_bytes for each in found),
+        host_bytes=host_bytes,
+        node_host_bytes=(host_bytes - shared_bytes) * ranks_per_node + sum(each.host_bytes_of_all for each in shared),
+        disk_bytes=disk_bytes,
+        node_disk_bytes=disk_bytes * ranks_per_node,
         fits=not any(step.is_refused for step in steps),
         over_bytes=max(step.over_bytes for step in steps),
         stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
@@ -185,7 +233,6 @@ def summed_up(
 
 def _handle(handle: SimulatedHandle, ranks_per_node: int) -> HandleForecast:
     facts = handle.facts
-    shared = handle.host_bytes_of_all if isinstance(handle, _Shared) and handle.is_shared else None
     return HandleForecast(
         name=facts.name,
         kind=facts.kind,
@@ -194,7 +241,7 @@ def _handle(handle: SimulatedHandle, ranks_per_node: int) -> HandleForecast:
         owners=facts.owners,
         num_bytes=handle.num_bytes,
         host_bytes=handle.host_bytes,
-        node_host_bytes=handle.host_bytes * ranks_per_node if shared is None else shared,
+        node_host_bytes=handle.host_bytes_of_all if handle.is_shared else handle.host_bytes * ranks_per_node,
     )
 
 
@@ -210,7 +257,8 @@ def _together(group: Sequence[PhaseForecast]) -> PhaseForecast:
     worst = max(group, key=lambda each: (not each.fits, each.over_bytes, each.device_bytes))
     stalls = [each.stall_seconds for each in group if each.stall_seconds is not None]
     works = [each.work_seconds for each in group if each.work_seconds is not None]
-    added = ("loaded_bytes", "offloaded_bytes", "skipped_bytes", "prefetched_bytes")
+    moved = ("loaded_bytes", "offloaded_bytes", "streamed_bytes", "skipped_bytes", "prefetched_bytes")
+    added = (*moved, "disk_written_bytes", "disk_read_bytes", "disk_waited_bytes")
     sums = {name: sum(getattr(each, name) for each in group) for name in added}
     return worst.model_copy(
         update={**sums, "stall_seconds": sum(stalls) if stalls else None, "work_seconds": sum(works) if works else None}

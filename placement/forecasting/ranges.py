@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placement.core.states import HandleView, State
-from placement.devices.host.slab import round_up
+from placement.devices.host.mapping import round_up
 from placement.planning.simulated_handles import Moved, SimulatedHandle, is_written
 from placement.storage.range import used_bytes
 from placement.storage.range_layout import Sizing, chunk_sizes, expected_bytes, packed
@@ -129,19 +129,29 @@ class RangedHandle(SimulatedHandle):
 
     @property
     def host_bytes(self) -> int:
-        reserved = 0 if self._ranges or not self._unborn else used_bytes(expected_bytes(self._sizing, self._unborn))
+        reserved = used_bytes(expected_bytes(self._sizing, self._unborn)) if self._unborn and not self._ranges else 0
         return (
             sum(self._own_host_bytes(each) for each in self._ranges) + reserved + (self._gradient_range.used if self._gradient_range else 0)
         )
 
     @property
+    def is_reserved(self) -> bool:
+        return bool(self._unborn) and not self._ranges and (self.on_device or not self._is_born)  # a streamed step creates it on the host
+
+    @property
+    def is_born(self) -> bool:
+        return self._is_born or not self._unborn
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(each.used for each in self._ranges) or used_bytes(expected_bytes(self._sizing, self._unborn))
+
+    @property
     def is_shared(self) -> bool:
-        """Whether the ranks of a node share the host copy."""
         return self._shares.world_size > 1
 
     @property
     def host_bytes_of_all(self) -> int:
-        """Bytes of the host copy that the ranks of a node have together, where they share it; else `host_bytes`."""
         return sum(each.used for each in self._ranges) if self.is_shared else self.host_bytes
 
     @property

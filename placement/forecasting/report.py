@@ -52,9 +52,18 @@ class PhaseForecast(_Frozen):
     """Bytes that leave the device without a copy, because the host copy has them."""
     prefetched_bytes: int = 0
     """The part of `loaded_bytes` that arrived while the phase before computed, and stalls nobody."""
+    streamed_bytes: int = 0
+    """The part of `loaded_bytes` and `offloaded_bytes` together that the steps of optimizers copy (`optimizer_in="streamed"`)."""
     host_bytes: int
+    """Host bytes of this rank's host copies that are in host memory, at their most."""
+    disk_bytes: int = 0
+    """Bytes of this rank's files on disk."""
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_waited_bytes: int = 0
+    """The part of `disk_read_bytes` that the phase transition waits for. The rest is read while phases compute."""
     stall_seconds: float | None = None
-    """How long the moves take; None if the link is not known."""
+    """How long the moves take and streamed steps keep the link busy, without waits for the disk; None if the link is not known."""
     work_seconds: float | None = None
     """The given duration of the work itself; None if it was not given."""
 
@@ -77,7 +86,9 @@ class Forecast(_Frozen):
     node_host_bytes: int
     """Host bytes of the host copies of all ranks of a node."""
     disk_bytes: int = 0
-    """Bytes on disk: placement keeps no host copy there."""
+    """The most bytes of this rank's files on disk."""
+    node_disk_bytes: int = 0
+    """Bytes of the files of all ranks of a node."""
     fits: bool
     """Whether every phase fits, the first cycle included."""
     over_bytes: int = 0

@@ -35,6 +35,8 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
     lines.append(_row("loaded", left, [readable(each.loaded_bytes) for each in forecasts]))
     lines.append(_row("offloaded", left, [readable(each.offloaded_bytes) for each in forecasts]))
     lines.append(_row("host, this rank", left, [readable(each.host_bytes) for each in forecasts]))
+    if any(each.disk_bytes for each in forecasts):
+        lines.append(_row("disk, this rank", left, [_size(each.disk_bytes) for each in forecasts]))
     lines.append(_row("stall", left, [_seconds(each.stall_seconds, " s") for each in forecasts]))
     lines.append(_row("fits", left, ["yes" if each.fits else f"no, {readable(each.over_bytes)} over" for each in forecasts]))
     return "\n".join(line.rstrip() for line in lines)
@@ -54,11 +56,11 @@ def _name(phase: PhaseForecast) -> str:
 
 def _cells(phase: PhaseForecast) -> list[str]:
     sizes = (phase.device_bytes, phase.loaded_bytes, phase.offloaded_bytes, phase.skipped_bytes)
-    return [*("0" if not size else readable(size) for size in sizes), _seconds(phase.stall_seconds), _seconds(phase.work_seconds)]
+    return [*map(_size, sizes), _seconds(phase.stall_seconds), _seconds(phase.work_seconds)]
 
 
 def _device_and_stall(phase: PhaseForecast) -> str:
-    device = "0" if not phase.device_bytes else readable(phase.device_bytes)
+    device = _size(phase.device_bytes)
     return f"{device if phase.fits else 'refused'}  {_seconds(phase.stall_seconds):>10}"
 
 
@@ -67,8 +69,13 @@ def _troubles(phase: PhaseForecast) -> list[str]:
         return [f"no plan: {phase.problem}"]
     if phase.over_bytes:
         return [f"does not fit: needs {readable(phase.wanted_bytes)}, {readable(phase.over_bytes)} ({phase.over_bytes:,} bytes) too many"]
-    early = [f"{readable(phase.prefetched_bytes)} of what it loads arrived before"] if phase.prefetched_bytes else []
-    return early + ([f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside"] if phase.gradient_bytes else [])
+    said = [f"{readable(phase.prefetched_bytes)} of what it loads arrived before"] if phase.prefetched_bytes else []
+    if phase.streamed_bytes:
+        said.append(f"steps: {readable(phase.streamed_bytes)} of what it loads and offloads is streamed by optimizers")
+    if phase.disk_written_bytes or phase.disk_read_bytes:
+        waited = f", {readable(phase.disk_waited_bytes)} of it waited for" if phase.disk_waited_bytes else ""
+        said.append(f"disk: {_size(phase.disk_written_bytes)} written, {_size(phase.disk_read_bytes)} read{waited}")
+    return said + ([f"gradients: {readable(phase.gradient_bytes)} in torch's own memory beside"] if phase.gradient_bytes else [])
 
 
 def _troubles_at_first(forecast: Forecast) -> list[str]:
@@ -89,9 +96,9 @@ def _handles(forecast: Forecast) -> list[str]:
 
 def _sums(forecast: Forecast) -> list[str]:
     lines = [f"peak on the device    {readable(forecast.peak_bytes)} ({forecast.peak_bytes:,} bytes)"]
-    lines.append(
-        f"host copies           {readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node; on disk: none"
-    )
+    on_disk = f"{readable(forecast.disk_bytes)} a rank, {readable(forecast.node_disk_bytes)} a node" if forecast.disk_bytes else "none"
+    host = f"{readable(forecast.host_bytes)} a rank, {readable(forecast.node_host_bytes)} a node"
+    lines.append(f"host copies           {host}; on disk: {on_disk}")
     per = "a step" if forecast.first_phases else "in all"
     lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
     stall = forecast.stall_seconds
@@ -100,6 +107,10 @@ def _sums(forecast: Forecast) -> list[str]:
     if forecast.budget_bytes is None:
         verdict = "no budget given"
     return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
+
+
+def _size(nbytes: int) -> str:
+    return readable(nbytes) if nbytes else "0"
 
 
 def _seconds(seconds: float | None, unit: str = "") -> str:

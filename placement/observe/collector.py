@@ -29,7 +29,7 @@ DECISIONS: tuple[str, ...] = ("load", "offload", "keep", "refuse")
 _HANDLE = ("handle", "kind")
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_state": ("1 for the state that the handle is in, 0 for the others.", (*_HANDLE, "state")),
-    "placement_resident_bytes": ("Bytes that the handle holds, by memory: device or host.", (*_HANDLE, "memory")),
+    "placement_resident_bytes": ("Bytes that the handle holds, by memory: device, host or disk.", (*_HANDLE, "memory")),
     "placement_prefetched_bytes": ("Device bytes that arrived early, part of the resident bytes.", _HANDLE),
     "placement_last_transition_timestamp_seconds": ("Unix time of the last state transition.", _HANDLE),
     "placement_broken": ("1 if a failed move left the handle unusable.", _HANDLE),
@@ -60,9 +60,15 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "placement_offloaded_bytes_total": ("Bytes copied from device to host.", _HANDLE),
     "placement_skipped_bytes_total": ("Bytes proved clean at an offload and not copied.", _HANDLE),
     "placement_prefetch_used_bytes_total": ("Bytes that had arrived before the load that needed them.", _HANDLE),
+    "placement_spilled_bytes_total": ("Bytes of host copies written to disk.", _HANDLE),
+    "placement_disk_read_bytes_total": ("Bytes of host copies read back from disk.", _HANDLE),
+    "placement_disk_wait_seconds_total": ("Seconds spent waiting for host copies to leave for the disk or to come back.", ()),
     "placement_prefetch_discarded_bytes_total": ("Bytes that arrived early and were given up unused.", ()),
     "placement_phase_seconds_total": ("Seconds inside each phase; the innermost open phase counts.", ("phase",)),
-    "placement_phase_stall_seconds_total": ("Seconds that the worker waited for moves at the phase transitions of each phase.", ("phase",)),
+    "placement_phase_stall_seconds_total": (
+        "Seconds that the worker waited for moves at the phase transitions of each phase, without the time for its own kernels.",
+        ("phase",),
+    ),
     "placement_pairing_violations_total": ("Phases that ended and left a handle on the device that belongs on the host.", ()),
     "placement_policy_decisions_total": ("Decisions of the policy.", ("policy", "decision")),
     "placement_lease_wait_seconds_total": ("Seconds spent waiting for other processes to free memory, including a wait in progress.", ()),
@@ -151,6 +157,7 @@ def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
         counters["placement_transition_failures_total"].add_metric((*key, reason), count)
     gauges["placement_resident_bytes"].add_metric((*key, "device"), handle.resident_bytes)
     gauges["placement_resident_bytes"].add_metric((*key, "host"), handle.host_bytes)
+    gauges["placement_resident_bytes"].add_metric((*key, "disk"), handle.disk_bytes)
     gauges["placement_prefetched_bytes"].add_metric(key, handle.prefetched_bytes)
     gauges["placement_last_transition_timestamp_seconds"].add_metric(key, handle.last_transition_timestamp_seconds)
     gauges["placement_broken"].add_metric(key, float(handle.broken is not None))
@@ -160,6 +167,8 @@ def _add_handle(families: _Families, handle: HandleSnapshot) -> None:
     counters["placement_offloaded_bytes_total"].add_metric(key, handle.offloaded_bytes)
     counters["placement_skipped_bytes_total"].add_metric(key, handle.skipped_bytes)
     counters["placement_prefetch_used_bytes_total"].add_metric(key, handle.prefetch_used_bytes)
+    counters["placement_spilled_bytes_total"].add_metric(key, handle.spilled_bytes)
+    counters["placement_disk_read_bytes_total"].add_metric(key, handle.disk_read_bytes)
     # Flags and class names only: the texts of `external` and `broken` are for people, and metrics are public.
     families.handle_info.add_metric(
         key,
@@ -203,6 +212,7 @@ def _add_worker(families: _Families, snapshot: Snapshot) -> None:
     gauges["placement_kept_bytes"].add_metric((), snapshot.kept_bytes)
     gauges["placement_host_pageable_bytes"].add_metric((), sum(handle.host_pageable_bytes for handle in snapshot.handles))
     counters["placement_pairing_violations_total"].add_metric((), snapshot.pairing_violations)
+    counters["placement_disk_wait_seconds_total"].add_metric((), snapshot.disk_wait_seconds)
     counters["placement_prefetch_discarded_bytes_total"].add_metric((), snapshot.prefetch_discarded_bytes)
     counters["placement_ipc_collected_bytes_total"].add_metric((), snapshot.ipc_collected_bytes)
     counters["placement_wrong_writes_total"].add_metric((), snapshot.wrong_writes)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.core.errors import EngineError, PlacementError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State, View
-from placement.devices.base import Device, DeviceMemory
+from placement.devices.base import Device
+from placement.devices.memory import DeviceMemory
 from placement.devices.outside import Outside
 from placement.group.vote import GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
+from placement.phases.moving.reconciler import Reconciler
 from placement.phases.open_phase import OpenPhase, innermost
-from placement.phases.reconciler import Reconciler
 from placement.phases.wrong_writes import WrongWrites
 from placement.planning import plan_checks
 from placement.planning.budget import check_fits, without_surplus
+from placement.planning.host_tier import host_tier_for
 from placement.planning.planner import Planner
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
@@ -71,10 +75,14 @@ class PlanExecutor:
         self.writes = WrongWrites(device, journal, registry.handles)
         self.planner = Planner(policy, settings, self._handles, device.memory(), None if lease is None else lease.capacity_bytes)
         self.prefetcher = Prefetcher(device, self._handles, self.planner)
+        self.host_tier = host_tier_for(settings, device, self._handles)
+        registry.admit = self.host_tier.admit
         self.outside = Outside(device, self.planner.memory)
         self.lease_client = LeaseClient(lease, device, self._handles, self.planner, self._give_way)
         self.left_behind: tuple[Handle, ...] = ()
         """Handles that are on the device although the last phase transition wanted them off it."""
+        self._work_seconds = 0.0
+        """The seconds in which phase transitions waited for the worker's own kernels."""
         self.peak_bytes = 0
         """The largest number of device bytes that all handles together have held so far."""
 
@@ -85,7 +93,6 @@ class PlanExecutor:
             action: text that must be the same on every rank of the group, such as "enter 'train'".
         """
         name, handles = wanted.name, self._handles
-        self.prefetcher.hold()
         self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name))
         try:
             view, plan = self._ask(wanted)
@@ -98,6 +105,9 @@ class PlanExecutor:
             self._journal.decisions["refuse"] += 1
             raise
         decisions = [_decision(handle, plan) for handle in handles.values()]
+        if "offload" in decisions:
+            self._wait_for_work()
+        self.prefetcher.hold()
         # Wait for the comparison of memory only with an offload, which waits for the device anyway; other transitions must not wait.
         self.writes.look(wait="offload" in decisions)
         if (written := self.writes.take()) is not None:
@@ -106,6 +116,7 @@ class PlanExecutor:
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self._refuse_stale(name, plan)
         before = self._journal.num_changes
+        self.host_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         try:
             self._reconciler.advance(handles, plan, room_bytes + freed_bytes, self._vote.agreement, self._vote.go_on, ahead)
@@ -115,6 +126,7 @@ class PlanExecutor:
         if self._journal.num_changes != before:  # measuring is a large part of the time of a phase transition that moves nothing
             self._measure_after_moves()
         self.lease_client.settle(name)
+        self.host_tier.arrange(name)
         return plan
 
     def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Callable[[Plan], None] | None = None) -> None:
@@ -138,10 +150,12 @@ class PlanExecutor:
         self.prefetcher.hold()
         room_bytes = check_fits(self.planner.view(name, None, kept), plan, self.planner.other_rank(name))
         room_bytes = self.lease_client.take(name, plan, room_bytes)
+        self.host_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
         self._reconciler.advance(self._handles, plan, room_bytes + freed_bytes, agree, ahead=ahead)
         self.measure()
         self.lease_client.settle(name)
+        self.host_tier.arrange(name)
 
     def retreat(self, plan: Plan, name: str, *, patiently: bool = False, load: Load = ALONE) -> list[Exception]:
         """Move every handle as far towards a plan as possible, and count the handles that wrongly stay on the device.
@@ -154,10 +168,14 @@ class PlanExecutor:
         Returns:
             The errors; empty if every handle is where the plan wants it.
         """
+        with suppress(Exception):  # a device that failed says so below
+            if any(handle.node[1] and not plan.on_device(handle.name) for handle in self._handles.values()):
+                self._wait_for_work()
         self.prefetcher.hold()
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
         ahead = NOTHING_AHEAD
         try:
+            self.host_tier.prepare(within)
             ahead, _ = self._look_ahead(name, within)
         except Exception as error:  # the device failed
             failures.append(error)
@@ -189,7 +207,19 @@ class PlanExecutor:
         self.writes.look_at_poison(wait=leaves)  # as at an entry, only an offload waits
         if (written := self.writes.take()) is not None:
             failures.append(written)
+        self.host_tier.arrange(name)
         return failures
+
+    def stopwatch(self) -> Callable[[], float]:
+        """Start a stopwatch. It gives the seconds until now, without those in which the worker's own kernels were waited for."""
+        began, work_seconds = time.monotonic(), self._work_seconds
+        return lambda: time.monotonic() - began - (self._work_seconds - work_seconds)
+
+    def _wait_for_work(self) -> None:
+        """Wait for the worker's own kernels, as an offload has to. Bytes still arrive early meanwhile."""
+        began = time.monotonic()
+        self._device.wait_for_work()
+        self._work_seconds += time.monotonic() - began
 
     def give_up_early(self, name: str) -> None:
         """Return the memory of all early chunks to the driver, and leave more room in the phase `name` from now on."""
@@ -226,6 +256,7 @@ class PlanExecutor:
     def stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         """Count a streamed step: its bytes, and the most that all handles together held on the device meanwhile."""
         handle.counters.loaded_bytes += streamed.to_device_bytes
+        handle.counters.prefetch_used_bytes += streamed.early_bytes
         handle.counters.offloaded_bytes += streamed.to_host_bytes
         held_bytes = sum(each.resident_bytes for each in self._handles.values())
         self.peak_bytes = max(self.peak_bytes, held_bytes + streamed.peak_bytes)

@@ -9,7 +9,7 @@ from placement.core.errors import DeviceMemoryError
 from placement.core.snapshot import LeaseSnapshot
 from placement.core.states import IDLE, WEIGHTS, Plan, State, bytes_under
 from placement.devices.base import Device
-from placement.phases.engine_mover import wanted_tags
+from placement.phases.moving.engine_mover import wanted_tags
 from placement.planning import plan_checks
 from placement.planning.planner import Planner
 from placement.registration.handle import Handle
@@ -138,7 +138,11 @@ class LeaseClient:
         """Device bytes of the handles, with state still to be created and windows of streamed steps. Not counted: torch's own memory."""
         storages = [handle.storage for handle in self._handles.values() if not handle.external]
         still_unborn = sum(each.unborn_bytes - each.born_bytes for each in storages if each.on_device)
-        windows = sum(each.streamed.window_bytes for each in self._handles.values() if each.is_streaming and each.streamed is not None)
+        windows = sum(
+            max(0, each.streamed.window_bytes - each.prefetched_bytes)  # the first buckets of a window come early
+            for each in self._handles.values()
+            if each.is_streaming and each.streamed is not None
+        )
         return sum(each.resident_bytes - each.unadopted_bytes for each in storages) + still_unborn + windows
 
     def _coming(self, plan: Plan) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,15 @@ from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
 from placement.core.states import IDLE, Plan, State
+from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.group.vote import GroupVote, describe
 from placement.phases.enclosing_plans import EnclosingPlans
 from placement.phases.executor import PhaseRequest, PlanExecutor
+from placement.phases.members import Members
+from placement.phases.moving.reconciler import Reconciler
 from placement.phases.open_phase import Opener, OpenPhase, check_holder
-from placement.phases.reconciler import Reconciler
 from placement.phases.transition_lock import TransitionLock
-from placement.planning import plan_checks
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle, Streaming
@@ -33,12 +33,6 @@ from placement.storage.transfer.streamed_step import Streamed
 if TYPE_CHECKING:
     from placement.group.agreement import Group
     from placement.group.lease import Lease
-
-
-_GONE = (
-    "%r is no longer registered: its object (kind %s) was garbage-collected, because nothing referred to it. Keep a reference to "
-    "registered objects; to drop one on purpose, call unregister() first"
-)
 
 
 class PhaseStack:
@@ -57,26 +51,30 @@ class PhaseStack:
         self._vote = GroupVote(group)
         self._journal = journal
         reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
-        self._gone: deque[Handle] = deque()
+        gone: deque[Handle] = deque()
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
-        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, self._gone.append, streaming)
+        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, gone.append, streaming)
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
         self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)
         self._planner = self.executor.planner
         self._plans = EnclosingPlans(self._planner, self._handles)
+        self.members = Members(self, self._plans, gone)
         self.lock = TransitionLock(device, self._vote, self._sweep, lambda: all(each.is_abandoned for each in self.open_phases))
-        self.is_closing = False
-        """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
         self.open_phases: tuple[OpenPhase, ...] = ()
         self.kept: frozenset[str] = frozenset()
         """Names of the handles that `Phase.keep` carries from the last phase into this one."""
 
-    def _for_a_step(self) -> AbstractContextManager[None]:
-        return self.lock.step()
+    @contextmanager
+    def _for_a_step(self) -> Iterator[None]:
+        with self.lock.step():
+            self.executor.prefetcher.hold()  # the step needs the link for itself
+            yield
 
     def _stepped(self, handle: SteppedHandle, streamed: Streamed, seconds: float) -> None:
         self.executor.stepped(handle, streamed, seconds)
+        if self.open_phases:
+            self.executor.prefetcher.go_on(self.phase_name, self.open_phases[-1].plan)
 
     @property
     def phase_name(self) -> str:
@@ -88,17 +86,19 @@ class PhaseStack:
             check_holder(self.open_phases, name)
             open_phases, outer = self.open_phases, self.phase_name
             enclosing, kept = self._plans.around(open_phases, self.kept), self.kept
-            began = time.monotonic()
+            stalled = self.executor.stopwatch()
             try:
                 self._journal.enter_phase(name, only)
                 self.executor.measure()  # others may have freed or taken memory since the last phase transition
+                if not open_phases:
+                    self._planner.over(IDLE)
                 plan = self.executor.advance(describe("enter", name, only), PhaseRequest(name, only, enclosing, open_phases, kept))
                 self._expire_keeps(plan)
                 opened = self._opened(phase, name, only, plan, holder)
                 self.open_phases = (*open_phases, opened)
                 phase._open = opened
                 self._planner.began(name)
-                self._journal.stall_seconds[name] += time.monotonic() - began
+                self._journal.stall_seconds[name] += stalled()
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = open_phases, None, kept
                 self._journal.enter_phase(outer, _only(open_phases))
@@ -114,7 +114,7 @@ class PhaseStack:
             opened = self._require_innermost(phase, f"switch to {name!r}")
             below = self.open_phases[:-1]
             enclosing, kept = self._plans.around(below, self.kept), self.kept
-            began = time.monotonic()
+            stalled = self.executor.stopwatch()
             self._finish(opened)
             try:
                 self.kept |= self._worth_keeping(opened)
@@ -126,7 +126,7 @@ class PhaseStack:
                 self.open_phases = (*below, following)
                 phase._open = following
                 self._planner.began(name)
-                self._journal.stall_seconds[name] += time.monotonic() - began
+                self._journal.stall_seconds[name] += stalled()
             except BaseException as error:
                 self.open_phases, phase._open, self.kept = (*below, opened), opened, kept
                 self._journal.enter_phase(opened.name, opened.only)
@@ -141,7 +141,7 @@ class PhaseStack:
                 self._leave_inner(phase)
             opened = self._require_leavable(phase)
             others = tuple(each for each in self.open_phases if each is not opened)
-            began = time.monotonic()
+            stalled = self.executor.stopwatch()
             failures: list[Exception] = []
             try:
                 self._finish(opened)
@@ -163,22 +163,22 @@ class PhaseStack:
             finally:
                 self.open_phases, phase._open = others, None
                 self._journal.enter_phase(self.phase_name, _only(self.open_phases))
-                self._journal.stall_seconds[opened.name] += time.monotonic() - began
+                self._journal.stall_seconds[opened.name] += stalled()
             self._sweep_abandoned()
             self._raise_after(opened.name, failures, error)
 
     def keep(self, phase: Opener, name: str) -> None:
         opened = self._require_open(phase, "keep a handle")
-        self.known(name)
+        self.members.known(name)
         opened.kept.add(name)
 
     def done_with(self, phase: Opener, name: str) -> None:
         with self.lock.transition():
             opened = self._require_innermost(phase, f"be done with {name!r}")
-            handle, plan = self.known(name), opened.plan
+            handle, plan = self.members.known(name), opened.plan
             if handle.external or not handle.node[1]:
                 return
-            began = time.monotonic()
+            stalled = self.executor.stopwatch()
             try:
                 opened.plan = replace(plan.without(name).also(name, State.CPU_OFFLOADED), prefetch=plan.prefetch)
                 opened.kept.discard(name)
@@ -188,7 +188,7 @@ class PhaseStack:
                 self._note(error, self.executor.retreat(plan, opened.name))
                 raise
             finally:
-                self._journal.stall_seconds[opened.name] += time.monotonic() - began
+                self._journal.stall_seconds[opened.name] += stalled()
 
     def give_up_early(self) -> None:
         """Return the memory of all early chunks to the driver, because torch's allocator has found none. Any thread may call this.
@@ -234,25 +234,6 @@ class PhaseStack:
         """The plan that applies now, kept handles included: that of the innermost open phase, or the idle plan outside every phase."""
         return self._plans.with_kept(self._plans.around(self.open_phases, self.kept), self.kept)
 
-    def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
-        """Move a newly registered handle where the open phase wants it.
-
-        Args:
-            agree: asks the ranks of the group for agreement, for a replicated handle; None: this process decides alone.
-
-        Raises:
-            Exception: the error that stopped the move. The plans of the open phases are then as before, without the handle.
-        """
-        open_phases = self.open_phases
-        plans = [each.plan for each in open_phases]
-        try:
-            self._plans.extend(open_phases, handle, self.kept)
-            self.executor.join(handle, self.base_plan(), self.phase_name, self.kept, agree)
-        except BaseException:
-            for each, plan in zip(open_phases, plans, strict=True):
-                each.plan = plan
-            raise
-
     def rejoin(self, group: Group) -> None:
         """See `Manager.rejoin`.
 
@@ -269,30 +250,6 @@ class PhaseStack:
         self._vote.rejoin(group)
         self._planner.least = None
 
-    def forget(self, handle: Handle) -> None:
-        """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""
-        self._look_for_writes(wait=False)
-        self.registry.remove(handle)
-        for other in self._handles.values():
-            other.owners = tuple(owner for owner in other.owners if owner is not handle)
-        self.kept -= {handle.name}
-        for each in self.open_phases:
-            each.kept.discard(handle.name)
-            each.plan = each.plan.without(handle.name)
-        self.executor.measure()
-        self.executor.lease_client.settle(self.phase_name)
-
-    def forget_with_optimizers(self, handle: Handle) -> None:
-        """Forget a handle, and first the optimizers that step it."""
-        for other in [each for each in self._handles.values() if any(owner is handle for owner in each.owners)]:
-            self.forget(other)
-        self.forget(handle)
-
-    def _look_for_writes(self, *, wait: bool) -> None:
-        """Look for writes into a handle's offloaded memory before it is forgotten. The next phase transition raises what is found."""
-        with suppress(Exception):  # a broken device cannot answer, and values on the host can be handed back without it
-            self.executor.writes.look(wait=wait)
-
     def close(self, on_device: tuple[str, ...] = ()) -> None:
         """Forget every handle, optimizers first, and close the device. Idempotent, and can be repeated after an interrupt.
 
@@ -305,32 +262,24 @@ class PhaseStack:
         """
         if self.lock.is_closed:
             return
-        self.is_closing = True
+        self.members.is_closing = True
         try:
             with self.lock.transition():
                 if self.open_phases:
                     raise PhaseError(f"phase {self.phase_name!r} is open; leave it before close()")
                 if on_device:
-                    self.bring(on_device)
-                self._look_for_writes(wait=True)
+                    self.members.bring(on_device)
+                self.members.look_for_writes(wait=True)
                 for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
-                    self.forget(handle)
+                    self.members.forget(handle)
+                self.executor.host_tier.close()
                 self._device.close()
                 self.executor.lease_client.close()
                 self.lock.is_closed = True
                 if (written := self.executor.writes.take()) is not None:
                     logger.error("closed: %s", written)
         finally:
-            self.is_closing = False
-
-    def bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
-        plan, named = self.base_plan(), {self.known(name).name for name in names}
-        parts = {name: tags for name, tags in plan.parts.items() if name not in named}
-        plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
-        for name in named:
-            plan = plan.also(name, State.GPU_RESIDENT)
-        self.executor.carry_out(plan, self.phase_name)
+            self.members.is_closing = False
 
     def _require_open(self, phase: Opener, what: str) -> OpenPhase:
         opened = phase._open
@@ -367,7 +316,7 @@ class PhaseStack:
                 self._journal.expired_keeps += 1
         self.kept = frozenset()
 
-    # --- phases and objects that were garbage-collected
+    # --- phases that were garbage-collected
 
     def abandon(self, phase: Opener) -> None:
         """Leave a phase whose context was garbage-collected while open (a generator that never finished), now or at the next transition."""
@@ -375,7 +324,8 @@ class PhaseStack:
         if opened is None or os.getpid() != self.lock.pid:
             return
         opened.is_abandoned = True
-        self.lock.sweep_if_free()
+        if not is_background():
+            self.lock.sweep_if_free()
 
     def _leave_inner(self, phase: Opener) -> None:
         """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""
@@ -392,7 +342,7 @@ class PhaseStack:
         return True
 
     def _sweep(self) -> None:
-        self._sweep_gone()
+        self.members.forget_collected()
         self._sweep_abandoned()
 
     def _sweep_abandoned(self) -> None:
@@ -412,23 +362,6 @@ class PhaseStack:
             if each.is_abandoned and (each.in_any_order or each is self.open_phases[-1]):
                 return each
         return None
-
-    def _sweep_gone(self) -> None:
-        while self._gone:
-            handle = self._gone[0]
-            if self._handles.get(handle.name) is handle:
-                if not self.is_closing:
-                    logger.warning(_GONE, handle.name, handle.kind)
-                self.forget(handle)
-            self._gone.popleft()  # last, so that after a failure the next phase transition does this again
-        for handle in [each for each in self._handles.values() if each.storage.is_leaving]:
-            self.forget(handle)  # an interrupt stopped an earlier attempt
-
-    def known(self, name: str) -> Handle:
-        handle = self._handles.get(name)
-        if handle is None:
-            raise PhaseError(plan_checks.unknown_handle(name, self._handles))
-        return handle
 
 
 def _only(open_phases: tuple[OpenPhase, ...]) -> tuple[str, ...] | None:

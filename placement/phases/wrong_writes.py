@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from placement.core.errors import IntegrityError, PlacementError
 from placement.core.journal import Journal
-from placement.devices.base import Device, WrittenPoison
+from placement.devices.base import Device
+from placement.devices.memory import WrittenPoison
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.offloaded.changes import WrittenWhileOffloaded

@@ -10,7 +10,7 @@ from placement.core.states import IDLE, HandleView, Plan, State, View, bytes_und
 from placement.group.budgets import OtherBudgetError
 
 if TYPE_CHECKING:
-    from placement.devices.base import DeviceMemory
+    from placement.devices.memory import DeviceMemory
 
 
 class Budget:

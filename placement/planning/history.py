@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 
-_MOST_PHASES = 64
+MOST_PHASES = 64
+"""How far back a history goes."""
 
 
 class PhaseHistory:
     """The phases that have begun, oldest first, as far back as 64 of them."""
 
     def __init__(self) -> None:
-        self._phases: deque[str] = deque(maxlen=_MOST_PHASES)
+        self._phases: deque[str] = deque(maxlen=MOST_PHASES)
         self._lengths: list[int] = []
         """For each place in the history: how many phases up to it are the same as the last ones."""
 
     def began(self, phase: str) -> None:
         """Note that a phase is open now."""
-        was_full = len(self._phases) == _MOST_PHASES
+        was_full = len(self._phases) == MOST_PHASES
         lengths = [before + 1 if name == phase else 0 for name, before in zip(self._phases, [0, *self._lengths], strict=False)]
         self._phases.append(phase)
         self._lengths = [*lengths, len(self._phases)][was_full:]

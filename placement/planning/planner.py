@@ -8,7 +8,7 @@ from typing import Any
 
 from placement.core.settings import Settings
 from placement.core.states import IDLE, HandleView, Plan, View
-from placement.devices.base import DeviceMemory
+from placement.devices.memory import DeviceMemory
 from placement.group.budgets import LeastBudget
 from placement.planning import plan_checks
 from placement.planning.budget import Budget

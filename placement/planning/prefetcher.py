@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from placement.core.journal import logger
-from placement.core.states import Plan
+from placement.core.states import IDLE, Plan, State
 from placement.devices.base import Device
+from placement.planning.early_room import Share, Wish, divide
 from placement.planning.planner import Planner
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
+from placement.storage.range import Place
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.prefetch import Prefetch
 
@@ -72,15 +75,17 @@ class Prefetcher:
         Returns:
             What is done ahead, and the device bytes given up.
         """
-        if not plan.prefetch and not self._has_any:
+        if not plan.prefetch and not plan.streamed and not self._has_any:
             return NOTHING_AHEAD, 0
-        wanted = dict(self._wanted(plan, self._room_bytes(name, plan)))
-        given = 0
+        shares, given = self._shares(plan, self._room_bytes(name, plan)), 0
         for handle in self._handles.values():
+            if handle.streamed is not None:
+                handle.streamed.phase_begins(name)
             if handle.holding is not None and not plan.on_device(handle.name):
-                given += handle.holding.give_up_early(wanted.get(handle.holding, 0), chunk_pool)
-        self._has_any = bool(wanted) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
-        staying = {storage: nbytes for storage, nbytes in wanted.items() if storage.on_device}
+                keep_bytes = shares[handle.holding].first_bytes if handle.holding in shares else 0
+                given += handle.holding.give_up_early(keep_bytes, chunk_pool)
+        self._has_any = bool(shares) or any(handle.storage.prefetched_bytes for handle in self._handles.values())
+        staying = {storage: share.first_bytes for storage, share in shares.items() if storage.on_device and share.first_bytes}
         for storage in staying:
             self._prefetch.prepare(storage)
         return Ahead(staying, partial(self._begin, name, plan)), given
@@ -97,33 +102,66 @@ class Prefetcher:
             self._most_bytes[name] = given // 2
             logger.warning("out of memory in phase %s: gave up %s early bytes; it gets half as many from now on", name, f"{given:,}")
 
+    def go_on(self, name: str, plan: Plan) -> None:
+        """Start copying again after `hold`, while the phase goes on."""
+        chunk_pool = ChunkPool(self._device)
+        try:
+            self._begin(name, plan, chunk_pool)
+        finally:
+            chunk_pool.release()
+
     def _begin(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         """Bring what the plan wants early, as far as there is room beside the phase, whose plan has been carried out.
+
+        A device that fails does not fail what has been carried out. It says so at the next phase transition or step.
 
         Args:
             chunk_pool: chunks that the phase transition freed, and that would go back to the driver now.
         """
-        if not plan.prefetch:
+        try:
+            self._bring(name, plan, chunk_pool)
+        except Exception as error:
+            self.hold()
+            logger.warning("nothing more comes early in phase %s: %s", name, error)
+
+    def _bring(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
+        steps = self._next_steps(name)
+        if not plan.prefetch and not steps:
             return
         memory = self._device.memory()
         early_bytes = sum(handle.storage.prefetched_bytes for handle in self._handles.values())
         spare_bytes = memory.free_bytes + chunk_pool.held_bytes - self._planner.growth_bytes(name, memory)
-        room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes)
-        chunk_pool.room_bytes = max(0, room_bytes - early_bytes - chunk_pool.held_bytes)
+        steps_bytes = sum(r.chunk_sizes[index] for buckets in steps.values() for r, index in {*chain.from_iterable(buckets)})
+        if steps_bytes > spare_bytes:
+            steps, steps_bytes = {}, 0
+        room_bytes = min(self._room_bytes(name, plan), early_bytes + spare_bytes - steps_bytes)
+        chunk_pool.room_bytes = max(0, room_bytes + steps_bytes - early_bytes - chunk_pool.held_bytes)
         self._has_any = True  # state that was born in the phase before has a place only now
-        self._prefetch.begin(self._wanted(plan, room_bytes), chunk_pool)
+        self._prefetch.begin(self._shares(plan, room_bytes), chunk_pool, steps)
+
+    def _next_steps(self, name: str) -> dict[ManagedStorage, list[tuple[Place, ...]]]:
+        """The storages of which a step is streamed in this phase, each with the chunks that the next one begins with.
+
+        Their room is the window that the plan leaves to the step. Nothing comes where torch's allocator has found no memory beside it.
+        """
+        if name == IDLE or name in self._most_bytes:
+            return {}
+        stepped = [each for each in self._handles.values() if each.state is State.TRAINING and each.is_streaming]
+        coming = [(each.holding, each.streamed.first_buckets()) for each in stepped if each.streamed is not None]
+        return {holding: places for holding, places in coming if holding is not None and places}
 
     def _room_bytes(self, name: str, plan: Plan) -> int:
         room_bytes = self._planner.room_bytes(name, plan)
         return min(room_bytes, self._most_bytes.get(name, room_bytes))
 
-    def _wanted(self, plan: Plan, room_bytes: int) -> Iterator[tuple[ManagedStorage, int]]:
-        """The storages of which bytes may arrive early, in the plan's order, each with as many bytes as there is room for."""
+    def _shares(self, plan: Plan, room_bytes: int) -> dict[ManagedStorage, Share]:
+        """The storages of which bytes may be on the device early, in the plan's order, each with its share of the room."""
+        wanted = dict(self._wanted(plan))
+        return dict(zip(wanted, divide(room_bytes, [*wanted.values()]), strict=True))
+
+    def _wanted(self, plan: Plan) -> Iterator[tuple[ManagedStorage, Wish]]:
         for name, most_bytes in plan.prefetch.items():
             storage = self._handles[name].holding if name in self._handles else None
-            if storage is None or not storage.can_prefetch or plan.on_device(name):
-                continue
-            nbytes = min(most_bytes, storage.storages.device_bytes, room_bytes)
-            if nbytes > 0:
-                yield storage, nbytes
-            room_bytes -= max(0, nbytes)
+            if storage is not None and storage.can_prefetch and not plan.on_device(name):
+                nbytes = storage.storages.device_bytes
+                yield storage, Wish(min(most_bytes, nbytes), nbytes if storage.on_device else storage.left_bytes)

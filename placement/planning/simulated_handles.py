@@ -30,7 +30,9 @@ class Moved:
     prefetched_bytes: int = 0
     """The part of `loaded_bytes` that had arrived before, while the phase before computed."""
     saved_bytes: int = 0
-    """The part of `offloaded_bytes` that is copied later, while the phase that begins computes."""
+    """The part of `offloaded_bytes` that is copied later, while the following phases compute."""
+    late_bytes: int = 0
+    """Bytes of an earlier offload that are waited for now, because there was no time to copy them before their memory is needed."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(
@@ -39,6 +41,7 @@ class Moved:
             self.skipped_bytes + other.skipped_bytes,
             self.prefetched_bytes + other.prefetched_bytes,
             self.saved_bytes + other.saved_bytes,
+            self.late_bytes + other.late_bytes,
         )
 
     @classmethod
@@ -64,6 +67,10 @@ class SimulatedHandle(abc.ABC):
         """The chunks that have memory behind them early, from the first on."""
         self._arrived_bytes = 0
         """The bytes of them that have been copied."""
+        self.left_bytes = 0
+        """Device bytes of them that the last offload has left."""
+        self._unsaved_bytes = 0
+        """The bytes of these that have still to be copied to the host."""
 
     @property
     def name(self) -> str:
@@ -83,6 +90,31 @@ class SimulatedHandle(abc.ABC):
     def host_bytes(self) -> int:
         """Bytes of this process's host memory that are reserved for the host copy."""
         return 0
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the host copy is only reserved, for state that a step has still to create."""
+        return False
+
+    @property
+    def is_born(self) -> bool:
+        """Whether the values exist. Those of an optimizer's state are created by its first step."""
+        return True
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a step copies each way if it streams them."""
+        return 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of a node share the host copy."""
+        return False
+
+    @property
+    def host_bytes_of_all(self) -> int:
+        """Bytes of the host copy that the ranks of a node have together, where they share it; else `host_bytes`."""
+        return self.host_bytes
 
     @property
     def resident_tags(self) -> frozenset[str]:
@@ -135,12 +167,12 @@ class SimulatedHandle(abc.ABC):
             window_bytes=self.facts.window_bytes or (min(self.num_bytes, _WINDOW_BYTES) if self.facts.kind == "optimizer" else 0),
         )
 
-    def prefetch(self, most_bytes: int) -> int:
-        """Take memory for chunks that arrive early, or give it up, up to `most_bytes`. Returns the device bytes taken."""
+    def prefetch(self, most_bytes: int) -> None:
+        """Take memory for chunks that arrive early, or give it up, up to `most_bytes`."""
         ends = list(itertools.accumulate(device for device, _ in self.chunks))
         self._num_early = 0 if self.on_device else bisect.bisect_right(ends, most_bytes)
         self._arrived_bytes = min(self._arrived_bytes, sum(used for _, used in self.chunks[: self._num_early]))
-        return self.early_bytes
+        self.left_bytes = min(self.left_bytes, self.early_bytes)
 
     def arrive(self, nbytes: int) -> int:
         """Copy up to `nbytes` of what arrives early. Returns the bytes copied."""
@@ -149,17 +181,29 @@ class SimulatedHandle(abc.ABC):
         self._arrived_bytes += copied
         return copied
 
-    def go(self, plan: Plan, staying_bytes: int = 0, savable_bytes: int = 0) -> Moved:
+    def save(self, nbytes: int) -> int:
+        """Copy up to `nbytes` of what the last offload has left to the host. Returns the bytes copied."""
+        copied = min(self._unsaved_bytes, nbytes)
+        self._unsaved_bytes -= copied
+        return copied
+
+    def leaves(self, plan: Plan) -> bool:
+        """Whether a plan takes it off the device, and placement moves its bytes."""
+        return self.on_device and not plan.on_device(self.name) and not self.facts.external and not self.facts.tags
+
+    def go(self, plan: Plan, staying_bytes: int = 0, *, waits: bool = False) -> Moved:
         """Move to where a plan wants the handle. Returns the bytes that this copies.
 
         Args:
-            staying_bytes: device bytes that may stay early if the handle is offloaded.
-            savable_bytes: bytes that can be copied to the host while the phase that begins computes.
+            staying_bytes: device bytes that may stay early if the handle is offloaded, or is it already.
+            waits: whether the phase transition waits for what is still to be saved, because something leaves.
         """
         wanted, comes = plan[self.name], plan.on_device(self.name)
         ends_training = self.state is State.TRAINING and wanted is not State.TRAINING
         drops = ends_training and self.name in plan.dropped
-        moved = Moved()
+        moved, late_bytes = Moved(), 0
+        if waits or comes or staying_bytes < self.left_bytes:
+            late_bytes, self._unsaved_bytes = self._unsaved_bytes, 0
         if self.facts.external:
             comes = wanted is not State.CPU_OFFLOADED
         elif self.facts.tags:
@@ -168,14 +212,16 @@ class SimulatedHandle(abc.ABC):
             moved = self.offload(drops=drops)
             self._num_early = bisect.bisect_right([*itertools.accumulate(device for device, _ in self.chunks)], staying_bytes)
             self._arrived_bytes = sum(used for _, used in self.chunks[: self._num_early])
-            moved = replace(moved, saved_bytes=min(moved.offloaded_bytes, self._arrived_bytes, savable_bytes))
+            self.left_bytes = self.early_bytes
+            self._unsaved_bytes = min(moved.offloaded_bytes, self._arrived_bytes)
+            moved = replace(moved, saved_bytes=self._unsaved_bytes)
         elif comes and not self.on_device:
             moved = replace(self.load(), prefetched_bytes=self._arrived_bytes)
-            self._num_early = self._arrived_bytes = 0
+            self._num_early = self._arrived_bytes = self.left_bytes = 0
         elif comes and ends_training:
             self.end_training(drops=drops)
         self.state, self.on_device = wanted, comes
-        return moved
+        return replace(moved, late_bytes=late_bytes)
 
 
 class PlainHandle(SimulatedHandle):
@@ -216,6 +262,14 @@ class PlainHandle(SimulatedHandle):
     @property
     def host_bytes(self) -> int:
         return self._host_bytes
+
+    @property
+    def is_born(self) -> bool:
+        return self._is_born
+
+    @property
+    def state_bytes(self) -> int:
+        return self._used_bytes
 
     @property
     def chunks(self) -> Sequence[tuple[int, int]]:

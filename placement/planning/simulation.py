@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.core.errors import PhaseError
-from placement.core.states import IDLE, OwnPhases, Plan, Policy, ReadOnly, State, View, bytes_under
+from placement.core.states import IDLE, OwnPhases, Plan, Policy, ReadOnly, State, View
 from placement.planning import plan_checks
 from placement.planning.budget import without_surplus
+from placement.planning.early_room import Share, Wish, divide
 from placement.planning.history import PhaseHistory
 from placement.planning.simulated_handles import Moved, SimulatedHandle
 
@@ -63,7 +64,8 @@ class Simulation:
 
     Args:
         handles: in registration order; they are changed.
-        arriving_bytes: how many bytes can arrive while a phase, given by name, computes; None: nothing is known to arrive early.
+        arriving_bytes: how many bytes the link can copy each way while a phase, given by name, computes; None: nothing is known to arrive
+            early.
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class Simulation:
         self._history = PhaseHistory()
         self._phase = SimulatedPhase(IDLE)
         self._arriving_bytes = arriving_bytes
-        self._early: tuple[str, ...] = ()
-        """The handles of which bytes arrive while the present phase computes, in order."""
+        self._shares: dict[str, Share] = {}
+        """The handles of which bytes are early while the present phase computes, in order."""
 
     @property
     def handles(self) -> tuple[SimulatedHandle, ...]:
@@ -116,41 +118,39 @@ class Simulation:
         wanted = view.bytes_of(plan)
         if wanted > view.budget_bytes:
             return self._step(phase, plan, wanted, over_bytes=wanted - view.budget_bytes)
-        moved = self._move(plan, phase, view.budget_bytes - wanted)
-        self._prefetch(plan, view.budget_bytes)
+        moved = self._move(plan, view.budget_bytes - wanted)
+        self._prefetch()
         self._phase = phase
         if phase.name != IDLE:
             self._history.began(phase.name)
         return self._step(phase, plan, wanted, moved={name: each for name, each in moved.items() if each != Moved()})
 
-    def _move(self, plan: Plan, phase: SimulatedPhase, room_bytes: int) -> dict[str, Moved]:
-        savable = 0 if self._arriving_bytes is None else self._arriving_bytes(phase.name)
-        staying: dict[str, int] = {}
-        for name, most_bytes in plan.prefetch.items():
-            staying[name] = min(most_bytes, self._handles[name].num_bytes, room_bytes)
-            room_bytes -= staying[name]
-        moved: dict[str, Moved] = {}
-        for name, handle in self._handles.items():
-            moved[name] = handle.go(plan, staying.get(name, 0), savable)
-            savable -= moved[name].saved_bytes
-        return moved
+    def _move(self, plan: Plan, room_bytes: int) -> dict[str, Moved]:
+        handles = {name: self._handles[name] for name in plan.prefetch}
+        wishes = [Wish(min(plan.prefetch[name], h.num_bytes), h.num_bytes if h.on_device else h.left_bytes) for name, h in handles.items()]
+        self._shares = dict(zip(handles, divide(room_bytes, wishes), strict=True))
+        waits = any(handle.leaves(plan) for handle in self._handles.values())
+        return {
+            name: handle.go(plan, self._shares[name].first_bytes if name in self._shares else 0, waits=waits)
+            for name, handle in self._handles.items()
+        }
 
     def _work(self) -> None:
         """End the present phase: its work has been done, and meanwhile bytes have arrived early."""
         for handle in self._handles.values():
             handle.used(self._phase.name)
-        left = 0 if self._arriving_bytes is None else self._arriving_bytes(self._phase.name)
-        for name in self._early:
+        left = savable = 0 if self._arriving_bytes is None else self._arriving_bytes(self._phase.name)
+        for handle in self._handles.values():
+            savable -= handle.save(savable)
+        for name in self._shares:
+            left -= self._handles[name].arrive(left)
+        for name, share in self._shares.items():
+            self._handles[name].prefetch(share.last_bytes)
             left -= self._handles[name].arrive(left)
 
-    def _prefetch(self, plan: Plan, budget_bytes: int) -> None:
-        room = budget_bytes - sum(bytes_under(plan, handle.view()) for handle in self._handles.values())
+    def _prefetch(self) -> None:
         for name, handle in self._handles.items():
-            if name not in plan.prefetch:
-                handle.prefetch(0)
-        for name, most_bytes in plan.prefetch.items():
-            room -= self._handles[name].prefetch(min(most_bytes, room))
-        self._early = tuple(plan.prefetch)
+            handle.prefetch(self._shares[name].first_bytes if name in self._shares else 0)
 
     def view(self, phase: SimulatedPhase, budget_bytes: int | None = None) -> View:
         """The view that the policy is shown for a phase.

@@ -108,7 +108,7 @@ class Handle:
 
     @property
     def prefetched_bytes(self) -> int:
-        """The part of `resident_bytes` that arrived early, while the handle is CPU_OFFLOADED (see `Plan.prefetch`)."""
+        """The part of `resident_bytes` that arrived early: of an offloaded handle (`Plan.prefetch`), or for a step that streams state."""
         return self.storage.prefetched_bytes
 
     @property
@@ -121,8 +121,13 @@ class Handle:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory reserved for the host copy."""
+        """Bytes of the host copy that are in host memory now, and of host memory reserved for state that is not created yet."""
         return self.storage.host_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that the host copy has on disk now. A file is kept while its bytes are in host memory, too."""
+        return self.storage.disk_bytes
 
     @property
     def foreign_bytes(self) -> int:

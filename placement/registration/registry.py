@@ -30,12 +30,16 @@ from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.storage import ReplicatedStorage
-from placement.storage.transfer.streamed_step import most_buckets
+from placement.storage.transfer.buckets import most_buckets
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import plain_parts
 
 _logger = logging.getLogger("placement")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+def _admit(handle: Handle, nbytes: int) -> None:
+    """Admit every handle: there is no limit on host memory."""
 
 
 class Registry:
@@ -57,6 +61,8 @@ class Registry:
         self._phase_now = phase_now
         self._when_gone = when_gone
         self._streaming = streaming
+        self.admit: Callable[[Handle, int], None] = _admit
+        """Called before a handle takes so many more bytes of host memory. Raises HostMemoryError where they must not be taken."""
         self._has_warned = False
 
     def add(
@@ -167,8 +173,9 @@ class Registry:
             else:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, ranks)
             with torch.no_grad():
+                self.admit(handle, holding.storages.expected_host_bytes() // (1 if ranks is None else ranks.shares.world_size))
                 holding.adopt()
-                is_predictable = self._reserve_state(holding, adapter)
+                is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):
                 handle.streamed = StreamedOptimizer(handle, holding, adapter, self._streaming, is_predictable=is_predictable)
             if not self._has_warned and (reason := captured_collectives()) is not None:
@@ -199,7 +206,7 @@ class Registry:
             return EngineAdapter(target, name=handle.name, compute_device=self._device.torch_device, external=external)
         return adapter_for(target, name=handle.name, compute_device=self._device.torch_device, external=external)
 
-    def _reserve_state(self, holding: ManagedStorage, adapter: Adapter) -> bool:
+    def _reserve_state(self, handle: Handle, holding: ManagedStorage, adapter: Adapter) -> bool:
         """Reserve host memory now for state that is not created yet: an offload in the middle of a run must not lack it.
 
         Returns whether the size of all such state is known.
@@ -207,6 +214,7 @@ class Registry:
         sizes = adapter.expected_sizes()
         parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.bucket_bytes)
         try:
+            self.admit(handle, holding.storages.host_bytes_for(sizes or (), parts))
             holding.storages.reserve(sizes or (), parts)
         except HostMemoryError:
             holding.unadopt()

@@ -18,14 +18,15 @@ import torch
 from placement.core.errors import PhaseError
 from placement.core.journal import HandleCounters
 from placement.core.torch_modes import without_modes
-from placement.devices.host.slab import round_up
+from placement.devices.host.mapping import round_up
 from placement.ownership.independent import PartialStep, refusal, refusal_now, replaced_step
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import MethodCall
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Range
+from placement.storage.range import Place, Range
+from placement.storage.transfer.buckets import Piece, first_buckets, window_of
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.streamed_step import Piece, Place, Streamed, StreamedStep, window_of
+from placement.storage.transfer.streamed_step import Streamed, StreamedStep
 from placement.tensors.plain import nested_tensors, plain_parts
 
 
@@ -78,6 +79,12 @@ class StreamedOptimizer:
         """Whether a learning rate scheduler had replaced the method before."""
         self.is_running = False
         """Whether a streamed step is under way. Only then a step may begin although the state is not on the device."""
+        self._phase = ""
+        """The open phase, or an earlier one if that is not known to stream steps."""
+        self._num_steps = 0
+        """The number of steps made in it."""
+        self._usual_steps: dict[str, int] = {}
+        """The number of steps that were made in a phase when it was last open with any."""
         self.refusal = refusal(adapter.key_objects()[0])
         """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
         if self.refusal is None and not is_predictable:
@@ -88,11 +95,31 @@ class StreamedOptimizer:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
         if self.refusal is not None:
             return 0
-        parameters = [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
+        parameters = self._parameters()
         ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters))
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             self._window = ranges, known, window_of([self._piece(*each) for each in parameters], self._bucket_bytes)
         return self._window[2]
+
+    def phase_begins(self, name: str) -> None:
+        """Note that a phase begins that may stream steps, or goes on after one that was open inside it."""
+        if self._num_steps:
+            self._usual_steps[self._phase] = self._num_steps
+        self._phase, self._num_steps = name, 0
+
+    def first_buckets(self) -> list[tuple[Place, ...]]:
+        """The chunks of each bucket that the next step begins with; none if no further step is expected in this phase.
+
+        A phase is expected to have as many steps as when it was last open with any, and one at first.
+        """
+        if self.refusal is not None or self._num_steps >= self._usual_steps.get(self._phase, 1):
+            return []
+        pieces = (self._piece(*each) for each in self._parameters())
+        return [bucket.chunks for bucket in first_buckets(pieces, self._bucket_bytes, self.window_bytes) if bucket.chunks]
+
+    def _parameters(self) -> list[tuple[Any, torch.Tensor]]:
+        """Each parameter with its optimizer, in the order in which a step takes them."""
+        return [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
 
     def begin(self) -> None:
         """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy.
@@ -142,6 +169,7 @@ class StreamedOptimizer:
             step = PartialStep(optimizer)
             pieces = [self._piece(optimizer, parameter) for parameter in step.parameters]
             streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step.run).run()
+            self._num_steps += 1
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
         return loss
@@ -151,7 +179,7 @@ class StreamedOptimizer:
         holding, chunk_pool = self._holding, ChunkPool(self._holding.device)
         try:
             holding.make_consistent(chunk_pool)
-            holding.storages.new_unless_changed()
+            holding.storages.writes.new_unless_changed()
             holding.storages.drop(holding.storages.dead(), chunk_pool)
         finally:
             chunk_pool.release()

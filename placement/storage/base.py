@@ -103,7 +103,12 @@ class Storage(abc.ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host copy, and of host memory reserved for state that is not created yet."""
+        """Bytes of the host copy in host memory, and of host memory reserved for state that is not created yet."""
+        return 0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that the host copy has on disk (`Settings.disk_directory`)."""
         return 0
 
     @property

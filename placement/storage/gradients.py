@@ -67,5 +67,5 @@ class Gradients:
         staying = [r for r in dropped if any(entry.ref.cdata in lasting and not entry.ref.expired() for entry in r.placed)]
         for r in staying:
             r.note_written()
-            r.slab.view(0, r.nbytes).zero_()
+            r.view(0, r.nbytes).zero_()
         return staying

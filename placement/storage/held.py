@@ -119,6 +119,10 @@ class HeldStorage(Storage):
         return self.storages.host_bytes
 
     @property
+    def disk_bytes(self) -> int:
+        return self.storages.disk_bytes
+
+    @property
     def host_pageable_bytes(self) -> int:
         return self.storages.host_pageable_bytes
 

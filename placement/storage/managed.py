@@ -64,15 +64,18 @@ class ManagedStorage(HeldStorage):
         """Begin a move. From here to the end of `make_consistent` the object may be in any intermediate state.
 
         Raises:
+            HostMemoryError: the host copy is on disk, and there is not enough memory for it; the move has not begun.
             IntegrityError: values are lost, were written while offloaded, or were computed from poison; the move has not begun.
         """
         if self.lost is not None:
             raise IntegrityError(self.lost)
+        for r in self.ranges:
+            r.claim()  # before anything changes
         if self.on_device:
             self.host_read_locks.wait()  # the offload will overwrite the host copy
         if not self.on_device and self.storages.dead():
             # Before the dead ranges are dropped: they may hold the only good values of tensors that were replaced.
-            self.storages.new_unless_changed()
+            self.storages.writes.new_unless_changed()
         self.is_consistent = False
         self._is_copying = not self.on_device
         for r in () if self.on_device else self.ranges:
@@ -82,7 +85,10 @@ class ManagedStorage(HeldStorage):
             self.adapter.ready()
         if self.on_device and self.storages.state_dict_tensors:
             self.storages.state_dict_tensors.disown(owned.tensor for owned in self.adapter.owned())
-        self.storages.drop(self.storages.dead(), chunk_pool)
+        dead = self.storages.dead()
+        if self.on_device:
+            self.storages.offer_slab(dead)
+        self.storages.drop(dead, chunk_pool)
 
     def take_in_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
@@ -105,11 +111,22 @@ class ManagedStorage(HeldStorage):
         """Like `bring`, for a load that the ranks of a group vote on: chunks that other ranks can bring may be left to them."""
         return self.bring(r, indices)
 
-    def save_early(self, r: Range, indices: Sequence[int], dirty: Sequence[int]) -> None:
-        """Make neighbouring chunks of an offload early ones, and start saving those that differ from the slab."""
+    def stay_early(self, r: Range, indices: Sequence[int], dirty: Sequence[int]) -> None:
+        """Make neighbouring chunks of an offload early ones. `save_early` saves those that differ from the slab (`dirty`)."""
         self._is_vacating = True
         assert r.early is not None
-        r.early.save(r.layout.addresses, r.chunks, indices, dirty)
+        r.early.stay(r.layout.addresses, r.chunks, indices, dirty)
+
+    def save_early(self) -> None:
+        """Start saving what stays early."""
+        for r in self.ranges:
+            if r.early is not None:
+                r.early.save()
+
+    @property
+    def left_bytes(self) -> int:
+        """Device bytes of the early chunks that an offload has left, some of which may still be being saved."""
+        return sum(r.chunk_sizes[index] for r in self.ranges if r.early is not None for index in r.early.left)
 
     def take_early(self) -> int:
         """Map what arrived early behind the object's own addresses. Returns its bytes."""
@@ -185,7 +202,8 @@ class ManagedStorage(HeldStorage):
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Bring everything in line with `on_device`. Idempotent. It is the second half of every move, and all of recovery.
+        """Bring everything in line with `on_device`. Idempotent. It is the second half of every move, and all of recovery: it rolls back an
+        offload or a load that was not committed.
 
         If an unfinished offload gave up chunks whose memory cannot be had back, the rest of the object is offloaded, too.
         """
@@ -203,7 +221,7 @@ class ManagedStorage(HeldStorage):
                 self.refuse_calls()
                 self.on_device = False
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
-            self.storages.forget_gradients()
+            self.storages.writes.forget_gradients()
         if not self.on_device:
             settle(self, chunk_pool)
             if self._is_copying:
@@ -220,8 +238,8 @@ class ManagedStorage(HeldStorage):
             self.storages.state_dict_tensors.point_to_host(self.storages.by_address)
             self.storages.state_dict_tensors.note_shown(self.storages.by_address)
             if self.storages.state_dict_tensors:
-                self.storages.versions_offloaded = None
-            self.storages.note_gradients()
+                self.storages.writes.allow()
+            self.storages.writes.note_gradients()
             self.storages.unadopted_bytes = 0
             self.storages.look_at_unborn()
             self.adapter.drop_caches()
@@ -231,6 +249,7 @@ class ManagedStorage(HeldStorage):
         self._is_copying = self._is_vacating = False
         self._dropped, self.storages.moving_in = None, frozenset()
         self.storages.relocated.forget()
+        self.storages.withdraw_slab()
         self.is_consistent = True
 
     def vacate(self, r: Range, first: int, last: int, chunk_pool: ChunkPool) -> None:
@@ -293,19 +312,19 @@ class ManagedStorage(HeldStorage):
 
         Looks at every tensor.
         """
-        return [] if self.on_device else self.storages.written()
+        return [] if self.on_device else self.storages.writes.found()
 
     def forget_writes(self) -> None:
         """Do not report again what `written` has found."""
-        self.storages.forget_writes()
+        self.storages.writes.forget()
 
     def written_gradients(self) -> Found:
         """Find gradients that were written while offloaded. Storages share poison: ask all of them before calling `take_gradients`."""
-        return NOTHING if self.on_device else self.storages.written_gradients()
+        return NOTHING if self.on_device else self.storages.writes.found_gradients()
 
     def take_gradients(self, found: Found) -> None:
         """Zero the host copies of the gradients that were zeroed, and do not report the other writes again."""
-        self.storages.take_gradients(found)
+        self.storages.writes.take_gradients(found)
 
     # --- leaving
 
@@ -319,10 +338,12 @@ class ManagedStorage(HeldStorage):
         if self.on_device and self._is_vacating:
             self._take_back_early()
         if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values
-            self.storages.put_back(self.storages.new_storages())
+            self.storages.writes.put_back(self.storages.new_storages())
+        chunk_pool = ChunkPool(self.device)
+        if not self.on_device:
+            self._drop_early(chunk_pool)  # while the object can stay as it is, because the device may fail
         self.is_leaving = True
         unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)
-        chunk_pool = ChunkPool(self.device)
         self.on_device = False
         self._drop_early(chunk_pool)
         for r in self.ranges:

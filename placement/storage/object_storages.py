@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 
-from placement.core.errors import IntegrityError
 from placement.devices.base import Device
-from placement.devices.host.slab import round_up
+from placement.devices.host.mapping import round_up
+from placement.devices.memory import HostSlab
 from placement.storage import range_layout, stray_references
 from placement.storage.address_map import RANGES, Owner
 from placement.storage.gradients import Gradients
-from placement.storage.offloaded import changes as poisoned
-from placement.storage.offloaded.changes import Changes, computed_from_poison
-from placement.storage.offloaded.gradient_writes import Found, GradientWrites
-from placement.storage.offloaded.put_back import bring_back, put_back, renew_empty
 from placement.storage.offloaded.relocated import RelocatedStorages
 from placement.storage.offloaded.state_dict_tensors import StateDictTensors
+from placement.storage.offloaded.writes import WritesWhileOffloaded
 from placement.storage.places import NewStorages
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.range_layout import Claim
-from placement.storage.scanner import StorageScanner, Versions
+from placement.storage.scanner import StorageScanner
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
@@ -47,9 +43,6 @@ class ObjectStorages:
         self.by_address = RangesByAddress(())
         self.state_dict_tensors = StateDictTensors(device, name, adapter)
         self.gradients = Gradients(adapter)
-        self.versions_offloaded: Versions | None = Versions({}, {})
-        """The version counters as of the offload. None where tensors of a state dict were alive then: they share the counters, and their
-        holder may write."""
         self.moving_in: frozenset[int] = frozenset()
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
         self.relocated = RelocatedStorages(device)
@@ -69,7 +62,7 @@ class ObjectStorages:
         self._adapter = adapter
         self._owner = weakref.ref(owner)
         self._scanner = scanner or StorageScanner(device, adapter, name, owner)
-        self._gradient_writes = GradientWrites(device, adapter)
+        self.writes = WritesWhileOffloaded(self, device, adapter, self._scanner)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -99,7 +92,31 @@ class ObjectStorages:
     @property
     def host_bytes(self) -> int:
         """Host memory of the slabs, and host memory reserved for state that is not created yet."""
-        return sum(r.host.held_bytes for r in self.ranges) + (0 if (aside := self._scanner.reserved) is None else aside.nbytes)
+        return sum(r.host.held_bytes for r in self.ranges) + self.reserved_bytes
+
+    @property
+    def reserved(self) -> HostSlab | None:
+        """The host memory reserved for state that is not created yet."""
+        return self._scanner.reserved
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes of `reserved` that are in host memory."""
+        return 0 if self.reserved is None else self.reserved.held_bytes
+
+    def expected_host_bytes(self) -> int:
+        """Host memory that adopting the storages takes that have no place yet."""
+        born = self.new_storages()
+        return sum(self.host_bytes_for([claim.nbytes for claim in claims]) for claims in (born.stay, born.transient))
+
+    def host_bytes_for(self, sizes: Sequence[int], parts: int = 1) -> int:
+        """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
+        return self._scanner.host_bytes_for(sizes, parts)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that the slabs have on disk."""
+        return sum({spill: spill.disk_bytes for r in self.ranges if (spill := r.spill) is not None}.values())
 
     @property
     def host_pageable_bytes(self) -> int:
@@ -192,8 +209,8 @@ class ObjectStorages:
         self.align_wrappers()
         self.count_uses()
         self.new_storages()
-        self.note_versions()
-        self.note_gradients()
+        self.writes.note()
+        self.writes.note_gradients()
         if was_on_device:
             self._device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
 
@@ -206,7 +223,7 @@ class ObjectStorages:
         The coming load loads them, too. Returns their ranges.
         """
         before, here = self.ranges, 0
-        born = self.new_unless_changed()
+        born = self.writes.new_unless_changed()
         for transient, claims in enumerate((born.stay, born.transient)):
             here += sum(c.nbytes for c in claims if c.storage.device == self._device.torch_device)
             fresh = self._scanner.take_in([c for c in claims if c.storage.device != self._device.torch_device], bool(transient))
@@ -216,7 +233,7 @@ class ObjectStorages:
         if len(self.ranges) > len(before):
             self.align_wrappers()
             self.new_storages()
-            self._note_more_versions()  # the load may fail and be tried again
+            self.writes.note_more()  # the load may fail and be tried again
         self.unadopted_bytes = here
         self.look_at_unborn()
         return self.ranges[len(before) :]
@@ -247,7 +264,7 @@ class ObjectStorages:
         stay, transient = born.stay, born.transient
         stay += self.relocated.grown(transient=False)
         transient += self.relocated.grown(transient=True)
-        self.note_versions()
+        self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)
         self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *transient))
@@ -260,71 +277,6 @@ class ObjectStorages:
     def set_aside(self, r: Range) -> None:
         """Keep the slab of a range that nothing moved into for the next one."""
         self._scanner.reserved = r.host
-
-    def note_versions(self) -> None:
-        """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
-        self.versions_offloaded = self._scanner.versions
-
-    def _note_more_versions(self) -> None:
-        """Add the counters of storages that the last look found for the first time. Counters noted earlier stay."""
-        if (noted := self.versions_offloaded) is not None:
-            now = self._scanner.versions
-            self.versions_offloaded = Versions({**now.sums, **noted.sums}, {**now.counts, **noted.counts})
-
-    def written(self) -> list[str]:
-        """Names of the storages that were written in place since the offload, without gradients, as far as version counters tell."""
-        self.new_storages()
-        return self._written()
-
-    def _written(self) -> list[str]:
-        noted = self.versions_offloaded
-        return [] if noted is None else poisoned.written(noted, self._scanner.versions, self.ranges)
-
-    def forget_writes(self) -> None:
-        """Do not report again the writes that the last look has found."""
-        if self.versions_offloaded is not None:
-            self.note_versions()
-
-    def new_unless_changed(self) -> NewStorages:
-        """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
-
-        Raises:
-            IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised once.
-        """
-        born = self.new_storages()
-        if names := self._written():
-            self.forget_writes()
-            poisoned.refuse_written(self.name, names)
-        changes = self.put_back(born)
-        if not changes:
-            return born
-        message = changes.message(self.name)
-        del born, changes  # so that an error that somebody keeps does not keep tensors
-        self.new_storages()  # the tensors that were put back have other storages now, which were never counted
-        self.forget_writes()
-        raise IntegrityError(message)
-
-    def put_back(self, born: NewStorages) -> Changes:
-        """Undo changes to registered tensors of the offloaded object, and return them.
-
-        Gradients are put back only together with replaced values. Gradients that changed alone come from a backward, and the earlier ones
-        may have been dropped on purpose.
-        """
-        if not born:
-            return Changes()
-        places = self._scanner.places.within(self.ranges)
-        bring_back(self._device, born.relocated, places)
-        changes = replace(computed_from_poison(born.stay, born.transient, places), moved=[each.claim for each in born.relocated])
-        if changes.replaced:
-            gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
-            if put_back(self._device, [*changes.replaced, *gradients], places, self._scanner.places.outlines()):
-                changes = replace(changes, lost=self._adapter.lost_by_conversion)
-            self.align_wrappers()
-            renew_empty(self._adapter.with_gradients())
-            self._adapter.follow_parameters()
-        if changes:
-            self.state_dict_tensors.point_to_host(self.by_address)
-        return changes
 
     def align_wrappers(self) -> None:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""
@@ -344,6 +296,15 @@ class ObjectStorages:
             return []
         used = sorted(owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned())
         return [r for r in dead if not r.has_any(used)]
+
+    def offer_slab(self, dead: Iterable[Range]) -> None:
+        """Let the coming offload use the host memory of gradients that are dead, until `withdraw_slab`."""
+        slabs = [r.host for r in dead if r.transient and not r.is_shared and r.spill is None]
+        self._scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
+
+    def withdraw_slab(self) -> None:
+        """Give back the host memory that was offered and not used."""
+        self._scanner.spare = None
 
     def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
         """Drop ranges. They leave `ranges` last, so that an interrupt never loses a range with memory behind it."""
@@ -370,29 +331,12 @@ class ObjectStorages:
         """Count once the references that each storage has by right. Called when placement itself holds none of them."""
         if stray_references.uncounted(self.ranges):
             self.new_storages()  # since the last look rebinding has given tensors another storage
-            self._note_more_versions()  # these storages have not been written yet
+            self.writes.note_more()  # these storages have not been written yet
         stray_references.count(self.ranges)
 
     def stray_references(self, ranges: Iterable[Range]) -> dict[str, int]:
         """The number of stray references to each storage in these ranges, by the storage's name."""
         return stray_references.find(ranges, self.gradients.lasting())
-
-    # --- gradients that are written while offloaded
-
-    def note_gradients(self) -> None:
-        """Called when the object is offloaded: from now on writes into its gradients are found. Idempotent until `forget_gradients`."""
-        self._gradient_writes.note(self.ranges)
-
-    def forget_gradients(self) -> None:
-        """Called when the object is on the device: its gradients may be written again."""
-        self._gradient_writes.forget()
-
-    def written_gradients(self) -> Found:
-        """The gradients that were written since. Ask every object before `take_gradients` on any: they may share their poison."""
-        return self._gradient_writes.find(self.ranges)
-
-    def take_gradients(self, found: Found) -> None:
-        self._gradient_writes.take(found, self.ranges)
 
     def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
         """See `ManagedStorage.drifted`."""

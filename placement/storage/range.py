@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.devices.base import Chunk, Copy, Device, HostSlab
+from placement.devices.base import Device
+from placement.devices.memory import Chunk, Copy, HostSlab
+from placement.storage.disk.spill import Spill
 from placement.storage.early import EarlyChunks
 from placement.storage.range_layout import Claim, RangeLayout, chunk_sizes
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -84,7 +86,7 @@ class Range:
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
         self.host = slab
-        """The slab, some bytes of which may still be on their way. Whoever reads or writes it asks for `slab`."""
+        """The slab, some bytes of which may still be on their way, or on disk. Whoever reads or writes it asks for `slab`."""
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
         """See `range_layout.chunk_sizes`."""
         self.device_bytes = sum(self.chunk_sizes)
@@ -112,10 +114,13 @@ class Range:
         """Whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date."""
         self.early: EarlyChunks | None = None
         """The chunks that arrived early, while the range is offloaded; None if none ever did."""
+        self.spill: Spill | None = None
+        """The way of the slab's bytes to a disk and back; None where they never leave host memory."""
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent, and safe to repeat after an interrupt."""
         if self.claims is None:
+            self.layout.forget_claims()  # an interrupt may have come between the two
             return
         for index in range(len(self.claims)):
             self.layout.move_in(index)
@@ -162,10 +167,53 @@ class Range:
 
     @property
     def slab(self) -> HostSlab:
-        """The host copy, complete: this waits for bytes that are still on their way there."""
+        """The host copy, complete, for whoever uses its addresses: it stays in host memory until the next phase transition is over.
+
+        This waits for bytes that are still on their way there, from the device or from a disk.
+
+        Raises:
+            HostMemoryError: there is not enough memory for bytes that are on disk.
+            IntegrityError: values are lost.
+        """
+        self.wait_until_saved()
+        self.claim()
+        return self.host
+
+    def claim(self) -> None:
+        """Have the host copy in host memory until the next phase transition is over. Bytes may still be on their way from the device.
+
+        Raises:
+            HostMemoryError, IntegrityError: see `slab`.
+        """
+        if self.spill is not None:
+            self.spill.claim()
+            self.spill.require_values()
+
+    def view(self, offset: int, nbytes: int, *, even_if_lost: bool = False) -> torch.Tensor:
+        """A tensor over a part of the complete host copy, which stays in host memory as long as the tensor lives. Waits as `slab` does.
+
+        Args:
+            even_if_lost: for an object that leaves for good. It gets NaN where values are lost, unless the loss is found only now.
+
+        Raises:
+            HostMemoryError, IntegrityError: see `slab`.
+        """
+        self.wait_until_saved()
+        was_lost = self.spill is not None and self.spill.lost is not None
+        view = self.host.view(offset, nbytes)
+        if self.spill is not None and not (even_if_lost and was_lost):
+            self.spill.require_values()
+        return view
+
+    def wait_until_saved(self) -> None:
+        """Wait until every byte that is on its way from the device has arrived in the slab."""
         if self.early is not None:
             self.early.wait_until_saved()
-        return self.host
+
+    @property
+    def has_early(self) -> bool:
+        """Whether chunks of it are early, or will be while the phase computes. Copies between them and the slab may begin at any time."""
+        return self.early is not None and (bool(self.early.chunks) or self.early.is_receiving)
 
     @property
     def early_bytes(self) -> int:
@@ -214,3 +262,7 @@ class Range:
             if storage is not None and storage.data_ptr() != self.layout.addresses.base + entry.offset:
                 found.append(entry)
         return found
+
+
+Place = tuple[Range, int]
+"""A chunk of a range, by its index."""

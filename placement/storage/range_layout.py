@@ -18,7 +18,8 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.devices import adoption
 from placement.devices.adoption import Adopter, Pool, Way
-from placement.devices.base import Addresses, Device
+from placement.devices.base import Device
+from placement.devices.memory import Addresses
 from placement.tensors.owned import Owned
 
 ALIGNMENT = 512

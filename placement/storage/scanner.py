@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
-from placement.devices.base import Addresses, Copy, Device, HostSlab
+from placement.devices.base import Device
 from placement.devices.host.part import cut
+from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
 from placement.storage.places import NewStorages, Places, Relocated
@@ -126,6 +127,9 @@ class StorageScanner:
         self.reserved: HostSlab | None = None
         """Host memory reserved for storages that are not created yet."""
         self._reserved_addresses: Addresses | None = None
+        self.spare: HostSlab | None = None
+        """Host memory of gradients that have died, for those that the present offload takes in. Pinning new memory takes far longer than
+        copying to it."""
         _SCANNERS.add(self)
 
     def stepped(self) -> Iterator[torch.Tensor]:
@@ -237,7 +241,7 @@ class StorageScanner:
 
     def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`."""
-        return self._take_in(claims, transient, self._addresses, self._slab)
+        return self._take_in(claims, transient, self._addresses, self._spare_slab if transient else self._slab)
 
     def take_in_part(self, claims: list[range_layout.Claim]) -> Range | None:
         """Like `take_in`, but with only a part of the host memory that is reserved, because more storages will come."""
@@ -255,10 +259,14 @@ class StorageScanner:
             if claim.storage.device == self._device.torch_device:
                 copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
             else:
-                fresh.slab.view(offset, claim.storage.nbytes()).copy_(byte_view(claim.storage))
+                fresh.view(offset, claim.storage.nbytes()).copy_(byte_view(claim.storage))
         if copies:
             self._device.copy(copies, "to_host")
         return fresh
+
+    def host_bytes_for(self, sizes: Sequence[int], parts: int = 1) -> int:
+        """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
+        return used_bytes(range_layout.expected_bytes(self._device, sizes) + (parts - 1) * range_layout.ALIGNMENT) if sizes else 0
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
@@ -270,7 +278,7 @@ class StorageScanner:
             HostMemoryError, DeviceMemoryError: there is not enough memory, or not enough addresses.
         """
         if sizes:
-            nbytes = used_bytes(range_layout.expected_bytes(self._device, sizes) + (parts - 1) * range_layout.ALIGNMENT)
+            nbytes = self.host_bytes_for(sizes, parts)
             self._reserved_addresses = self._device.reserve(nbytes)
             self.reserved = self._device.host(nbytes)
 
@@ -280,14 +288,22 @@ class StorageScanner:
             return addresses
         return self._device.reserve(nbytes)
 
+    def _spare_slab(self, nbytes: int) -> HostSlab:
+        spare, self.spare = self.spare, None
+        if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
+            return spare
+        return self._slab(nbytes)
+
     def _slab(self, nbytes: int) -> HostSlab:
         if self.reserved is not None and self.reserved.nbytes >= nbytes:
+            self.reserved.claim()
             slab, self.reserved = self.reserved, None
             return slab
         return self._device.host(nbytes)
 
     def _part_of_slab(self, nbytes: int) -> HostSlab:
         if self.reserved is not None and self.reserved.nbytes >= nbytes:
+            self.reserved.claim()
             slab, self.reserved = cut(self.reserved, nbytes)
             return slab
         return self._device.host(nbytes)

@@ -32,6 +32,10 @@ def settle(holding: HeldStorage, chunk_pool: ChunkPool) -> None:
     if not holding.is_stepping:
         return
     device, storages = holding.device, holding.storages
+    for r in holding.ranges:
+        if r.early is not None:
+            r.early.forget(r.chunks.values())
+            r.early.discard_all(chunk_pool)
     if any(r.chunks for r in holding.ranges):
         device.sync()  # kernels of the step on other streams, and copies to the device
         stepped = [r for r in holding.ranges if r.newer]
@@ -52,7 +56,7 @@ def settle(holding: HeldStorage, chunk_pool: ChunkPool) -> None:
             storages.keep((*holding.ranges, fresh))
             fresh.move_in()
         storages.new_storages()
-        storages.note_versions()  # the step has written the state
+        storages.writes.note()  # the step has written the state
     holding.is_stepping = False
 
 

@@ -69,7 +69,7 @@ def _shown_and_loaded_back(storages: ObjectStorages, owned: Iterable[Owned]) -> 
 
 
 def _filler(device: Device, r: Range, offset: int, nbytes: int, on_device: bool) -> Callable[[torch.Tensor], None]:
-    source = device.view(r.layout.addresses, offset, nbytes) if on_device else r.slab.view(offset, nbytes)
+    source = device.view(r.layout.addresses, offset, nbytes) if on_device else r.view(offset, nbytes, even_if_lost=True)
 
     def fill(target: torch.Tensor) -> None:
         target.copy_(source)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from placement.devices.base import Addresses, Chunk, Device
+from placement.devices.base import Device
+from placement.devices.memory import Addresses, Chunk
 from tests.support.poison import reads_poison
 
 

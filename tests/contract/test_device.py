@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.core.errors import DeviceMemoryError
-from placement.devices.base import POISON_WORD, Copy, Device, Mark, fill_with_poison, poison_bytes
+from placement.devices.base import POISON_WORD, Device, fill_with_poison, poison_bytes
+from placement.devices.memory import Copy, Mark
 from tests.contract.ranges import full_and_tail, is_poison, loaded, poisoned, random_bytes, whole
 from tests.support.poison import reads_poison
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from placement import DeviceMemoryError, Manager
-from placement.devices.base import Addresses, Chunk
+from placement.devices.memory import Addresses, Chunk
 from placement.storage.transfer.arrivals import WINDOW
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
@@ -98,6 +98,7 @@ def test_swaps_between_handles_that_grow(counts: tuple[int, int], chunk_pages: i
     scene.leave()
 
 
+@pytest.mark.slow
 def test_two_handles_that_grow_for_a_long_time_swap_hundreds_of_ranges() -> None:
     chance, chunk_bytes = random.Random(0), 3 * PAGE
     device = SimulatedDevice(1 << 30, chunk_bytes=chunk_bytes, granularity=PAGE)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import DeviceMemoryError, IntegrityError, Manager, Plan, View
-from placement.devices.base import Addresses, Chunk, Copy, Device, Direction
+from placement.devices.base import Device
+from placement.devices.memory import Addresses, Chunk, Copy, Direction
 from placement.group import StoreGroup
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, net

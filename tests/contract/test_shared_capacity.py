@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from placement.core.errors import DeviceMemoryError
-from placement.devices.base import Chunk
+from placement.devices.memory import Chunk
 from placement.testing import SimulatedDevice
 
 SIZE = 16384

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.base import Copy, Device
+from placement.devices.base import Device
 from placement.devices.host import shared_slab
+from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import new_file, opened_file
-from placement.devices.host.slab import PAGE
+from placement.devices.memory import Copy
 from placement.storage.range_layout import Claim, prepare
 from placement.storage.replicated.range import SharedRange, Shares, own_spans
 from placement.testing import SimulatedDevice

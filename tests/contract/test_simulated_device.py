@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from placement.core.errors import DeviceMemoryError, PlacementError
-from placement.devices.base import POISON_WORD, Copy, poison_bytes
+from placement.devices.base import POISON_WORD, poison_bytes
 from placement.devices.host import slab as host
+from placement.devices.memory import Copy
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point
 from tests.support.poison import poison, reads_poison

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from placement import DeviceMemoryError, Manager, Plan, View
-from placement.devices.base import Addresses, Chunk, Copy, Device, Direction, Mark
+from placement.devices.base import Device
+from placement.devices.memory import Addresses, Chunk, Copy, Direction, Mark
 from placement.storage.transfer.arrivals import WINDOW
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import GPU, OFF, assert_same

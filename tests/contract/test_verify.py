@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from placement import BrokenHandleError, IntegrityError, Manager, State
-from placement.devices.base import Copy, Device, Direction
+from placement.devices.base import Device
+from placement.devices.memory import Copy, Direction
 from placement.policies import Colocated
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import assert_same, learn

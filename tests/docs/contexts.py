@@ -109,6 +109,20 @@ def manager(tools: Tools) -> Iterator[Names]:
 
 
 @contextmanager
+def disk(tools: Tools) -> Iterator[Names]:
+    """Models that are to be registered, and a folder on a disk."""
+    tools.take_for_gpu(simulated())
+    tools.replaced["/mnt/nvme/placement"] = str(tools.folder)
+    names: Names = {"placement": placement, "actor_model": _linear(), "ref_model": _linear(), "critic_model": _linear()}
+    yield names
+    made = names["manager"]
+    made.check_integrity()
+    assert_nothing_resident(made)
+    made.close()
+    assert [*tools.folder.iterdir()] == []
+
+
+@contextmanager
 def alone(tools: Tools) -> Iterator[Names]:
     """A manager without handles, and a model that generates."""
     names: Names = {"placement": placement, "manager": placement.Manager(device=simulated()), "model": _linear()}
@@ -313,5 +327,5 @@ def saver(tools: Tools) -> Iterator[Names]:
 
 CONTEXTS: dict[str, Callable[[Tools], Any]] = {
     each.__name__: each
-    for each in (worker, manager, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, verl_engines, saver)
+    for each in (worker, manager, disk, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, verl_engines, saver)
 } | {each.__name__: each for each in framework_contexts.CONTEXTS}

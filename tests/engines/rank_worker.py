@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from placement import EngineError, GroupError, Manager, Plan
 from placement.core.errors import DeviceMemoryError
-from placement.devices.base import Chunk
+from placement.devices.memory import Chunk
 from placement.engines import Follower, TaggedEngine
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident

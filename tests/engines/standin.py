@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from placement.core.errors import DeviceMemoryError
-from placement.devices.base import Chunk
+from placement.devices.memory import Chunk
 from placement.testing import SimulatedDevice
 
 CHUNK = 4096
@@ -33,8 +33,12 @@ Routes = dict[str, Callable[[Any, dict[str, list[str]], Any], Reply]]
 class Memory:
     """What an engine holds on the device, by tag, beside the manager under test."""
 
+    capacity_bytes = CAPACITY
+    chunk_bytes = CHUNK
+    tag_bytes: ClassVar = TAG_BYTES
+
     def __init__(self, shared: Path, tags: tuple[str, ...]) -> None:
-        self._device = SimulatedDevice(CAPACITY, chunk_bytes=CHUNK, shared_with=shared)
+        self._device = SimulatedDevice(self.capacity_bytes, chunk_bytes=self.chunk_bytes, shared_with=shared)
         self._chunks: dict[str, list[Chunk]] = {}
         self.is_moving = True
         for tag in tags:
@@ -43,8 +47,8 @@ class Memory:
     def take(self, tag: str) -> None:
         chunks: list[Chunk] = []
         try:
-            for _ in range(TAG_BYTES[tag] // CHUNK):
-                chunks.append(self._device.create(CHUNK))
+            for _ in range(self.tag_bytes[tag] // self.chunk_bytes):
+                chunks.append(self._device.create(self.chunk_bytes))
         except DeviceMemoryError:
             for chunk in chunks:
                 self._device.release(chunk)
@@ -64,8 +68,10 @@ class Memory:
 class StandIn:
     """A server on loopback. A test sets what goes wrong, and reads what was sent."""
 
+    memory_type: ClassVar = Memory
+
     def __init__(self, shared: Path, tags: tuple[str, ...]) -> None:
-        self.memory = Memory(shared, tags)
+        self.memory = self.memory_type(shared, tags)
         self.sent: list[str] = []
         """The requests that do something, in order: "POST /sleep?level=1"."""
         self.accidents: list[str] = []

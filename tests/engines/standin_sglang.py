@@ -13,9 +13,10 @@ class Sglang0523(StandIn):
     """SGLang 0.5.23: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/scheduler_components/weight_updater.py."""
 
     info_route = "/server_info"
+    tags: ClassVar = ("weights", "kv_cache", "cuda_graph")
 
     def __init__(self, shared: Path, *, keeps_weights: bool = False, has_saver: bool = True) -> None:
-        super().__init__(shared, ("weights", "kv_cache", "cuda_graph"))
+        super().__init__(shared, self.tags)
         self.memory.is_moving = has_saver
         self.settings = {"enable_memory_saver": has_saver, "enable_weights_cpu_backup": keeps_weights, "startup_time": {"total": 12.5}}
         self.offload_tags: set[str] = set()

@@ -47,7 +47,7 @@ def run_until_it_fails(worker: FaultyWorker) -> BaseException | None:
     return None
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize("forever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
 def test_every_call_failed(operation: str, forever: bool, undisturbed: list[dict[str, str]], counted: Callable[[str], None]) -> None:
     points = 0

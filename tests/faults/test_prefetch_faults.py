@@ -12,7 +12,7 @@ import torch
 
 import placement
 from placement import State
-from placement.devices.base import Copy, Direction
+from placement.devices.memory import Copy, Direction
 from placement.storage.transfer.prefetch import BURST_CHUNKS
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.harness import PAGE, FaultyWorker, Foresight, check_left, check_sound, check_values, many_cases
@@ -127,6 +127,33 @@ def test_a_load_copies_what_the_thread_had_not_started(bursts: int, gated: tuple
         assert copied + early == BURSTS * BURST_CHUNKS * PAGE
         assert early in {min(BURSTS, started) * BURST_CHUNKS * PAGE for started in (2 + bursts, 3 + bursts)}
         assert bool((critic.weight == 3).all())
+    assert_nothing_resident(manager)
+
+
+def test_bytes_arrive_while_an_offload_waits_for_the_work_and_that_time_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Working(Gate):
+        """Its kernels end when everything has arrived, an hour later."""
+
+        hours = 0
+
+        def wait_for_work(self) -> None:
+            if self.hours == 0:
+                self.let.release(BURSTS - 2)
+                self.wait_until_started(BURSTS - 2)
+            self.hours += 1
+
+    device = Working(4 << 20)
+    clock = time.monotonic
+    monkeypatch.setattr("time.monotonic", lambda: clock() + 3600 * device.hours)
+    manager = placement.Manager(device=device, policy=Foresight())
+    ref, critic = (torch.nn.Linear(count * PAGE // 4, 1, bias=False) for count in (1, BURSTS * BURST_CHUNKS))
+    manager.register("ref", ref, role="ref")
+    manager.register("critic", critic, role="critic")
+    with manager.phase("ref_log_prob") as step:
+        step.switch("values")  # the reference leaves
+        assert [each for each in loads(manager) if sum(each) > PAGE] == [(0, BURSTS * BURST_CHUNKS * PAGE)]
+    assert device.hours == 2
+    assert sum(manager.snapshot().phase_stall_seconds.values()) < 3600
     assert_nothing_resident(manager)
 
 

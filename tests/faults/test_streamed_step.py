@@ -63,8 +63,20 @@ class Job:
         self.members = [list(group["params"]) for group in self.groups]
         self.steps = 0
 
-    def stepped(self, disturbed: Callable[[], Any]) -> BaseException | None:
-        """One step of both. `disturbed` steps the placed optimizer. Returns the error that it raised."""
+    def expect_two_steps(self) -> None:
+        """Make two steps in one phase. So after the first step of the next phase, buckets for a second one arrive early."""
+        with self.manager.phase("train"):
+            for _ in range(2):
+                self.net(torch.ones(4, WIDTH)).square().mean().backward()
+                self.optimizer.step()
+                self.net.zero_grad()
+
+    def stepped(self, disturbed: Callable[[], Any], begin: Callable[[], Any] = lambda: None) -> BaseException | None:
+        """One step of both. `disturbed` steps the placed optimizer. Returns the error that it raised.
+
+        Args:
+            begin: called right before the phase begins.
+        """
         self.plain.load_state_dict({name: value.clone() for name, value in self.actor.state_dict().items()})
         self.other.load_state_dict(copy.deepcopy(self.handle.state_dict()))
         self.steps += 1
@@ -75,6 +87,7 @@ class Job:
         self.new = values(self.plain, self.other)
         self.plain.zero_grad()
         try:
+            begin()
             with self.manager.phase("train"):
                 self.net(batch).square().mean().backward()
                 disturbed()
@@ -127,19 +140,27 @@ def _many_cases() -> Iterator[None]:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-@pytest.mark.parametrize("steps_before", [0, 1], ids=["first step", "later step"])
-def test_every_call_failed(operation: str, forever: bool, steps_before: int, counted: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("when", ["first step", "later step", "phase that expects two steps"])
+def test_every_call_failed(operation: str, forever: bool, when: str, counted: Callable[[str], None]) -> None:
     calls = 0
     seen: set[int] = set()
     while True:
         job = Job()
-        for _ in range(steps_before):
+        if when != "first step":
             job.check_goes_on()
-
+        is_whole_phase = when == "phase that expects two steps"
+        if is_whole_phase:
+            job.expect_two_steps()
         fired: list[int] = []
 
-        def step(job: Job = job, calls: int = calls, fired: list[int] = fired) -> None:
+        def arm(job: Job = job, calls: int = calls) -> None:
             job.device.fail(operation, at=calls + 1, forever=forever)
+
+        def step(job: Job = job, arm: Callable[[], None] = arm, fired: list[int] = fired, arms: bool = not is_whole_phase) -> None:
+            if arms:
+                arm()
+            else:
+                assert job.device.fired or job.handle.prefetched_bytes, "nothing arrived early"
             try:
                 job.optimizer.step()
             finally:
@@ -147,9 +168,10 @@ def test_every_call_failed(operation: str, forever: bool, steps_before: int, cou
                 if not forever or not fired[0] or operation not in ("copy", "sync"):
                     job.device.clear()  # else the device does not answer while the phase is left, either
 
-        error = job.stepped(step)
+        error = job.stepped(step, arm) if is_whole_phase else job.stepped(step)
+        is_over = not (fired or [job.device.fired])[0]  # the phase may not have begun
         job.device.clear()
-        if not fired[0]:
+        if is_over:
             assert error is None
             job.check_goes_on()
             job.manager.close()
@@ -158,22 +180,23 @@ def test_every_call_failed(operation: str, forever: bool, steps_before: int, cou
         assert error is None or isinstance(error, (*FAULTS, placement.PlacementError)), repr(error)
         done = job.check()
         seen.add(done)
-        if error is None:  # less memory than wanted: then with fewer buckets at a time
-            assert operation in ("host", "create", "map")
+        if error is None:  # less memory than wanted: then with fewer buckets at a time; or what failed was to come early
+            assert operation in ("host", "create", "map") or is_whole_phase
             assert done == len(job.new)
         job.check_goes_on()
         job.manager.close()
-    counted(f"{operation}, {'for ever' if forever else 'once'}: {calls} calls, parameters stepped: {sorted(seen)}")
+    counted(f"{operation}, {'for ever' if forever else 'once'}, {when}: {calls} calls, parameters stepped: {sorted(seen)}")
     if operation in ("copy", "sync"):
         assert len(seen) > 2, "a step was never stopped half-way"
 
 
-@pytest.mark.timeout(900 if EVERY_POINT else 120)
-@pytest.mark.parametrize("born", [False, True], ids=["first step", "later step"])
-def test_interrupted_at_bytecodes(born: bool, counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(3600 if EVERY_POINT else 120)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["first step", "later step", "one of two steps"])
+def test_interrupted_at_bytecodes(when: str, counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     swallowed: list[type[BaseException] | None] = []  # raised in a finalizer, which the interpreter can only report
     monkeypatch.setattr(sys, "unraisablehook", lambda report: swallowed.append(report.exc_type))
-    job = Job()
+    job, born = Job(), when != "first step"
 
     def stepped(tracing: Any) -> BaseException | None:
         def step() -> None:
@@ -187,6 +210,8 @@ def test_interrupted_at_bytecodes(born: bool, counted: Callable[[str], None], mo
 
         if not born:
             job.optimizer.state.clear()
+        if when == "one of two steps":
+            job.expect_two_steps()
         return job.stepped(step)
 
     for _ in range(2):

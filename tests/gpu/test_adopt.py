@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices.base import Chunk, Copy, HostSlab
 from placement.devices.cuda import pool as cuda_pool
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.host.reserve import SPAN_BYTES
+from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage import range_layout
 from placement.storage.range_layout import Claim, RangeLayout
 from tests.support.bytecodes import BytecodeTrace

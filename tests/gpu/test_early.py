@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import placement
-from placement import Plan, View
-from placement.policies import Colocated
 from placement.storage.transfer.prefetch import BURST_CHUNKS
 from placement.testing import assert_nothing_resident
+from tests.support.early import Early, wait_for_copies
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 ALL = 1 << 50
-
-
-class Early(Colocated):
-    """Colocated, and in each phase it prefetches what the test says."""
-
-    name = "early"
-
-    def __init__(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
-        super().__init__()
-        self.wanted = wanted
-
-    def plan(self, view: View) -> Plan:
-        plan = super().plan(view)
-        return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts, self.wanted.get(view.phase, {}))
 
 
 Nets = dict[str, torch.nn.Linear]
@@ -71,16 +56,6 @@ def loads(manager: placement.Manager, name: str) -> list[tuple[int, int]]:
     return [(each.nbytes, each.prefetched_bytes) for each in manager.journal if each.handle == name and each.trigger == "load"]
 
 
-def wait_for_copies(manager: placement.Manager, name: str) -> None:
-    holding = manager.handles[name].holding
-    assert holding is not None
-    deadline = time.monotonic() + 30
-    for r in holding.ranges:
-        while r.early is None or r.early.chunks.keys() != r.early.copied.keys():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)  # a thread starts them
-
-
 def test_what_arrived_under_a_kernel_is_what_the_load_finds(worker: tuple[placement.Manager, Nets]) -> None:
     manager, nets = worker
     values = {}
@@ -92,7 +67,7 @@ def test_what_arrived_under_a_kernel_is_what_the_load_finds(worker: tuple[placem
             here, there = ("actor", "critic") if turn % 2 == 0 else ("critic", "actor")
             busy(30)
             assert not torch.isfinite(nets[there].weight[::4096]).any()  # poison, whatever has arrived
-            wait_for_copies(manager, there)
+            wait_for_copies(manager)
             step.switch("values" if here == "actor" else "log_prob")
             assert torch.equal(nets[there].weight, values[there])
             copied, early = loads(manager, there)[-1]
@@ -143,6 +118,8 @@ def test_trained_values_are_saved_under_the_next_phase(worker: tuple[placement.M
 
 def test_nothing_is_left_and_nothing_early_is_hidden_from_the_driver(worker: tuple[placement.Manager, Nets]) -> None:
     manager, nets = worker
+    with manager.phase("log_prob"):
+        manager.check_integrity()  # what CUDA and torch keep after their first use is there from now on
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     with manager.phase("log_prob"):
@@ -162,7 +139,7 @@ def test_an_allocation_that_finds_no_memory_gets_what_arrived_early_at_the_secon
     with manager.phase("log_prob") as step:
         early = manager.handles["critic"].prefetched_bytes
         assert early
-        wait_for_copies(manager, "critic")
+        wait_for_copies(manager)
         torch.cuda.synchronize()
         free = torch.cuda.mem_get_info()[0]
         nbytes = free + early // 2

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.devices.base import Copy, HostSlab
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.host import slab as host
 from placement.devices.host.reserve import SPAN_BYTES, cut_at
 from placement.devices.inspection import inspect
+from placement.devices.memory import Copy, HostSlab
 
 pytestmark = pytest.mark.gpu
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import placement
+from bench._sampler import sampled
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.support.worker import assert_same
@@ -33,9 +34,9 @@ STEPPED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def build() -> nn.Sequential:
+def build(layers: int = LAYERS) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).cuda()
 
 
 @pytest.mark.parametrize("name", STEPPED)
@@ -49,15 +50,19 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     for step in range(5):
         batch = torch.randn(8, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
         with manager.phase("train"):
-            for model, optimizer in zip((net, plain), optimizers, strict=True):
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
-            assert handle.resident_bytes == 0
+            assert (handle.prefetched_bytes > 0) is (step > 0), "the first buckets come early, once there is state"
+            for _ in range(1 + step // 2):  # from the third phase on, more steps than expected
+                for model, optimizer in zip((net, plain), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                batch = batch + 1
     assert_same(
         {key: value.cpu() for key, value in manager.handles["actor"].state_dict().items()},
         {key: value.cpu() for key, value in plain.state_dict().items()},
     )
+    (snapshot,) = [each for each in manager.snapshot().handles if each.name == "adam"]
+    assert snapshot.prefetch_used_bytes > 0
     found, wanted = handle.state_dict()["state"], optimizers[1].state_dict()["state"]
     for index, entry in wanted.items():
         assert_same({k: v.cpu() for k, v in found[index].items()}, {k: v.cpu() for k, v in entry.items()})
@@ -66,23 +71,27 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
 
 
 def test_the_first_step_and_the_next_stay_within_the_window() -> None:
-    net = build()
+    """By the driver: torch counts the addresses of offloaded state as allocated where a pool of its allocator has them."""
+    from placement.devices.cuda.device import CudaDevice
+
+    net = build(layers=4 * LAYERS)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
-    manager = placement.Manager(device="cuda:0", policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
+    device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 2)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
     manager.register("actor", net, role="actor")
     handle = manager.register("adam", optimizer)
     for _ in range(3):
         with manager.phase("train"):
             net(torch.ones(8, WIDTH, device="cuda")).square().mean().backward()
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
             held_bytes = manager.device.memory().used_bytes
-            optimizer.step()
-            born_bytes = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+            with sampled(f"GPU-{torch.cuda.get_device_properties(0).uuid}") as peak:
+                optimizer.step()
+            assert peak.samples > 3
+            assert peak.rise_bytes <= 5 * BUCKET_BYTES  # a window, what torch's allocator takes at once, and the code of the kernels
             assert manager.device.memory().used_bytes <= held_bytes + 4 * MIB
-            assert born_bytes <= 3 * BUCKET_BYTES
             optimizer.zero_grad()
     assert handle.streamed is not None
     assert handle.streamed.window_bytes <= 3 * BUCKET_BYTES
-    assert handle.num_bytes > 5 * BUCKET_BYTES
+    assert handle.num_bytes > 20 * BUCKET_BYTES
     manager.close()

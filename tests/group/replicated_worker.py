@@ -16,7 +16,8 @@ from torch import nn
 
 from placement import Handle, Lazy, Manager, State
 from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
-from placement.devices.base import Copy, Device, Direction
+from placement.devices.base import Device
+from placement.devices.memory import Copy, Direction
 from placement.group import BoardLost, StoreGroup, failpoints
 from placement.storage.address_map import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident

@@ -218,7 +218,7 @@ def sweep(cases: list[Case], service: Service | None, engine: str) -> list[list[
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow), "raise"])
 def test_a_rank_at_every_step(fault: str, service: Service, engine: str, counted: Callable[[str], None]) -> None:
     cases = [Case(fault, *step) for step in STEPS]
     seen = sweep(cases, service, engine)
@@ -232,7 +232,7 @@ def test_a_rank_at_every_step(fault: str, service: Service, engine: str, counted
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("fault", "ranks"), [("board killed", (0, 1)), ("board stopped", (0,))])
+@pytest.mark.parametrize(("fault", "ranks"), [("board killed", (0, 1)), pytest.param("board stopped", (0,), marks=pytest.mark.slow)])
 def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], engine: str, counted: Callable[[str], None]) -> None:
     """With SWEEP=all at the steps of every rank: a stopped board costs each of them seconds."""
     cases = [Case(fault, *step) for step in STEPS if step[0] in ranks or os.environ.get("SWEEP") == "all"]
@@ -242,7 +242,9 @@ def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], engine: str
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["twice", "lost", "unanswered", "late"])
+@pytest.mark.parametrize(
+    "fault", ["twice", pytest.param("lost", marks=pytest.mark.slow), "unanswered", pytest.param("late", marks=pytest.mark.slow)]
+)
 def test_every_message(fault: str, service: Service, engine: str, counted: Callable[[str], None]) -> None:
     cases = [Case(fault, *message) for message in MESSAGES]
     seen = sweep(cases, service, engine)

@@ -14,7 +14,7 @@ from torch import nn
 
 from placement import Manager, PlacementError, State
 from placement.core.errors import DeviceMemoryError
-from placement.devices.base import DeviceMemory
+from placement.devices.memory import DeviceMemory
 from placement.engines import TaggedEngine
 from placement.group import Lease
 from placement.group import lease as leases

@@ -82,6 +82,7 @@ def seed() -> int:
     return seed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # a machine with other work
 def test_swaps_under_random_kills(processes: Processes, tmp_path: Path, seed: int, counted: Callable[[str], None]) -> None:
     chance = random.Random(seed)

@@ -238,6 +238,7 @@ def disturbed(seed: int) -> list[list[str]]:
         actor.close()
 
 
+@pytest.mark.slow
 def test_no_two_ranks_ever_decide_differently(counted: Callable[[str], None]) -> None:
     outcomes: Counter[str] = Counter()
     with ThreadPoolExecutor(10) as pool:

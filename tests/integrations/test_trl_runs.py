@@ -96,7 +96,7 @@ def _values(file: Path) -> dict[str, torch.Tensor]:
 # --- DistributedDataParallel
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["each alone", "together"])
+@pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True], ids=["each alone", "together"])
 def test_two_ranks(folder: str, tmp_path: Path, two_ranks: Ranks, together: bool) -> None:
     """Gradients lie in the reducer's buckets, which leave the device with the model."""
     answers = two_ranks.run(worker.trains_alike, folder, str(tmp_path), together)

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 EVERYTHING = os.environ.get("SWEEP") == "all"
 _SKIPPING = ("BEHIND", "TWICE")
+slow = pytest.mark.slow
 on_demand = pytest.mark.skipif(not EVERYTHING, reason="takes minutes and gigabytes: SWEEP=all")
 
 
@@ -62,7 +63,7 @@ def check(folder: Path, optimisation: str = "-O2", **defines: int) -> Verdict:
     "defines",
     [
         pytest.param({"RANKS": 2, "EPOCHS": 2, "KILLS": 2, "BOARD_LOSS": 1, "LOSSES": 1}, id="2-ranks-all-faults"),
-        pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 2}, id="3-ranks-two-deaths"),
+        pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 2}, id="3-ranks-two-deaths", marks=slow),
         pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 2, "BOARD_LOSS": 1}, id="3-ranks-two-deaths-board-lost", marks=on_demand),
         pytest.param({"RANKS": 3, "EPOCHS": 2, "KILLS": 1, "LOSSES": 1}, id="3-ranks-lost-messages", marks=on_demand),
         pytest.param({"RANKS": 2, "EPOCHS": 4, "KILLS": 2, "BOARD_LOSS": 1}, id="2-ranks-four-changes", marks=on_demand),
@@ -99,12 +100,12 @@ def test_ranks_that_skipped_transitions_find_the_others(defines: dict[str, int],
 @pytest.mark.parametrize(
     ("mutant", "violated"),
     [
-        ("UNILATERAL", "barrier"),  # a rank goes back at its deadline without claiming ABORT
-        ("COUNTER", "barrier"),  # votes are counted, and a client asks again after a lost answer
-        ("REUSE", "fence"),  # a restarted process takes its place without ending the open epoch
+        pytest.param("UNILATERAL", "barrier", marks=slow),  # a rank goes back at its deadline without claiming ABORT
+        pytest.param("COUNTER", "barrier", marks=slow),  # votes are counted, and a client asks again after a lost answer
+        pytest.param("REUSE", "fence", marks=slow),  # a restarted process takes its place without ending the open epoch
         ("EARLYFREE", "nothing_lost"),  # the source is given up with the move, before the decision
-        ("FORGET", "agreement"),  # keys are forgotten by their age, with a stopped rank still to ask
-        ("DESERT", "agreement"),  # a rank that is interrupted after its vote goes back and asks nobody
+        pytest.param("FORGET", "agreement", marks=slow),  # keys are forgotten by their age, with a stopped rank still to ask
+        pytest.param("DESERT", "agreement", marks=slow),  # a rank that is interrupted after its vote goes back and asks nobody
         # In a job where a phase transition is skipped:
         ("BEHIND", "meet"),  # a rank that skipped a phase transition obeys what the others gave up there, and stays an epoch behind
         ("TWICE", "invalid end state"),  # it passes over one more, without looking whether that has ended

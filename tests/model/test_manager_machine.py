@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from placement import Lazy, PhaseError, State, TorchEngine
-from placement.policies import Colocated, Resident
+from placement.policies import Colocated, Cyclic, Resident
 from tests.model.architectures import ARCHITECTURES, OPTIMIZERS, backward
 from tests.model.drawn_policy import drawn_policies
 from tests.model.phase_rules import FAULTS, Fault, Phases
@@ -24,7 +24,14 @@ from tests.support.seeds import seed
 
 pytestmark = pytest.mark.timeout(400)  # a minute, where nothing else runs
 
-POLICIES = (Colocated(), Colocated("optimizer_step", stream_sync=True), Colocated("streamed"), Resident())
+POLICIES = (
+    Colocated(),
+    Colocated("optimizer_step", stream_sync=True),
+    Colocated("streamed"),
+    Resident(),
+    Cyclic(idle="empty"),
+    Cyclic(optimizer_in="streamed", idle="empty"),
+)
 ROLES = st.sampled_from(["actor", "actor", "ref", "critic", None])
 
 
@@ -32,13 +39,12 @@ class ManagerMachine(Phases):
     """See `World` for what holds after every rule."""
 
     @initialize(
-        policy=st.sampled_from([Colocated(), Colocated("optimizer_step", stream_sync=True), Colocated("streamed"), Resident()])
-        | drawn_policies(),
+        policy=st.sampled_from(POLICIES) | drawn_policies(),
         budget=st.sampled_from([40_000, 80_000, 160_000]),
     )
     def begin(self, policy: Any, budget: int) -> None:
         seed(0)
-        self.start(policy, budget if isinstance(policy, Resident) else None)
+        self.start(policy, budget if isinstance(policy, Resident | Cyclic) else None)
 
     @invariant()
     def holds(self) -> None:

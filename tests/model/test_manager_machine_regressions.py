@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from placement import DeviceMemoryError, Lazy, Manager, NotResidentError, Plan, State, View, testing
+from placement.policies import Cyclic
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.model.architectures import Plain, backward, state_of
 from tests.model.shadow import raw
+from tests.support.early import Early, wait_for_copies
 
 
 class Table:
@@ -27,9 +30,9 @@ class Table:
         return view.total_plan(dict.fromkeys(view.handles, self.states.get(view.phase, State.CPU_OFFLOADED)))
 
 
-def manager_on(policy: Any = "colocated") -> tuple[Manager, Faults]:
+def manager_on(policy: Any = "colocated", **settings: Any) -> tuple[Manager, Faults]:
     device = Faults(SimulatedDevice(capacity_bytes=1 << 20, chunk_bytes=8192))
-    return Manager(device=device, policy=policy), device
+    return Manager(device=device, policy=policy, **settings), device
 
 
 def test_an_optimizer_finds_the_owner_of_a_parameter_that_was_added_after_registration() -> None:
@@ -284,6 +287,62 @@ def test_a_module_leaves_with_the_values_of_a_state_dict_that_was_taken_offloade
             assert _bytes(net.state_dict()) == before
     manager.close()
     assert _bytes(net.state_dict()) == before
+
+
+def test_a_handle_with_early_chunks_stays_registered_where_the_device_fails() -> None:
+    net = Plain()
+    before = _bytes(net.state_dict())
+    manager, device = manager_on(policy=Early({"values": {"actor": 1 << 40}}))
+    actor = manager.register("actor", net, role="actor")
+    with manager.phase("values"):
+        wait_for_copies(manager)
+        device.fail("sync", at=1)
+        with pytest.raises(InjectedFault):
+            manager.unregister(actor)
+        device.clear()
+        manager.check_integrity()
+        assert [*manager.handles] == ["actor"]
+        assert actor.prefetched_bytes
+        manager.unregister(actor)
+        assert device.memory().chunk_bytes == 0
+    assert _bytes(net.state_dict()) == before
+    manager.close()
+
+
+def test_an_exit_that_loads_handles_which_were_written_loads_all_of_them() -> None:
+    """It is told of every write, and no handle stays behind for it."""
+    nets = {name: Plain() for name in ("a", "b", "c")}
+    before = {name: _bytes(net.state_dict()) for name, net in nets.items()}
+    manager, _ = manager_on(policy=Table(idle=State.GPU_RESIDENT))
+    for name, net in nets.items():
+        manager.register(name, net)
+    phase = manager.phase("log_prob")
+    phase.__enter__()
+    with torch.no_grad():
+        for name in ("a", "b"):
+            nets[name].head.weight.mul_(2)
+    with pytest.raises(Exception, match="written while it was offloaded") as raised:
+        phase.__exit__(None, None, None)
+    told = "".join(traceback.format_exception(raised.value))
+    assert all(f"'{name}'" in told for name in ("a", "b"))
+    assert {handle.state for handle in manager.handles.values()} == {State.GPU_RESIDENT}
+    assert {name: _bytes(net.state_dict()) for name, net in nets.items()} == before
+    manager.close()
+
+
+def test_a_handle_may_join_in_a_restore_inside_a_training_that_streams_its_state() -> None:
+    """`restore` would need the whole optimizer. The plan of `train` is made anew for what joins, and asks for none of its state early."""
+    manager, _ = manager_on(policy=Cyclic(optimizer_in="streamed"), budget_bytes=40_000)
+    net, reference = Plain(), Plain()
+    optimizer = torch.optim.Adagrad(net.head.parameters())
+    manager.register("actor", net, role="actor")
+    adagrad = manager.register("optimizer", optimizer)
+    with manager.phase("train"), manager.phase("restore", only=[]):
+        late = manager.register("ref", reference, role="ref")
+        assert adagrad.is_streaming
+        assert adagrad.resident_bytes == adagrad.prefetched_bytes  # the first buckets of the next step, at most
+    assert late.state is State.CPU_OFFLOADED
+    manager.close()
 
 
 def test_state_that_was_loaded_back_is_adopted_at_the_next_offload() -> None:

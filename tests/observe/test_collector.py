@@ -39,6 +39,9 @@ NAMES = {
     "placement_skipped_bytes_total",
     "placement_prefetched_bytes",
     "placement_prefetch_used_bytes_total",
+    "placement_spilled_bytes_total",
+    "placement_disk_read_bytes_total",
+    "placement_disk_wait_seconds_total",
     "placement_prefetch_discarded_bytes_total",
     "placement_last_transition_timestamp_seconds",
     "placement_phase",
@@ -94,6 +97,7 @@ def expected_of_handle(handle: HandleSnapshot) -> Series:
         put("placement_state_seconds_total", handle.state_seconds.get(State(state), 0.0), state=state)
     put("placement_resident_bytes", handle.resident_bytes, memory="device")
     put("placement_resident_bytes", handle.host_bytes, memory="host")
+    put("placement_resident_bytes", handle.disk_bytes, memory="disk")
     for trigger in Trigger:
         put("placement_transitions_total", handle.transitions.get(trigger, 0), trigger=trigger.value)
     for reason in ("device_memory", "host_memory", "integrity", "interrupted", "error"):
@@ -103,6 +107,8 @@ def expected_of_handle(handle: HandleSnapshot) -> Series:
     put("placement_skipped_bytes_total", handle.skipped_bytes)
     put("placement_prefetched_bytes", handle.prefetched_bytes)
     put("placement_prefetch_used_bytes_total", handle.prefetch_used_bytes)
+    put("placement_spilled_bytes_total", handle.spilled_bytes)
+    put("placement_disk_read_bytes_total", handle.disk_read_bytes)
     put("placement_last_transition_timestamp_seconds", handle.last_transition_timestamp_seconds)
     put("placement_broken", 0.0 if handle.broken is None else 1.0)
     put("placement_drift_bytes", handle.drift_bytes)
@@ -149,6 +155,7 @@ def expected_of_worker(snapshot: Snapshot, version: str) -> Series:
     put("placement_communicator_bytes", snapshot.communicator_bytes or 0)
     put("placement_ipc_collected_bytes_total", snapshot.ipc_collected_bytes)
     put("placement_prefetch_discarded_bytes_total", snapshot.prefetch_discarded_bytes)
+    put("placement_disk_wait_seconds_total", snapshot.disk_wait_seconds)
     put("placement_wrong_writes_total", snapshot.wrong_writes)
     put("placement_kept_bytes", snapshot.kept_bytes)
     put("placement_expired_keeps_total", snapshot.expired_keeps)

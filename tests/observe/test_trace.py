@@ -136,6 +136,7 @@ def long_journal(length: int) -> Journal:
     return journal
 
 
+@pytest.mark.slow
 def test_a_long_trace_is_made_in_bounded_memory() -> None:
     journal = long_journal(25_000)  # bench/observe.py writes 100,000: watched by tracemalloc, that takes ten times as long
     tracemalloc.start()

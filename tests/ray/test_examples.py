@@ -22,6 +22,7 @@ def test_the_loop_on_ray(ray: Any) -> None:
     assert weights[0] != weights[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # three fresh interpreters on a machine with other work
 def test_the_loop_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/torchrun_grpo.py"]
@@ -30,6 +31,6 @@ def test_the_loop_under_torchrun() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("0 bytes left on the device") == 2 * 3
-    weights = re.findall(r"rank (\d) weights (\w+)", done.stdout)
+    weights = re.findall(r"rank (\d) weights ([0-9a-f]{16})", done.stdout)  # no more: the ranks share a pipe, and their lines may touch
     assert len(weights) == 2
     assert len({digest for _, digest in weights}) == 1

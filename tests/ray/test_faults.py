@@ -38,6 +38,7 @@ def service(cluster: Any) -> Iterator[RayService]:
     faults.AT_ONCE = before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_rank_at_every_step(fault: str, service: RayService, counted: Callable[[str], None]) -> None:
@@ -77,6 +78,7 @@ def disturbed(cases: list[Case], service: RayService, disturb: Callable[[], None
     return [seen for _, seen in results]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_board_is_killed_at_every_step_and_all_agree(
     service: RayService, monkeypatch: pytest.MonkeyPatch, counted: Callable[[str], None]

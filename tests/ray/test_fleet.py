@@ -178,6 +178,7 @@ def test_the_board_killed_inside_a_phase(job: Any) -> None:
     assert job.pid_of(job.fleet._board) != pid
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus (Debian: prometheus) is not installed")
 def test_prometheus_finds_the_workers_by_the_coordinator(job: Any, tmp_path: Path) -> None:
     """One URL for the whole run. Killed workers come back under the same name, on another port."""

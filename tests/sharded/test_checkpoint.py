@@ -13,13 +13,13 @@ from tests.support.ranks import Ranks
 KINDS = ("plain", "ddp", "fsdp2", "external", "tp", "tied", "lora")
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["plain", "fsdp2", "tied", "lora"])
 def test_resuming_is_going_on_on_two_ranks(kind: str, optimizer: str, two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(worker.resume, kind, optimizer, str(tmp_path))
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp2", "adam"), ("lora", "sgd")])
+@pytest.mark.parametrize(("kind", "optimizer"), [("fsdp2", "adam"), pytest.param("lora", "sgd", marks=pytest.mark.slow)])
 def test_resuming_is_going_on_on_one_rank(kind: str, optimizer: str, one_rank: Ranks, tmp_path: Path) -> None:
     one_rank.run(worker.resume, kind, optimizer, str(tmp_path))
 

@@ -55,7 +55,7 @@ def test_a_script_sees_the_same_bytes_when_every_round_trip_is_checked(two_ranks
 
 
 @pytest.mark.parametrize("is_interrupt", [False, True], ids=["fault", "interrupt"])
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp1_original", "ddp"])
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("fsdp1_original", marks=pytest.mark.slow), "ddp"])
 def test_a_switch_that_fails_at_any_device_call_loses_nothing(
     two_ranks: Ranks, name: str, is_interrupt: bool, counted: Callable[[str], None]
 ) -> None:

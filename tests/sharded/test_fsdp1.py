@@ -35,7 +35,11 @@ VARIANTS = {
 BOTH = pytest.mark.parametrize("variant", [ORIGINAL, FLAT], ids=["original", "flat"])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+_SLOW = ("original-half_no_shard", "original-hybrid", "flat-half", "flat-replicated")
+"""Each is another variant with one thing changed that the other flavour has, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] if each in _SLOW else []) for each in VARIANTS])
 def test_training_between_offloads_is_bit_identical(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(worker.trains_alike, VARIANTS[name]):
         assert outcome.resident_bytes["actor"] > 0

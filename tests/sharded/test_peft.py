@@ -23,7 +23,7 @@ def test_twenty_steps_of_lora(one_rank: Ranks, save_head: bool) -> None:
     assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
-@pytest.mark.parametrize("save_head", [False, True])
+@pytest.mark.parametrize("save_head", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_twenty_steps_of_lora_under_fsdp2(two_ranks: Ranks, save_head: bool) -> None:
     for outcome in two_ranks.run(peft_worker.compare, True, save_head):
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]

@@ -31,7 +31,7 @@ FSDP1 = {
 }
 
 
-@pytest.mark.parametrize("way", ["to", "half", "exchanged", "layers"])
+@pytest.mark.parametrize("way", ["to", "half", *(pytest.param(each, marks=pytest.mark.slow) for each in ("exchanged", "layers"))])
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_and_tensor_parallel(two_ranks: Ranks, name: str, way: str) -> None:
     assert all(two_ranks.run(worker.trains_on, FSDP2[name], way))
@@ -40,13 +40,18 @@ def test_fsdp2_and_tensor_parallel(two_ranks: Ranks, name: str, way: str) -> Non
 @pytest.mark.parametrize(
     ("name", "way"),
     # Under original names torch's own `_apply` fails beside gradients that no reduction has brought to their parameters yet.
-    [(name, way) for name in FSDP1 for way in ("to", "double", "verl") if name != "original-accumulating" or way == "verl"],
+    [
+        pytest.param(name, way, marks=[pytest.mark.slow] if way == "double" else [])
+        for name in FSDP1
+        for way in ("to", "double", "verl")
+        if name != "original-accumulating" or way == "verl"
+    ],
 )
 def test_fsdp1(two_ranks: Ranks, name: str, way: str) -> None:
     assert all(two_ranks.run(worker.trains_on, FSDP1[name].program, way))
 
 
-@pytest.mark.parametrize("way", ["to", "layers"])
+@pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("view", [False, True])
 def test_ddp(two_ranks: Ranks, view: bool, way: str) -> None:
     variant = ddp_worker.Variant({"gradient_as_bucket_view": view})
@@ -65,13 +70,13 @@ def test_adapters(one_rank: Ranks, way: str) -> None:
     one_rank.run(worker.trains_on, functools.partial(peft_worker.build, False, True), way)
 
 
-@pytest.mark.parametrize("way", ["to", "half"])
+@pytest.mark.parametrize("way", ["to", pytest.param("half", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("named", ["torchao int8", "torchao float8", "bitsandbytes int8", "bitsandbytes nf4"])
 def test_quantised_weights(one_rank: Ranks, named: str, way: str) -> None:
     one_rank.run(worker.trains_on, functools.partial(test_quantized.build, *named.split()), way)
 
 
-@pytest.mark.parametrize("way", ["to", "layers"])
+@pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [megatron_worker.KINDS[0], megatron_worker.KINDS[4], megatron_worker.KINDS[6]], ids=str)
 def test_megatron(two_ranks: Ranks, kind: megatron_worker.Kind, way: str) -> None:
     """The parameters are cut from a buffer that stays behind, and the optimizer has shards of it."""

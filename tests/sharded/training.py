@@ -125,7 +125,7 @@ class Outcome:
     losses: tuple[float, ...]
     """Of every phase of every step."""
     resident_bytes: Mapping[str, int]
-    """The most that each handle held on the device in any phase."""
+    """The most that each handle held on the device in any phase, without what had arrived early."""
     offloaded_bytes: Mapping[str, int]
     """What was copied to the host, by handle."""
     skipped_bytes: Mapping[str, int]
@@ -185,7 +185,9 @@ def compare(
                     loss = getattr(program, method)(step)
                 seen.append(as_bytes(loss))
                 shown.append(float(loss))
-                peaks = {name: max(peaks[name], handle.resident_bytes) for name, handle in managed.handles.items()}
+                peaks = {
+                    name: max(peaks[name], handle.resident_bytes - handle.prefetched_bytes) for name, handle in managed.handles.items()
+                }
             assert_nothing_resident(managed, allow_foreign=True)  # what frameworks keep has tests of its own
             assert_off(managed)
             assert_away(managed, program)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placement import HandleView, Plan, State, View
+from placement.planning.early_room import Share, Wish, divide
 from placement.planning.history import PhaseHistory
 from placement.policies import Colocated, Cyclic, Policy
 
@@ -109,6 +110,7 @@ class Simulator:
     """Counts what a policy moves, as a manager with a fast link would: all that may arrive early arrives before the next phase.
 
     What leaves the device while the plan wants it early keeps that part of its memory, and that part is saved while the phase computes.
+    Then the first in the plan get that memory, as far as they want it.
     """
 
     def __init__(self, cycle: Cycle, policy: Policy) -> None:
@@ -119,6 +121,8 @@ class Simulator:
         self.dirty: set[str] = set()
         self.brought = dict.fromkeys(self.views, 0)
         """The part of the early bytes that was copied to the device."""
+        self.left = dict.fromkeys(self.views, 0)
+        """The early bytes that an offload has left."""
         self.plan = Plan(dict.fromkeys(self.views, OFF))
 
     def view(self, phase: str, **fields: Any) -> View:
@@ -134,32 +138,38 @@ class Simulator:
     def enter(self, phase: str) -> Moved:
         view = self.view(phase)
         plan = self.policy.plan(view)
-        held = view.bytes_of(plan) + sum(plan.prefetch.values())
+        held = view.bytes_of(plan)
         assert held <= view.budget_bytes, f"{phase}: {held} bytes of {view.budget_bytes}"
+        leaving = {name: h.num_bytes for name, h in self.views.items() if h.state is not OFF}
+        wishes = [Wish(nbytes, leaving.get(name, self.left[name])) for name, nbytes in plan.prefetch.items()]
+        shares = dict(zip(plan.prefetch, divide(view.budget_bytes - held, wishes), strict=True))
         moved = Moved(0, 0)
         for handle in self.views.values():
-            moved += self._move(handle, plan)
+            moved += self._move(handle, plan, shares.get(handle.name, Share(0, 0)))
         self.plan = plan
         if phase != "idle":
             self.history.began(phase)
         return moved
 
-    def _move(self, handle: HandleView, plan: Plan) -> Moved:
+    def _move(self, handle: HandleView, plan: Plan, share: Share) -> Moved:
         name, nbytes = handle.name, handle.num_bytes
         was_on, is_on, early = handle.state is not OFF, plan.on_device(handle.name), handle.prefetched_bytes
-        arriving = plan.prefetch.get(name, 0)
-        assert 0 <= arriving <= nbytes
+        assert 0 <= plan.prefetch.get(name, 0) <= nbytes
+        arriving = share.last_bytes
         loaded = saved = offloaded = brought = given_up = 0
         if is_on and not was_on:
             loaded, self.brought[name] = nbytes - early, 0
         elif was_on and not is_on:
-            offloaded, saved = (nbytes, arriving) if name in self.dirty else (0, 0)
+            offloaded, saved = (nbytes, share.first_bytes) if name in self.dirty else (0, 0)
+            brought = max(0, arriving - share.first_bytes)
             self.dirty.discard(name)
+            self.left[name], self.brought[name] = share.first_bytes, brought
         elif not is_on:
             brought, given_up = max(0, arriving - early), min(self.brought[name], max(0, early - arriving))
             self.brought[name] += brought - given_up
         if plan[name] is TRAIN:
             self.dirty.add(name)
+        self.left[name] = 0 if is_on else min(self.left[name], arriving)
         held = nbytes if is_on else arriving
         self.views[name] = replace(handle, state=plan[name], resident_bytes=held, prefetched_bytes=0 if is_on else arriving)
         return Moved(loaded + offloaded - saved, loaded + offloaded + brought, given_up, loaded, offloaded)

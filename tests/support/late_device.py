@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from placement.devices.base import Addresses, Copy, Direction, Mark
+from placement.devices.memory import Addresses, Copy, Direction, Mark
 from placement.testing import Faults, SimulatedDevice
 
 

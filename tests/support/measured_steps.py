@@ -11,7 +11,7 @@ import torch
 import placement
 from placement.core.snapshot import Snapshot
 from placement.devices.simulated import device as simulated
-from placement.phases import stack
+from placement.phases import executor
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class LinkClock:
         self.now += seconds
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the simulated device wait by this clock, and the stack of phases measure by it."""
-        for module in (simulated, stack):
+        """Let the simulated device wait by this clock, and phase transitions measure by it."""
+        for module in (simulated, executor):
             monkeypatch.setattr(module, "time", self)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from placement.devices.base import Addresses
+from placement.devices.memory import Addresses
 
 STEP = 2 << 20
 POISON = "poison"

@@ -135,6 +135,7 @@ def test_a_refused_object_is_as_it_was() -> None:
     assert [dict(vars(part)) for part in module.modules()] == before
 
 
+@pytest.mark.slow
 def test_no_framework_is_imported() -> None:
     program = (
         "import sys, torch\n"

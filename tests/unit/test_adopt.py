@@ -14,9 +14,9 @@ import torch
 
 from placement.core.errors import PlacementError, RegistrationError
 from placement.devices import adoption
-from placement.devices.base import Chunk, Copy
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.pool_plan import plan
+from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import range_layout
 from placement.storage.range_layout import Claim

@@ -40,7 +40,10 @@ def file_of(name: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", run.LIMITS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] if each in ("forecast", "replicated", "rollout_only") else []) for each in run.LIMITS],
+)
 def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     content = file_of(name)
     assert content["benchmark"] == name
@@ -55,6 +58,7 @@ def test_every_benchmark_writes_a_valid_file(name: str) -> None:
     assert all(row["value"] == 1 for row in content["rows"] if row["metric"] == "bit-exact")
 
 
+@pytest.mark.slow
 def test_what_a_rollout_only_worker_saves_is_measured() -> None:
     """Registered as they are, the trainer's objects take their size in host memory; as `Lazy` they take none (verl 4229)."""
     found = {(row["system"], row["metric"]): row["value"] for row in file_of("rollout_only")["rows"]}
@@ -68,8 +72,12 @@ def test_a_streamed_step_holds_a_window_of_the_state() -> None:
     assert found["placement", "bit-exact"] == found["placement, whole state", "bit-exact"] == 1
     whole, peak = found["placement, whole state", "peak of the state on the device"], "peak of the state on the device"
     assert 0 < found["placement", peak] < whole
-    moved = "step, bytes to the device"
-    assert found["placement", moved] == pytest.approx(found["placement, whole state", moved], rel=0.01)  # but for alignment
+    moved, early = "step, bytes to the device", "before the step, bytes to the device"
+    assert 0 < found["placement", early] < found["placement", peak]
+    assert found["placement, nothing early", early] == 0
+    for system in ("placement", "placement, nothing early"):
+        all_bytes = found[system, moved] + found[system, early]
+        assert all_bytes == pytest.approx(found["placement, whole state", moved], rel=0.01)  # but for alignment
 
 
 def test_ref_log_prob_keeps_actor_and_reference_apart() -> None:

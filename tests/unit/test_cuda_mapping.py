@@ -14,11 +14,11 @@ import torch
 
 from placement import Manager
 from placement.core.errors import DeviceMemoryError, PlacementError
-from placement.devices.base import Addresses, Chunk
 from placement.devices.cuda import device as cuda
 from placement.devices.cuda import pool
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.driver import Driver
+from placement.devices.memory import Addresses, Chunk
 from placement.devices.select import select_device
 from placement.testing import SimulatedDevice
 from tests.contract.interrupter import Interrupter, at_each_point

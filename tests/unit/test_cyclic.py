@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import placement
 from placement import HandleView, Plan, PolicyError, State, View
 from placement.core.states import PHASES
+from placement.planning import plan_checks
 from placement.planning.policy_lookup import resolve_policy
 from placement.policies import Colocated, Cyclic
 from tests.support.seeds import seed
@@ -85,7 +87,7 @@ def test_what_is_trained_stays_and_the_reference_arrives_early() -> None:
 def test_a_part_arrives_early_where_there_is_no_room_for_more() -> None:
     plans = steady(Cyclic(), 145, ("rollout", "train"))
     assert used(plans["rollout"]).keys() == {"engine", "actor", "critic"}
-    assert plans["rollout"].prefetch == {"actor.optimizer": 25}
+    assert [*plans["rollout"].prefetch.items()] == [("actor.optimizer", 25), ("critic.optimizer", 25)]  # the second only until it is saved
 
 
 def test_a_clean_handle_that_is_needed_late_makes_room_for_what_is_needed_next() -> None:
@@ -144,12 +146,41 @@ def test_what_was_trained_and_leaves_is_saved_while_the_phase_computes() -> None
     handles = (handle("actor"), handle("actor.optimizer", "optimizer", "actor", owners=("actor",), num_bytes=60), *WORKER[3:4], WORKER[5])
     now = view("values", *resident("actor", "actor.optimizer", of=handles), budget_bytes=60, upcoming=("rollout", "train"))
     plan = Cyclic().plan(now)
-    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU}, {"actor.optimizer": 50})
+    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU}, {"actor.optimizer": 50, "actor": 10})
     assert Cyclic().reasons(now)["actor.optimizer"].startswith("evicted, and saved while the phase computes, 50 bytes of 60 bytes: ")
     there = after(now, plan)
     assert Cyclic().plan(there) == plan
     full = replace(there, phase="rollout", upcoming=("train", "values"), budget_bytes=100)
     assert not Cyclic().plan(full).prefetch  # the memory goes, and nothing is left to save
+
+
+def test_streamed_state_neither_stays_nor_arrives_early_in_the_phase_that_streams_it() -> None:
+    """`restore` needs the optimizer as a whole. In `train` it is TRAINING without being on the device."""
+    policy, phases = Cyclic(optimizer_in="streamed"), ("rollout", "train", "restore")
+    plans = steady(policy, 1000, phases)
+    trained = {"actor": TRAIN, "actor.optimizer": TRAIN, "critic": TRAIN, "critic.optimizer": TRAIN}
+    assert {name: plans["train"][name] for name in trained} == {name: plans["restore"][name] for name in trained} == trained
+    assert plans["train"].streamed == {"actor.optimizer", "critic.optimizer"}
+    assert not plans["train"].prefetch
+    assert not plans["restore"].streamed
+    assert dict(plans["rollout"].prefetch) == {"actor.optimizer": 60, "critic.optimizer": 60}  # `restore` wrote them: they are saved
+
+
+@pytest.mark.parametrize("idle", ["keep", "empty"])
+@pytest.mark.parametrize("optimizer_in", ["train", "optimizer_step", "streamed"])
+def test_whatever_the_phases_each_plan_is_valid_and_fits(optimizer_in: Any, idle: Any) -> None:
+    for number in range(60):
+        rng = random.Random(number)
+        phases = rng.choices([*PHASES, "idle"], k=rng.randint(2, 6))
+        policy, now = Cyclic(optimizer_in=optimizer_in, idle=idle), view(phases[0], budget_bytes=rng.choice([60, 150, 200, 300]))
+        for at, phase in enumerate(phases * 3):
+            coming = (phases * 2)[at % len(phases) + 1 :][: len(phases) - 1] if at >= len(phases) else ()
+            enclosing = rng.choice([None, None, None, *PHASES])
+            now = replace(now, phase=phase, upcoming=tuple(coming), enclosing=enclosing)
+            plan = plan_checks.ask(policy, now)
+            need = now.bytes_of(Colocated.plan(policy, now))
+            assert now.bytes_of(plan) <= max(now.budget_bytes, need)
+            now = after(now, plan)
 
 
 # --- outside a known cycle
@@ -209,7 +240,7 @@ def test_a_phase_never_seen_takes_no_more_than_it_needs() -> None:
     assert used(plan) == {"critic": GPU, "ref": GPU}
     assert plan.prefetch == {"actor": 10, "actor.optimizer": 60}  # saved, and there when they are needed
     plan = Cyclic().plan(replace(now, budget_bytes=30))
-    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU, "ref": GPU}, {"actor": 10})
+    assert (used(plan), dict(plan.prefetch)) == ({"critic": GPU, "ref": GPU}, {"actor": 10, "actor.optimizer": 20})
     assert used(Cyclic().plan(replace(now, budget_bytes=15))).keys() == {"critic"}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from placement.policies import Cyclic
 from placement.policies.keeping import MOST_UNITS, Step, Unit, bits, schedule, subsets
 from placement.testing import SimulatedDevice
 from tests.support.cycles import Cycle, Moved, Simulator, best, steady
+from tests.support.early import wait_for_copies
 
 SWEEP = os.environ.get("SWEEP") == "all"
 PARTS = range(40 if SWEEP else 4)
@@ -133,12 +133,7 @@ def _train(cycle: Cycle, phase: str, modules: dict[str, torch.nn.Module], traine
 
 def _arrived(manager: placement.Manager) -> int:
     """Device bytes that have arrived early, once the copies of all of them have been started."""
-    deadline = time.monotonic() + 60
-    for handle in manager.handles.values():
-        for r in () if handle.holding is None else handle.holding.ranges:
-            while r.early is not None and r.early.chunks.keys() != r.early.copied.keys():
-                assert time.monotonic() < deadline
-                time.sleep(0.001)  # a thread starts them
+    wait_for_copies(manager)
     return sum(each.prefetched_bytes for each in manager.snapshot().handles)
 
 
@@ -150,15 +145,16 @@ UNITS = st.lists(
 
 
 @settings(deadline=None, max_examples=100)
-@given(UNITS, st.lists(st.tuples(st.integers(0), st.integers(0)), min_size=1, max_size=10), st.integers(0, 200))
+@given(UNITS, st.lists(st.tuples(*[st.integers(0)] * 3), min_size=1, max_size=10), st.integers(0, 200))
 def test_a_schedule_holds_what_is_needed_fits_and_loads_nothing_else(
-    units: list[Unit], masks: list[tuple[int, int]], budget_bytes: int
+    units: list[Unit], masks: list[tuple[int, int, int]], budget_bytes: int
 ) -> None:
     everything = (1 << len(units)) - 1
-    steps = tuple(Step(needed & everything, needed & trained & everything) for needed, trained in masks)
+    steps = tuple(Step(need & everything, need & trained & everything, ~need & streamed & everything) for need, trained, streamed in masks)
     found = schedule(tuple(units), steps, budget_bytes)
     for index, (step, on) in enumerate(zip(steps, found, strict=True)):
         assert step.needed & ~on == 0
+        assert step.streamed & on == 0
         assert on & ~step.needed & ~found[index - 1] == 0
         held = sum(units[i].nbytes for i in bits(on))
         assert held <= max(budget_bytes, sum(units[i].nbytes for i in bits(step.needed)))

@@ -193,20 +193,33 @@ class Early(Colocated):
 
 
 class Saved(Colocated):
-    """Colocated, and the optimizer is saved while weight_sync computes."""
+    """Colocated, and the optimizer is saved from weight_sync on, while these phases compute."""
 
     name = "saved"
 
+    def __init__(self, *phases: str) -> None:
+        super().__init__()
+        self.phases = phases
+
     def plan(self, view: placement.View) -> placement.Plan:
         plan = super().plan(view)
-        return replace(plan, prefetch={"actor.optimizer": 1 << 30}) if view.phase == "weight_sync" else plan
+        is_saved = view.phase in self.phases and "actor.optimizer" in view.handles
+        return replace(plan, prefetch={"actor.optimizer": 1 << 30}) if is_saved else plan
 
 
 @pytest.mark.parametrize(
-    ("seconds", "policy", "phase"), [*((s, Early(), "log_prob") for s in (0.0, 0.005, 1.0)), (1.0, Saved(), "weight_sync")]
+    ("seconds", "policy", "phase", "less"),
+    [
+        (0.0, Early(), "log_prob", set()),
+        (0.005, Early(), "log_prob", {"train"}),
+        (1.0, Early(), "log_prob", {"train"}),
+        (1.0, Saved("weight_sync"), "weight_sync", {"weight_sync"}),
+        (0.0, Saved("weight_sync"), "weight_sync", {"weight_sync"}),  # the next phase transition waits instead
+        (1.0, Saved("weight_sync", "idle", "rollout"), "rollout", {"weight_sync"}),
+    ],
 )
 def test_bytes_that_move_under_the_work_stall_nobody(
-    seconds: float, policy: Colocated, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, policy: Colocated, phase: str, less: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, chunk_bytes = QWEN2, 512 << 10
     config.save_pretrained(tmp_path)
@@ -231,8 +244,7 @@ def test_bytes_that_move_under_the_work_stall_nobody(
     assert told.fits
     stalls = {each.phase: each.stall_seconds for each in told.phases}
     colocated = placement.forecast(handles, budget_bytes=1 << 30, device=device, link=RATE)
-    less = {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)}
-    assert less == ({"log_prob": {"train"}, "weight_sync": {"weight_sync"}}[phase] if seconds else set())
+    assert {each.phase for each in colocated.phases if (each.stall_seconds or 0) > (stalls[each.phase] or 0)} == less
 
 
 def test_a_recording_tells_what_the_other_policy_costs(tmp_path: Path) -> None:

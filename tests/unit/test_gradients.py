@@ -247,6 +247,33 @@ def test_host_memory_of_gradients_is_given_back() -> None:
     assert worker.actor.host_bytes < sizes[0]
 
 
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_gradients_of_the_next_cycle_use_the_host_memory_of_the_last(is_viewed: bool) -> None:
+    """Unless somebody still has a view of it."""
+    worker = Worker()
+    twin, adam = twin_of(worker)
+    slabs, views, host_bytes = [], [], []
+    for seed in range(4):
+        with worker.manager.phase("train"):
+            worker.adam.zero_grad()
+            adam.zero_grad()
+            backward(worker.net, seed)
+            backward(twin, seed)
+            worker.adam.step()
+            adam.step()
+        assert worker.actor.holding is not None
+        (r,) = [r for r in worker.actor.holding.ranges if r.transient]
+        slabs.append(r.host)
+        host_bytes.append(worker.actor.host_bytes)
+        views += [(r.view(0, r.nbytes), bytes(r.view(0, r.nbytes).numpy()))] if is_viewed else []
+    assert (len({*map(id, slabs)}) == 1) is not is_viewed
+    assert len({*host_bytes}) == 1
+    assert all(bytes(view.numpy()) == then for view, then in views)
+    with worker.manager.phase("train"):
+        assert_same(gradients(worker.net), gradients(twin))
+    assert_same(dict(worker.actor.state_dict()), dict(twin.state_dict()))
+
+
 def test_state_dicts_of_the_model_do_not_see_gradients() -> None:
     worker = Worker()
     with worker.manager.phase("train"):

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.base import Copy
 from placement.devices.cuda.pinning import Pinning
-from placement.devices.host import reserve
+from placement.devices.host import mapping, reserve
 from placement.devices.host import slab as host
+from placement.devices.host.mapping import PAGE
 from placement.devices.host.reserve import cut_at, promised_bytes, wait_until_ready
-from placement.devices.host.slab import PAGE, Slab
+from placement.devices.host.slab import Slab
+from placement.devices.memory import Copy
 from tests.support.programs import Programs
 
 LONG = 60
@@ -247,7 +248,7 @@ def test_an_interrupted_constructor_leaves_nothing(where: str, monkeypatch: pyte
         if where == "map_for_life":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(host, "keep_from_children", keep_from_children)
+    monkeypatch.setattr(mapping, "keep_from_children", keep_from_children)
     if where == "submit":
         monkeypatch.setattr(threading.Thread, "start", interrupted)
     driver = Driver()
@@ -381,7 +382,7 @@ def test_a_forked_child_begins_with_threads_and_promises_of_its_own(gate: thread
             code = 0 if promised_bytes() <= 2 * PAGE and own.ready.wait(LONG) and own.pinned else 2
             address = slab.address
             del slab, own
-            code = code or (3 if driver.problems or mapped(address) else 0)
+            code = code or (3 if driver.problems or not mapped(address) else 0)  # the addresses stay taken
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -395,6 +396,7 @@ def test_the_process_may_end_while_threads_are_at_work(programs: Programs, endin
     program = f"""
 import signal, sys, threading, time
 from placement.devices.host import reserve
+from placement.devices.host import mapping
 from placement.devices.host import slab as host
 reserve.SPAN_BYTES = reserve.PIECE_BYTES = 4096
 host._TOUCH_STEP = 4096

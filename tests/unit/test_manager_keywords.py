@@ -75,6 +75,7 @@ def test_every_word_that_a_field_takes_is_in_the_keyword_too() -> None:
         assert keywords[name] == fields[name], name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # mypy begins with an empty cache
 def test_mypy_refuses_a_misspelled_keyword_and_a_wrong_type(tmp_path: Path) -> None:
     pytest.importorskip("mypy")

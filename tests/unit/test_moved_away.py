@@ -23,7 +23,7 @@ from torch.ao import quantization
 
 from placement import IntegrityError, RegistrationError
 from placement.devices import adoption
-from placement.devices.base import Addresses
+from placement.devices.memory import Addresses
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 

@@ -56,6 +56,17 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def test_a_limit_on_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--host-limit", "120MiB", "--compare", "colocated,resident"]) == 0
+    assert "disk, this rank" in capsys.readouterr().out
+    assert main(["plan", model, "--host-limit", "120MiB"]) == 0
+    text = capsys.readouterr().out
+    assert "disk: " in text
+    assert "on disk: none" not in text
+    assert main(["plan", model, "--host-limit", "10GiB"]) == 0
+    assert "on disk: none" in capsys.readouterr().out
+
+
 def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [model, "--shards", "2", "--kv-cache", "64MiB", "--budget", "1GiB", "--rate", "1GB", "--work", "train=2,rollout=3.5"]
     assert main(["plan", *words]) == 0
@@ -132,6 +143,7 @@ def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
         (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
         (["MODEL", "--chart", "plan.png"], "give a name that ends in .svg"),
+        (["--from", "trace.json", "--host-limit", "1GiB"], "--host-limit is for a job that is planned"),
         (["MODEL", "--roles", "actor,rollout", "--kv-cache", "1GiB"], "leave the role rollout out"),
         (["--from", "absent.json"], "there is no trace absent.json"),
     ],

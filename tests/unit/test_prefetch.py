@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,25 +15,11 @@ import placement
 from placement import Plan, PolicyError, State, View
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.early import Early, wait_for_copies
 from tests.support.worker import CAPACITY, Worker, assert_same, learn
 
 ALL = 1 << 40
 CHUNK = 4096
-
-
-class Early(Colocated):
-    """Colocated, and in each phase it prefetches what the test says."""
-
-    name = "early"
-
-    def __init__(self, wanted: Mapping[str, Mapping[str, int]]) -> None:
-        super().__init__()
-        self.wanted = wanted
-
-    def plan(self, view: View) -> Plan:
-        plan = super().plan(view)
-        wanted = {n: b for n, b in self.wanted.get(view.phase, {}).items() if n in view.handles}
-        return view.total_plan(plan.targets, plan.streamed, plan.dropped, plan.parts, wanted)
 
 
 def early_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
@@ -43,12 +28,7 @@ def early_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Wo
 
 def early_bytes(worker: Worker) -> dict[str, int]:
     """Device bytes that have arrived early, by handle, once the copies of all of them have been started."""
-    deadline = time.monotonic() + 60
-    for handle in worker.manager.handles.values():
-        for r in () if handle.holding is None else handle.holding.ranges:
-            while r.early is not None and r.early.chunks.keys() != r.early.copied.keys():
-                assert time.monotonic() < deadline
-                time.sleep(0.001)  # a thread starts them
+    wait_for_copies(worker.manager)
     return {each.name: each.prefetched_bytes for each in worker.manager.snapshot().handles if each.prefetched_bytes}
 
 
@@ -360,7 +340,7 @@ def test_early_chunks_are_given_up_when_torch_finds_no_memory_and_the_phase_gets
 
 def test_out_of_memory_in_the_middle_of_a_phase_transition_leaves_it_alone() -> None:
     class Short(SimulatedDevice):
-        def create(self, nbytes: int) -> placement.devices.base.Chunk:
+        def create(self, nbytes: int) -> placement.devices.memory.Chunk:
             self.run_out_of_memory()
             return super().create(nbytes)
 

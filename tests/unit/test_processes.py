@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import traceback
@@ -26,6 +27,7 @@ def in_child(work: Callable[[], None]) -> None:
     if pid == 0:
         os.close(reader)
         signal.alarm(20)  # a child that hangs fails its test
+        faulthandler.enable(writer)  # a child that crashes says where
         torch.set_num_threads(1)  # OpenMP's threads did not come along
         message = b""
         try:
@@ -107,6 +109,29 @@ def test_a_child_may_have_a_manager_of_its_own() -> None:
     in_child(child)
     with worker.manager.phase("log_prob"):
         assert_same(dict(worker.net.state_dict()), dict(worker.values))
+
+
+def test_memory_of_a_child_never_lies_where_its_parents_memory_lies() -> None:
+    """Handles and the storages of tensors are looked up by address, and a child inherits the tables of its parent."""
+    workers = [Worker() for _ in range(3)]
+
+    def child(taken: list[tuple[int, int]], generations: int) -> None:
+        own = [Worker() for _ in range(6)]
+        assert not [(one, other) for one in spans(own) for other in taken if one[0] < other[1] and other[0] < one[1]]
+        for worker in own:
+            assert_same(dict(worker.ref.state_dict()), dict(worker.ref_values))
+        if generations > 1:
+            in_child(lambda: child(taken + spans(own), generations - 1))
+
+    in_child(lambda: child(spans(workers), generations=2))
+
+
+def spans(workers: list[Worker]) -> list[tuple[int, int]]:
+    """First address and end of every range and host copy."""
+    ranges = [each for worker in workers for handle in worker.manager.handles.values() for each in handle.storage.ranges]
+    places = [(each.layout.addresses.base, each.layout.addresses.nbytes) for each in ranges]
+    places += [(each.host.address, each.host.nbytes) for each in ranges]
+    return [(address, address + nbytes) for address, nbytes in places if nbytes]
 
 
 def test_a_data_loader_with_forked_workers_inside_a_phase() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from placement import Handle, IntegrityError, NotResidentError
-from placement.devices.base import Addresses
+from placement.devices.memory import Addresses
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,10 +18,11 @@ from placement import Plan, State, View
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.faults.harness import FaultyWorker, Foresight, check_left, check_values
+from tests.support.early import Early
 from tests.support.late_device import LateDevice
 from tests.support.worker import CAPACITY, Worker, assert_same, learn
 from tests.support.worker import net as make_net
-from tests.unit.test_prefetch import ALL, CHUNK, Early, early_bytes, last_load, used_bytes
+from tests.unit.test_prefetch import ALL, CHUNK, early_bytes, last_load, used_bytes
 
 
 def late_worker(wanted: Mapping[str, Mapping[str, int]], **keywords: Any) -> Worker:
@@ -60,6 +61,28 @@ def test_an_offload_leaves_what_the_plan_wants_early_and_waits_for_nothing() -> 
         step.switch("train")
         assert last_load(worker, "actor") == (0, used_bytes(worker, "actor"))
         assert last_load(worker, "actor.optimizer") == (0, used_bytes(worker, "actor.optimizer"))
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(2, 3), slice(None)], ids=["first chunk", "last chunk", "all"])
+def test_bytes_that_were_written_into_a_readonly_handle_do_not_stay(rows: slice) -> None:
+    worker = Worker(policy=Early({"values": {"reward": ALL}}), device=LateDevice(CAPACITY, chunk_bytes=CHUNK))
+    net = torch.nn.Linear(CHUNK // 4, 3, bias=False)
+    before = net.weight.detach().clone()
+    handle = worker.manager.register("reward", net, role="reward", readonly=True)
+    for is_wrong in (False, True, False):
+        with worker.manager.phase("reward") as step:
+            assert net.weight.cpu().equal(before)
+            if is_wrong:
+                with torch.no_grad():
+                    net.weight[rows] += 1
+                with pytest.raises(placement.IntegrityError, match=r"is readonly, but \d of its chunks changed"):
+                    step.switch("values")
+            else:
+                step.switch("values")
+                assert handle.prefetched_bytes
+                step.switch("reward")
+                assert net.weight.cpu().equal(before)
     assert_nothing_resident(worker.manager)
 
 
@@ -190,8 +213,8 @@ class Changing(Colocated):
 
     name = "changing"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, optimizer_in: Literal["train", "streamed"] = "train") -> None:
+        super().__init__(optimizer_in)
         self.wanted: Mapping[str, int] = {}
 
     def plan(self, view: View) -> Plan:

@@ -13,7 +13,7 @@ from torch import nn
 
 import placement
 from placement import DeviceMemoryError, Handle, Manager
-from placement.devices.base import DeviceMemory
+from placement.devices.memory import DeviceMemory
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import OFF
@@ -193,3 +193,15 @@ def test_state_in_torchs_memory_is_not_taken_for_that_of_others() -> None:
                 assert adam.state is placement.State.TRAINING
         device.torch_bytes = 0  # freed, or behind the range by now
     assert adam.num_bytes == 40 * PAGE
+
+
+def test_what_others_need_outside_every_phase_is_learnt_when_a_phase_begins() -> None:
+    device = WithTorch(100 * PAGE)
+    manager = Manager(device=device, headroom=0.2)
+    registered(manager, [(10 * PAGE // 4,)], torch.optim.SGD)
+    assert manager.snapshot().budget_bytes == 80 * PAGE  # the headroom
+    device.torch_bytes = 5 * PAGE
+    with manager.phase("train"):
+        device.trim()
+    assert manager.phase_name == "idle"
+    assert manager.snapshot().budget_bytes == 95 * PAGE

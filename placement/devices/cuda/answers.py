@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from placement.devices.base import HostSlab
 from placement.devices.host.reserve import wait_until_ready
+from placement.devices.memory import HostSlab
 
 _PAGE = 1024
 """The words of one answer: enough for the fingerprints of 128 GiB in chunks of 128 MiB."""

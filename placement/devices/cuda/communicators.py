@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from placement.devices.base import Communicator
+from placement.devices.memory import Communicator
 
 
 def of_device(device: torch.device) -> list[Communicator]:

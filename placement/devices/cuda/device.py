@@ -14,7 +14,7 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
-from placement.devices.base import Addresses, Chunk, Communicator, Copy, Device, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
+from placement.devices.base import Device
 from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.adoption import CudaAdopter
 from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
@@ -28,6 +28,7 @@ from placement.devices.host import numa
 from placement.devices.host.reserve import Register
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span
+from placement.devices.memory import Addresses, Chunk, Communicator, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab
 
 CHUNK_BYTES = 256 << 20
 """The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
@@ -235,6 +236,9 @@ class CudaDevice(Device):
 
     def wait(self, mark: Mark) -> None:
         _ours(mark, _Event).event.synchronize()
+
+    def wait_for_work(self) -> None:
+        torch.cuda.current_stream(self.torch_device).synchronize()
 
     def sync(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from placement.devices.base import Chunk, check_slots
+from placement.devices.base import check_slots
 from placement.devices.cuda.driver import Driver
 from placement.devices.cuda.lifetime import uninterrupted
 from placement.devices.host.slab import check_span
+from placement.devices.memory import Chunk
 
 Mapping = tuple[int, int, int, int, int]
 """Arguments of cuMemMap: address, bytes, 0, handle, 0."""

@@ -6,9 +6,9 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from placement.devices.base import Copy
 from placement.devices.cuda.driver import Driver
 from placement.devices.host.reserve import SPAN_BYTES, cut_at, wait_until_ready
+from placement.devices.memory import Copy
 
 
 class Pinning:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from placement.devices.base import HostSlab
 from placement.devices.host.slab import check_span
+from placement.devices.memory import HostSlab
 
 _ALIGNMENT = 64
 
@@ -15,7 +15,7 @@ class SlabPart(HostSlab):
 
     def __init__(self, whole: HostSlab, offset: int, nbytes: int) -> None:
         check_span(offset, nbytes, whole.nbytes)
-        self._whole, self._offset = whole, offset
+        self.whole, self._offset = whole, offset
         self.address = whole.address + offset
         self.nbytes = nbytes
         self.ready = whole.ready
@@ -23,22 +23,29 @@ class SlabPart(HostSlab):
     @property
     def pinned_bytes(self) -> int:
         """All of it if all of the whole is pinned; else its share of the whole's pinned bytes, wherever those are."""
-        return self.nbytes if self._whole.pinned else self._share(self._whole.pinned_bytes)
+        return self.nbytes if self.whole.pinned else self._share(self.whole.pinned_bytes)
 
     @property
     def pageable_bytes(self) -> int:
-        return self._share(self._whole.pageable_bytes)
+        return self._share(self.whole.pageable_bytes)
 
     @property
     def pageable_reason(self) -> str | None:
-        return self._whole.pageable_reason
+        return self.whole.pageable_reason
+
+    @property
+    def held_bytes(self) -> int:
+        return self._share(self.whole.held_bytes)
+
+    def claim(self) -> None:
+        self.whole.claim()
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
-        return self._whole.view(self._offset + offset, nbytes)
+        return self.whole.view(self._offset + offset, nbytes)
 
     def _share(self, nbytes: int) -> int:
-        return nbytes * self.nbytes // self._whole.nbytes if self._whole.nbytes else 0
+        return nbytes * self.nbytes // self.whole.nbytes if self.whole.nbytes else 0
 
 
 def cut(whole: HostSlab, nbytes: int) -> tuple[SlabPart, SlabPart | None]:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from placement.core.weak_set import WeakIdSet
+from placement.devices.background import BackgroundThread
 
 PIECE_BYTES = 128 << 20
 """The unit of work of a thread. Pieces and spans end at absolute addresses that are multiples of their size."""
@@ -93,10 +94,19 @@ class Reservation:
             unregister: undoes `register`; called for every successful registration, and for one that raised.
         """
         self._touch, self._register, self._unregister = touch, register, unregister
+        self.ready.clear()
+        self._let_go = itertools.count(1)
         self.spans = [_Span(*part) for part in cut_at(SPAN_BYTES, address, sum(self.untouched))]
         self._pieces = [(span, *piece) for span in self.spans for piece in span.pieces]
         self.untouched = [nbytes if touch else 0 for _, _, nbytes in self._pieces]
         _pool.submit(self, len(self._pieces))
+
+    def unpin(self) -> None:
+        """Undo every registration. Call it when `ready` is set; `begin` may be called again afterwards."""
+        self.spans = ()
+        while self.undo:
+            self.undo[-1]()
+            self.undo.pop()
 
     def countdown(self) -> Callable[[], None]:
         """A function for a thread to call when it no longer holds this object. The last call sets `ready`, so a slab that dies after
@@ -171,7 +181,7 @@ class _Pool:
             self._queue.append((weakref.ref(reservation), iter(range(pieces))))
             # A thread whose start was interrupted is not alive, and does not count.
             self._threads = {thread for thread in self._threads if thread.is_alive()}
-            fresh = [threading.Thread(target=self._work, name="placement-host", daemon=True) for _ in range(most - len(self._threads))]
+            fresh = [BackgroundThread("placement-host", self._work) for _ in range(most - len(self._threads))]
             self._threads.update(fresh)
             for thread in fresh:  # they wait for the lock: a thread's stack cannot be mapped while another thread touches memory
                 thread.start()

@@ -1,32 +1,24 @@
-"""Host memory: slabs of exact size that live as long as the last tensor in them.
-
-Mappings are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
-"""
+"""Host memory: slabs of exact size that live as long as the last tensor in them."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import functools
-import itertools
 import mmap
 import os
-import weakref
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from placement.core.errors import HostMemoryError
-from placement.devices.base import HostSlab
 from placement.devices.host.available import available_bytes, free_huge_bytes
+from placement.devices.host.mapping import MADV_POPULATE_WRITE, PAGE, READ_WRITE, libc, map_for_life, round_up
 from placement.devices.host.reserve import SPAN_BYTES, Register, Reservation, cut_at, promised_bytes, wait_until_ready
+from placement.devices.memory import HostSlab
 
-PAGE = mmap.PAGESIZE
-READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-MAP_FAILED = ctypes.c_void_p(-1).value
-MADV_POPULATE_WRITE = 23
-_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
 _TOUCH_STEP = 32 << 20
@@ -34,58 +26,6 @@ _TOUCH_STEP = 32 << 20
 
 Place = Callable[[int, int], object]
 """(address, bytes) -> ignored."""
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-libc.mmap.restype = ctypes.c_void_p
-libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that is at least `nbytes`."""
-    return -(-nbytes // multiple) * multiple
-
-
-def map_for_life(
-    owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
-) -> int:
-    """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
-
-    Args:
-        pinned: functions to call before unmapping; the list is read when the owner dies.
-        file: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    held: list[int] = []
-    # The finalizer comes before the mapping. `extend` runs mmap and stores its result in one call of C code, so no interrupt can
-    # come between the two and lose the mapping.
-    weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
-    held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, file, 0)]))
-    if held[0] == MAP_FAILED:
-        held.clear()
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    keep_from_children(held[0], nbytes)
-    return held[0]
-
-
-def _unmap(held: list[int], nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
-    # A forked child never had the mapping, and its own memory may lie at these addresses.
-    if not held or os.getpid() != pid:
-        return
-    try:
-        for unpin in pinned:
-            unpin()
-    finally:
-        libc.munmap(held[0], nbytes)
-
-
-def keep_from_children(address: int, nbytes: int) -> None:
-    """Leave the mapping out of forked children: a child that touches it crashes instead of reading old bytes."""
-    libc.madvise(address, nbytes, _MADV_DONTFORK)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -150,6 +90,15 @@ class Slab(HostSlab):
             raise ValueError(f"a slab cannot have {nbytes} bytes; give 0 or more")
         self.nbytes = nbytes
         self.address = 0
+        self._register, self._unregister = register, unregister
+        self.is_released = False
+        """Whether the memory was given back: see `spilled_slab`."""
+        self.before_use: Callable[[], object] = _nothing
+        """Called for each new view, once it counts: brings back what was released."""
+        self.on_claim: Callable[[], object] = _nothing
+        """Does the work of `claim`."""
+        self._uses = object()
+        """Every view refers to it, so that its references count the views."""
         size = round_up(nbytes, PAGE)
         self._memory = memory = Reservation(self, size)  # promised before the check, so that two slabs made at once count each other
         self.ready = memory.ready
@@ -185,9 +134,44 @@ class Slab(HostSlab):
     def pageable_reason(self) -> str | None:
         return self._memory.reason
 
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.is_released else self.nbytes
+
+    @property
+    def has_views(self) -> bool:
+        return sys.getrefcount(self._uses) > 2  # this object's reference, and that of the call
+
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         check_span(offset, nbytes, self.nbytes)
-        return tensor_at(self.address + offset, nbytes, self)
+        view = tensor_at(self.address + offset, nbytes, (self, self._uses))
+        self.before_use()  # after the view counts: whoever releases the memory looks for views afterwards
+        return view
+
+    def claim(self) -> None:
+        self.on_claim()
+
+    def unpin(self) -> None:
+        """Have the driver forget the memory, so that it can be given back. Waits until it is pinned."""
+        self.ready.wait()
+        self._memory.unpin()
+
+    def pin_again(self, *, is_touched: bool) -> None:
+        """Undo `unpin`, in the background.
+
+        Args:
+            is_touched: whether all of the memory is allocated already.
+        """
+        size = round_up(self.nbytes, PAGE)
+        if self._register is not None and size:
+            self._memory.untouched = [size]
+            self._memory.begin(self.address, None if is_touched else _touch, self._register, self._unregister)
+        elif not is_touched:
+            populate(self.address, size)
+
+
+def _nothing() -> None:
+    """The default of `Slab.before_use` and `Slab.on_claim`."""
 
 
 def _map(memory: Reservation, nbytes: int) -> int:

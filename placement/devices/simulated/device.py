@@ -20,32 +20,11 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.weak_set import WeakIdSet
-from placement.devices.base import (
-    Addresses,
-    Chunk,
-    Copy,
-    Device,
-    DeviceMemory,
-    Direction,
-    HostSlab,
-    Mark,
-    SharedSlab,
-    WrittenPoison,
-    check_slots,
-)
+from placement.devices.base import Device, check_slots
+from placement.devices.host.mapping import MADV_POPULATE_WRITE, MAP_FAILED, PAGE, READ_WRITE, keep_from_children, libc, round_up
 from placement.devices.host.shared_slab import MappedSlab
-from placement.devices.host.slab import (
-    MADV_POPULATE_WRITE,
-    MAP_FAILED,
-    PAGE,
-    READ_WRITE,
-    Slab,
-    check_span,
-    keep_from_children,
-    libc,
-    round_up,
-    tensor_at,
-)
+from placement.devices.host.slab import Slab, check_span, tensor_at
+from placement.devices.memory import Addresses, Chunk, Copy, DeviceMemory, Direction, HostSlab, Mark, SharedSlab, WrittenPoison
 from placement.devices.simulated.poison import poison_of
 from placement.devices.simulated.range import SimulatedChunk, SimulatedRange, around, runs
 from placement.devices.simulated.shared_capacity import SharedCapacity

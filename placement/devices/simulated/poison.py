@@ -19,11 +19,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from placement.devices.base import POISON_WORD, WrittenPoison, poison_bytes
-from placement.devices.host.slab import PAGE, READ_WRITE, libc, round_up
+from placement.devices.base import POISON_WORD, poison_bytes
+from placement.devices.host.mapping import MAP_NORESERVE, PAGE, READ_WRITE, libc, round_up
+from placement.devices.memory import WrittenPoison
 from placement.devices.simulated.range import SimulatedRange
 
-_MAP_NORESERVE = 0x4000
 _MADV_DONTNEED = 4
 _ENTRY_BYTES = 8
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
@@ -71,7 +71,7 @@ class SimulatedPoison(abc.ABC):
 class PrivatePoison(SimulatedPoison):
     """Poison of which every range gets its own copy of a page when something writes there."""
 
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
 
     def __init__(self, file: int, nbytes: int, page_map: int) -> None:
         super().__init__(file, nbytes)

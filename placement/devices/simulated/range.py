@@ -5,10 +5,9 @@ from __future__ import annotations
 import mmap
 import weakref
 
-from placement.devices.base import Addresses, Chunk
-from placement.devices.host.slab import PAGE, check_span, map_for_life, round_up
-
-_MAP_NORESERVE = 0x4000
+from placement.devices.host.mapping import MAP_NORESERVE, NO_ACCESS, PAGE, map_for_life, round_up
+from placement.devices.host.slab import check_span
+from placement.devices.memory import Addresses, Chunk
 
 
 class SimulatedRange(Addresses):
@@ -18,8 +17,8 @@ class SimulatedRange(Addresses):
         self.chunks: dict[int, SimulatedChunk] = {}
         """The mapped chunks by offset. Replaced as a whole. Keeps memory under living tensors alive when everything else is dropped."""
         if nbytes:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, 0, flags), granularity)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            self.base = round_up(map_for_life(self, nbytes + granularity - PAGE, NO_ACCESS, flags), granularity)
         self._vacant: tuple[dict[int, SimulatedChunk], list[tuple[int, int]]] | None = None
         """The `chunks` at the last call of `vacant`, and its answer then."""
 

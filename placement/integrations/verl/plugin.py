@@ -39,16 +39,18 @@ def register_engines() -> None:
         logger.info("placement is active: param_offload and optimizer_offload of verl's %s engines mean that placement places", names)
 
 
-def place_rollout() -> None:
-    """Let verl use the adapter of vLLM that tells placement what the rollout holds, where placement was asked for."""
+def place_rollouts() -> None:
+    """Let verl use the adapters of vLLM and SGLang that tell placement what the rollout holds, where placement was asked for."""
     if is_chosen():
-        from placement.integrations.verl import rollout
+        from placement.integrations.verl.rollout import PlacedRollout, place
+        from placement.integrations.verl.sglang import PlacedSglang
 
-        try:
-            rollout.place("vllm")
-        except (AttributeError, KeyError) as error:
-            logger.info("the rollout is no handle of placement: this verl has no adapter of vLLM under %s", error)
+        for name, kind in (("vllm", PlacedRollout), ("sglang", PlacedSglang)):
+            try:
+                place(name, kind)
+            except (AttributeError, KeyError) as error:
+                logger.info("a rollout by %s is no handle of placement: this verl has no adapter under %s", name, error)
 
 
 after_import("verl.workers.engine", register_engines)
-after_import("verl.workers.rollout.base", place_rollout)
+after_import("verl.workers.rollout.base", place_rollouts)

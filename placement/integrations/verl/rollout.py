@@ -1,4 +1,4 @@
-"""The rollout that shares the worker's GPU, as a handle of placement.
+"""The rollout that shares the worker's GPU, as a handle of placement. This is vLLM's; `sglang` has what differs for SGLang.
 
 verl wakes it in the worker, through an adapter (`resume`), and puts it to sleep in the driver, past the worker. So placement makes the
 calls that wake it, in phases of its own, and measures what each part holds. That it sleeps again placement learns at the worker's next
@@ -20,7 +20,7 @@ import torch
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.residency import Residency
-from placement.engines.tagged import TaggedEngine
+from placement.engines.tagged import TaggedEngine, Weights
 from placement.integrations.verl import managers
 from placement.integrations.verl.log import logger
 
@@ -37,8 +37,8 @@ _ASLEEP_SHARE = 0.5
 _PATIENCE_SECONDS = 1.0
 """The time for memory to show as free after the driver was told that the rollout sleeps."""
 _POLL_SECONDS = 0.01
-_bases: dict[str, str] = {}
-"""The paths of verl's adapters, by the names under which this module has them placed."""
+_bases: dict[str, tuple[type[PlacedRollout], str]] = {}
+"""The class to put before verl's adapter, and the path of that adapter, by the names under which this module has them placed."""
 
 
 class _Record(Residency):
@@ -52,13 +52,22 @@ class ColocatedRollout(TaggedEngine):
 
     Args:
         wake: wakes one part.
-        sleep: puts everything to sleep, at verl's level.
+        sleep: puts these parts to sleep, which are all that are awake.
         free_bytes: the free bytes of the device.
+        tags: the parts that the driver puts to sleep.
+        weights: whether they survive that.
     """
 
-    def __init__(self, wake: Callable[[str], object], sleep: Callable[[], object], free_bytes: Callable[[], int]) -> None:
-        super().__init__(weights="discard", offloaded=(WEIGHTS, KV_CACHE))
-        self.residency = _Record(self, (WEIGHTS, KV_CACHE), offloaded=(WEIGHTS, KV_CACHE), keeps_weights=False, given={}, by_memory=True)
+    def __init__(
+        self,
+        wake: Callable[[str], object],
+        sleep: Callable[[Collection[str]], object],
+        free_bytes: Callable[[], int],
+        tags: tuple[str, ...],
+        weights: Weights,
+    ) -> None:
+        super().__init__(tags=tags, weights=weights, offloaded=tags)
+        self.residency = _Record(self, tags, offloaded=tags, keeps_weights=weights == "keep", given={}, by_memory=True)
         self._wake, self._sleep, self._free_bytes = wake, sleep, free_bytes
         self._free_when_awake = 0
         self.may_wake = False
@@ -78,12 +87,12 @@ class ColocatedRollout(TaggedEngine):
         self._free_when_awake = self._free_bytes()
 
     def offload(self, tags: Collection[str]) -> None:
-        """Nothing where the driver has done it; else put all to sleep. What was never measured counts as done."""
+        """Nothing where the driver has done it; else put them to sleep. What was never measured counts as done."""
         wanted = self._free_when_awake + self.residency.resident_bytes * _ASLEEP_SHARE
         until = time.monotonic() + _PATIENCE_SECONDS
         while self.residency.resident_bytes and self._free_bytes() < wanted:
             if time.monotonic() >= until:
-                self._sleep()
+                self._sleep(tags)
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -97,8 +106,10 @@ class ColocatedRollout(TaggedEngine):
 class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
     """Comes before one of verl's adapters among the bases of a class. Its methods are those of `verl.workers.rollout.base.BaseRollout`."""
 
+    _weights: Weights = "discard"
+    """Whether the weights survive the sleep."""
     _manager: Manager | None = None
-    _engine: ColocatedRollout | None = None
+    _colocated: ColocatedRollout | None = None
     _open: Hold | None = None
     """The phase in which the rollout is awake, or wakes."""
 
@@ -110,10 +121,14 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             logger.info("the rollout is no handle of placement: %s", reason)
             return
         inherited: Any = super()
-        self._engine = ColocatedRollout(
-            lambda tag: _done(inherited.resume, [tag]), lambda: _done(inherited.release), lambda: manager.device.memory().free_bytes
+        self._colocated = ColocatedRollout(
+            lambda tag: _done(inherited.resume, [tag]),
+            lambda tags: _done(self.release_parts, tags),
+            lambda: manager.device.memory().free_bytes,
+            self._parts(),
+            self._weights,
         )
-        manager.register("rollout", self._engine, role="rollout", replace=True)
+        manager.register("rollout", self._colocated, role="rollout", replace=True)
         self._manager = manager
         managers.on_next_phase(weakref.WeakMethod(self.ended))
         logger.info("placement knows the rollout as 'rollout' (%s)", type(self).__name__)
@@ -127,21 +142,29 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             return f"the policy {manager.policy.name!r} may keep it on the device, where verl's driver puts it to sleep"
         return None
 
+    def _parts(self) -> tuple[str, ...]:
+        """The parts that verl's driver puts to sleep, in the order in which verl wakes them."""
+        return WEIGHTS, KV_CACHE
+
+    async def release_parts(self, tags: Collection[str]) -> None:
+        """Put these parts to sleep, which are all that are awake."""
+        await super().release()
+
     async def resume(self, tags: list[str]) -> None:
         """Wake these parts, in the phase `weight_sync`, or `rollout` once the KV cache comes."""
-        if self._manager is None or self._engine is None:
+        if self._manager is None or self._colocated is None:
             await super().resume(tags)
             return
-        if KV_CACHE not in tags:
-            self.ended()
-        self._engine.may_wake = True
+        if self._colocated.residency.tags[0] in tags:
+            self.ended()  # the driver has put it to sleep since it was awake
+        self._colocated.may_wake = True
         try:
             following = self._manager.hold("rollout" if KV_CACHE in tags else "weight_sync", only=["rollout"])
         except BaseException as error:
             self.ended(error)
             raise
         finally:
-            self._engine.may_wake = False
+            self._colocated.may_wake = False
         before, self._open = self._open, following
         if before is not None:
             before.release()
@@ -155,13 +178,17 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
 
     async def update_weights(self, *args: Any, **keywords: Any) -> Any:
         """verl's own, after which the weights are valid."""
+        engine = self._colocated
+        filling = engine if engine is not None and WEIGHTS in engine.residency.resident else None
+        if filling is not None:
+            filling.residency.stale = "a sync has begun and was not finished"
         try:
             result = await super().update_weights(*args, **keywords)
         except BaseException as error:
             self.ended(error)
             raise
-        if self._engine is not None and WEIGHTS in self._engine.residency.resident:
-            self._engine.weights_filled()
+        if filling is not None:
+            filling.weights_filled()
         return result
 
     def ended(self, error: BaseException | None = None) -> None:
@@ -171,8 +198,12 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             hold.release(error)
 
 
-def place(name: str) -> None:
+def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:
     """Let verl use a placed adapter for the rollouts of this name, in this process.
+
+    Args:
+        name: verl's name of the rollout.
+        kind: the class that comes before verl's adapter.
 
     Raises:
         KeyError: verl knows no such rollout.
@@ -182,7 +213,7 @@ def place(name: str) -> None:
     key = name, "async"
     attribute = f"Placed_{name}"
     if attribute not in _bases:
-        _bases[attribute] = base._ROLLOUT_REGISTRY[key]
+        _bases[attribute] = kind, base._ROLLOUT_REGISTRY[key]
         base._ROLLOUT_REGISTRY[key] = f"{__name__}.{attribute}"
 
 
@@ -190,9 +221,10 @@ def __getattr__(attribute: str) -> Any:
     """The placed adapter of a name. Made when verl asks for it, because verl's own needs the engine's package."""
     if attribute not in _bases:
         raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")
-    module, _, name = _bases[attribute].rpartition(".")
+    kind, path = _bases[attribute]
+    module, _, name = path.rpartition(".")
     adapter = getattr(importlib.import_module(module), name)
-    placed = type(f"Placed{name}", (PlacedRollout, adapter), {"__doc__": f"{name}, known to placement."})
+    placed = type(f"Placed{name}", (kind, adapter), {"__doc__": f"{name}, known to placement."})
     globals()[attribute] = placed
     return placed
 
@@ -201,10 +233,12 @@ def _done(method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> N
     """Wait for one of verl's methods, on a thread of its own, because a loop is running on this one.
 
     Raises:
-        EngineLost: it failed, so that its effect is unknown.
+        EngineError: the server refused it by an HTTP status below 500, so that nothing was done.
+        EngineLost: it failed otherwise, so that its effect is unknown.
     """
     try:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, method(*arguments)).result()
     except Exception as error:
-        raise EngineLost(f"verl's rollout failed in {method.__name__}(): {error}") from error
+        is_refused = 400 <= getattr(error, "status", 0) < 500
+        raise (EngineError if is_refused else EngineLost)(f"verl's rollout failed in {method.__name__}(): {error}") from error

@@ -136,7 +136,7 @@ def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
         if (place := places.get(owned.name)) is None:
             return False
         dtype, offset, size, stride = place.form
-        host = place.range.slab.view(place.entry.offset, place.entry.nbytes).untyped_storage()
+        host = place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage()
         registered = torch.empty(0, dtype=dtype, device="cpu").set_(host, offset, size, stride)
         now = owned.tensor.detach()
         if now.size() != size or not torch.equal(now.cpu().to(dtype), registered):

@@ -82,7 +82,7 @@ class GradientWrites:
         """Zero the host copies of the gradients that were zeroed, restore their poison, and do not report the other writes again."""
         for place in found.zeroed:
             place.range.note_written()
-            place.range.slab.view(place.offset, place.nbytes).zero_()
+            place.range.view(place.offset, place.nbytes).zero_()
             self._device.mend_poison(place.range.layout.addresses, place.offset, place.nbytes)
         self.forget()
         self.note(ranges)

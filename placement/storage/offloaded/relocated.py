@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placement.devices.base import Copy, Device
+from placement.devices.base import Device
+from placement.devices.memory import Copy
 from placement.storage.offloaded.put_back import bring_back
 from placement.storage.places import Places, Relocated
 from placement.storage.range import Range
@@ -47,7 +48,7 @@ class RelocatedStorages:
                 self._device.copy([Copy(claim.storage.data_ptr(), r.slab.address + entry.offset, entry.nbytes)], "to_host")
                 self._device.wait(self._device.mark("to_host"))
             else:
-                r.slab.view(entry.offset, entry.nbytes).copy_(byte_view(claim.storage))
+                r.view(entry.offset, entry.nbytes).copy_(byte_view(claim.storage))
 
     def bring_back(self, ranges: Sequence[Range], places: Places) -> None:
         """Called when the object is offloaded: point every storage to its place, or drop its place if it was resized."""

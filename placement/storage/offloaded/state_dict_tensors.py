@@ -77,6 +77,11 @@ class StateDictTensors:
         """
         return bool(self._storages)
 
+    @property
+    def are_held(self) -> bool:
+        """Whether anybody has a tensor that was handed out, or a view of one, and could write there."""
+        return any(not storage.expired() for storage in [*self._storages.values()])
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
         for ref in [*self._tensors.values()]:
@@ -133,8 +138,8 @@ class StateDictTensors:
         storage = tensor.untyped_storage()
         for r in places.ranges:
             if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
-                slab, offset, nbytes = r.slab, entry.offset, entry.nbytes
-                return self.over(tensor, slab.address + offset, functools.partial(slab.view, offset, nbytes))
+                r.wait_until_saved()  # also where a tensor over the place is alive already
+                return self.over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and self._is_live(storage):
             raise IntegrityError(
                 f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by one computed from "
@@ -155,8 +160,9 @@ class StateDictTensors:
         place = places.find(tensor)
         if place is None:
             return None
-        slab, offset = place[0].slab, place[1]
-        return self.over(tensor, slab.address + offset, lambda: slab.view(offset, tensor.untyped_storage().nbytes()))
+        r, offset = place
+        r.wait_until_saved()  # as above
+        return self.over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
 
     def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from placement.devices.base import Copy, Device, SharedSlab
-from placement.devices.host.slab import PAGE, round_up
+from placement.devices.base import Device
+from placement.devices.host.mapping import PAGE, round_up
+from placement.devices.memory import Copy, SharedSlab
 from placement.storage.range import Range, used_bytes
 from placement.storage.range_layout import Claim, RangeLayout
 

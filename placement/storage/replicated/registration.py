@@ -17,9 +17,10 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices.base import Copy, Device, SharedSlab
+from placement.devices.base import Device
+from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
-from placement.devices.host.slab import PAGE, round_up
+from placement.devices.memory import Copy, SharedSlab
 from placement.storage import range_layout
 from placement.storage.address_map import Owner
 from placement.storage.range import Range, used_bytes

@@ -21,7 +21,8 @@ from contextlib import suppress
 
 import torch
 
-from placement.devices.base import Copy, Device, Mark
+from placement.devices.base import Device
+from placement.devices.memory import Copy, Mark
 from placement.storage.managed import ManagedStorage
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from placement.core.errors import DeviceMemoryError
-from placement.devices.base import Chunk, Device
+from placement.devices.base import Device
+from placement.devices.memory import Chunk
 
 
 class ChunkPool:

@@ -5,95 +5,32 @@ addresses and, if another handle comes, put behind the new ones. So a swap needs
 
 The order of the steps keeps each chunk's bytes complete somewhere: a chunk is vacated after its bytes are in the slab, and a move is
 committed after its last chunk. `ManagedStorage.make_consistent` repairs the rest after an error or an interrupt.
+
+Early chunks are remapped before anything is copied: the driver remaps a chunk in 0.1 ms while the link is idle, and in 1 ms while it is
+busy (H200, chunks of 128 MiB).
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
-import torch
-
-from placement.devices.base import Device, Mark
+from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.storage.transfer.fingerprint import changed_chunks
+from placement.storage.transfer.departures import BATCH, Departures, Leaving
 from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
-from placement.storage.transfer.verification import Span, Verifier
-
-_BATCH = 2
-"""The number of copied chunks that are vacated together when no chunk waits for their memory. While the link is busy the driver takes
-0.9 ms to put poison behind a chunk; while it is idle, 0.03 ms (H200)."""
-_LAST = 1
-"""The number of last chunks of a range that are vacated separately, once the link is idle: copying them takes longer than vacating the
-chunks before them."""
-_CLEAN_BATCH = 64
-"""The number of chunks that are vacated together when they need not be copied."""
-_LEAD = 2
-"""The number of chunks whose fingerprints are computed first, so that the link has work while the others are computed."""
-_SECOND = 16
-"""The least number of chunks in the second part, if none has to be copied: the device computes it while every tensor is looked at."""
-_GROWTH = 3
-"""Each later part has this many times the chunks of the one before: vacating a chunk takes three times as long as its fingerprint, which
-takes 0.16 ms for 256 MiB (H200)."""
+from placement.storage.transfer.verification import Verifier
 
 
 def nothing() -> None:
     """Do nothing: the default of `while_copying`."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Neighbouring chunks of one range, `first` up to `last` (not included), on their way to the host."""
-
-    range: Range
-    first: int
-    last: int
-    mark: Mark | None
-    """Tells when their bytes have arrived on the host; None if nothing had to be copied, or not before their memory is taken away."""
-    saving: Sequence[int] | None = None
-    """For chunks that become early ones: those that differ from the slab, to which they are copied afterwards. None: their memory goes."""
-
-    def cut(self, spans: Mapping[Range, Span]) -> list[Span]:
-        """The parts of these spans that are in the batch."""
-        r, first, last = spans.get(self.range, (self.range, 0, 0))
-        first, last = max(first, self.first), min(last, self.last)
-        return [(r, first, last)] if first < last else []
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """One storage that goes to the host."""
-
-    holding: ManagedStorage
-    fresh: tuple[Range, ...] = ()
-    is_first: bool = False
-    """Whether new storages that are not transient were taken in. Torch caches their old memory now."""
-    batches: deque[_Batch] = field(default_factory=deque)
-    prints: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
-    copied_bytes: int = 0
-    skipped_bytes: int = 0
-    rewritten_chunks: int = 0
-    dropped: tuple[Range, ...] | None = None
-    """Gradient ranges that are dropped instead of saved; None: gradients are saved."""
-    on_host: dict[Range, torch.Tensor] = field(default_factory=dict)
-    """The fingerprints that the host copy has when the copies have completed, as far as they are computed."""
-    chosen: Mapping[Range, Span] = field(default_factory=dict)
-    """The chunks that the verifier compares, by range."""
-    early_bytes: int = 0
-    """Device bytes of chunks that may become early ones, beside those that do already."""
-
-    def take_in_new(self) -> None:
-        """Start saving the new storages."""
-        self.fresh, self.is_first = self.holding.take_in_new(drops=self.dropped is not None)
-        self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
 
 class Exchange:
@@ -108,7 +45,7 @@ class Exchange:
         dropping: storages whose gradients are dropped when they leave, instead of saved.
         load: the links over which the loaded bytes come.
         staying: device bytes of storages that leave which may stay as early chunks, so that nobody waits while they are saved.
-        while_copying: called once the link has work, if any storage leaves.
+        while_copying: called once, if any storage leaves. The link has work by then, unless early chunks have to be remapped first.
     """
 
     def __init__(
@@ -133,6 +70,9 @@ class Exchange:
         self._room_bytes = room_bytes
         self._early_release = early_release
         self._arrivals = Arrivals(device, chunk_pool, load)
+        self._departures = Departures(device, verifier, is_awaited=self._arrivals.__bool__)
+        self._arrived_early: dict[ManagedStorage, int] = {}
+        """Bytes that were on the device before they were waited for, by storage that comes."""
 
     def run(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         """Offload `leaving` and load `coming`. Storages that are on the right side already are left alone.
@@ -167,50 +107,70 @@ class Exchange:
     # --- offloading
 
     def _offload(self, holdings: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
-        if holdings:
-            self._device.sync()
-        for holding in (*holdings, *coming):
-            holding.begin_move(self._chunk_pool)
-        for holding in coming:
-            self._arrivals.expect(holding, holding.ranges)
-        self._limit_room(holdings, coming)
-        leaving = [_Leaving(each, dropped=self._dropped(each), early_bytes=self._early_bytes(each)) for each in holdings]
-        parts = self._start(leaving)
+        self._begin(holdings, coming)
+        leaving = [Leaving(each, dropped=self._dropped(each), early_bytes=self._early_bytes(each)) for each in holdings]
+        stays = any(each.early_bytes for each in leaving)
+        parts = self._start(leaving, remaps_first=stays)
         # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors, which a
         # state dict gave the object, and they must be taken in first.
         for each in leaving:
             each.take_in_new()
         for holding in coming:
             self._arrivals.expect(holding, holding.storages.take_in_from_elsewhere())
+        if stays:
+            self._departures.let_stay(leaving)
+            self._open_window()
         for each, rest in zip(leaving, parts, strict=True):
             for _ in rest:  # while this vacates, the device computes the next fingerprints
                 self._vacate(each, waits=False)
         for each in leaving:
             self._vacate(each, waits=True)
+        mark = self._device.mark("to_host")
+        for each in leaving:
+            each.holding.save_early()
         if leaving and (not self._staying or any(each.fresh for each in leaving)):
-            self._device.wait(self._device.mark("to_host"))  # the copies of new storages, which are in no batch
+            self._device.wait(mark)  # the copies of new storages, which are in no batch
         for each in leaving:
             self._verifier.check_newborn(each.holding, each.fresh)
         return self._decide(leaving)
 
-    def _start(self, leaving: Sequence[_Leaving]) -> list[Iterator[None]]:
-        """Give the link work. Returns the unfinished `_enqueue` of each storage. They are finished here if anything has to be copied."""
-        parts = [self._enqueue(each) for each in leaving]
+    def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
+        """Begin the moves, and map what arrived early behind the addresses of what comes."""
+        if leaving:
+            self._device.sync()
+        for holding in (*leaving, *coming):
+            holding.begin_move(self._chunk_pool)
+        for holding in coming:
+            self._arrivals.expect(holding, holding.ranges)
+        self._limit_room(leaving, coming)
+        self._arrived_early = {holding: holding.take_early() for holding in coming}
+
+    def _start(self, leaving: Sequence[Leaving], *, remaps_first: bool) -> list[Iterator[None]]:
+        """Give the link work. Returns the unfinished `enqueue` of each storage. They are finished here if anything has to be copied.
+
+        Args:
+            remaps_first: some chunks stay as early ones. Until `let_stay` has remapped them, the link gets no work.
+        """
+        parts = [self._departures.enqueue(each, holds_back=remaps_first) for each in leaving]
         for part in parts:
             next(part, None)
-        if leaving:
-            self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
-        else:  # two bursts keep the link busy while every tensor is looked at
+        if not leaving:  # two bursts keep the link busy while every tensor is looked at
             self._arrivals.bring_more()
             self._arrivals.bring_more()
-        if any(each.copied_bytes for each in leaving):
+        elif not remaps_first:
+            self._open_window()
+        if remaps_first or any(each.copied_bytes for each in leaving):
             for part in parts:
                 deque(part, maxlen=0)
         if leaving:
             self._while_copying()
         return parts
 
-    def _vacate(self, leaving: _Leaving, *, waits: bool) -> None:
+    def _open_window(self) -> None:
+        """Start the first copies to the device, into memory that the driver has free."""
+        self._arrivals.fill(fresh=self._arrivals.window(self._room_bytes), longest=1)
+
+    def _vacate(self, leaving: Leaving, *, waits: bool) -> None:
         """Take away the memory behind chunks that are on the host by now, in order, and put it behind chunks that come.
 
         Args:
@@ -221,13 +181,10 @@ class Exchange:
             if batch.mark is not None:
                 self._device.wait(batch.mark)
             self._verifier.check_host(leaving.holding, batch.cut(leaving.chosen), leaving.on_host)
-            if batch.saving is not None:
-                leaving.holding.save_early(batch.range, range(batch.first, batch.last), batch.saving)
-                continue
             leaving.holding.vacate(batch.range, batch.first, batch.last, self._chunk_pool)
             if self._early_release and not self._arrivals:
                 self._chunk_pool.release()
-            self._arrivals.fill(fresh=0, longest=_BATCH)
+            self._arrivals.fill(fresh=0, longest=BATCH)
 
     def _dropped(self, holding: ManagedStorage) -> tuple[Range, ...] | None:
         return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
@@ -243,7 +200,7 @@ class Exchange:
             gain = sum(each.storages.device_bytes - each.prefetched_bytes for each in coming) - freed
             self._chunk_pool.room_bytes = min(self._chunk_pool.room_bytes, max(0, gain) + WINDOW * self._device.chunk_bytes)
 
-    def _decide(self, leaving: Sequence[_Leaving]) -> dict[ManagedStorage, MoveResult]:
+    def _decide(self, leaving: Sequence[Leaving]) -> dict[ManagedStorage, MoveResult]:
         """Commit the offloads. Every byte that leaves is complete on the host."""
         moved = {}
         for each in leaving:
@@ -259,77 +216,11 @@ class Exchange:
             self._device.trim()  # else the memory that torch freed stays in its cache, where other processes cannot use it
         return moved
 
-    def _enqueue(self, leaving: _Leaving) -> Iterator[None]:
-        """Find the chunks that are not clean, enqueue their copies, and cut all into batches. Yields after each part."""
-        holding = leaving.holding
-        dropped = set(leaving.dropped or ())
-        ranges = [r for r in holding.ranges if r not in dropped]
-        leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
-        for r in ranges:
-            host_prints = None if r.prints is None else r.prints.cpu()
-            # Not the transient ranges: a readonly module's gradients may change.
-            keeps_host_copy = r.is_shared or (holding.readonly and host_prints is not None and not r.transient)
-            count = len(r.chunk_sizes)
-            device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
-            leaving.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
-            if not keeps_host_copy:
-                leaving.prints.append((r, device_prints))
-            last, asked = 0, self._ask(holding, r, 0, _LEAD)
-            while last < count:
-                first, answer = last, asked()
-                last = first + len(answer)
-                device_prints[first:last] = answer
-                dirty = changed_chunks(None if host_prints is None else host_prints[first:last], answer)
-                if keeps_host_copy:
-                    leaving.rewritten_chunks += sum(dirty)
-                    dirty = [False] * len(answer)
-                elif any(dirty):
-                    r.prints = None  # from here on the slab has neither the old content nor the new
-                rest = self._stay(leaving, r, first, dirty)
-                leaving.batches.extend(self._copy_out(r, first + len(dirty) - len(rest), rest))
-                # Enqueued after the copies, which would wait for it. Without copies the device computes it while this part is vacated.
-                asked = self._ask(holding, r, last, count if any(dirty) else last + max(_SECOND, _GROWTH * len(answer)))
-                copied = sum(size for size, is_dirty in zip(r.used_sizes[first:last], dirty, strict=True) if is_dirty)
-                leaving.copied_bytes += copied
-                leaving.skipped_bytes += sum(r.used_sizes[first:last]) - copied
-                yield
-
-    def _ask(self, holding: ManagedStorage, r: Range, first: int, last: int) -> Callable[[], torch.Tensor]:
-        return self._device.ask(holding.storages.fingerprint(r, first, last))
-
-    def _stay(self, leaving: _Leaving, r: Range, first: int, dirty: Sequence[bool]) -> Sequence[bool]:
-        """Let the first of these chunks become early ones, as far as there is room. Returns `dirty` of the others."""
-        last = first
-        while r.early is not None and last < first + len(dirty) and r.chunk_sizes[last] <= leaving.early_bytes:
-            leaving.early_bytes -= r.chunk_sizes[last]
-            last += 1
-        if last > first:
-            saving = [index for index in range(first, last) if dirty[index - first]]
-            leaving.batches.append(_Batch(r, first, last, None, saving))
-        return dirty[last - first :]
-
-    def _copy_out(self, r: Range, first: int, dirty: Sequence[bool]) -> Iterator[_Batch]:
-        """Enqueue the copies of the dirty chunks. Batches are short where coming chunks wait for their memory."""
-        is_awaited = bool(self._arrivals)
-        for is_dirty, run in itertools.groupby(range(first, first + len(dirty)), key=lambda index: dirty[index - first]):
-            indices = list(run)
-            step = _CLEAN_BATCH if not is_dirty else 1 if is_awaited else _BATCH
-            rest = _LAST if is_dirty and not is_awaited and indices[-1] + 1 == len(r.chunk_sizes) else 0
-            starts = [*range(0, max(1, len(indices) - rest), step)]
-            if 0 < rest < len(indices):
-                starts.append(len(indices) - rest)
-            for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
-                wanted = indices[start:end]
-                if is_dirty:
-                    self._device.copy(r.copies(wanted), "to_host")
-                yield _Batch(r, wanted[0], wanted[-1] + 1, self._device.mark("to_host") if is_dirty else None)
-
     # --- loading
 
     def _load(self, holdings: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         while self._arrivals:
             self._arrivals.bring_more()
-        early = {holding: holding.take_early() for holding in holdings}
         if holdings:
             self._device.order("to_device")  # what an offload leaves to be saved goes on beside the work that follows
         complete = [holding for holding in holdings if holding.is_complete]
@@ -338,5 +229,5 @@ class Exchange:
         for holding in complete:
             holding.commit_load()
             holding.make_consistent(self._chunk_pool)
-        brought = self._arrivals.brought_bytes
+        brought, early = self._arrivals.brought_bytes, self._arrived_early
         return {holding: MoveResult(copied_bytes=brought[holding], prefetched_bytes=early[holding]) for holding in holdings}

@@ -23,6 +23,7 @@ def mirror(holding: ManagedStorage) -> None:
     for r in holding.ranges:
         if r.transient or r.claims is not None:
             continue
+        _ = r.slab  # before the fingerprints are read: they are unknown where the slab has come back without its bytes
         host_prints = None if r.prints is None else r.prints.cpu()
         device_prints = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]

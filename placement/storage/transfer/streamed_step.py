@@ -4,6 +4,9 @@ The parameters are stepped in buckets. The state of a bucket comes to the device
 to the host behind the step, so that the link is busy both ways beside the kernels. At most three buckets are on the device: one that
 leaves or is stepped, and two that come. No tensor is touched, because the state keeps its addresses: memory is mapped behind the chunks
 of a bucket, and taken away again when its bytes are on the host.
+
+The first buckets of a step can arrive before it, while the work of its phase computes (see `EarlyChunks`). Then the link works both ways
+from the step's first moment on.
 """
 
 from __future__ import annotations
@@ -12,101 +15,31 @@ import bisect
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from placement.core.errors import DeviceMemoryError
 from placement.core.torch_modes import without_modes
-from placement.devices.base import Chunk, Mark
+from placement.devices.memory import Chunk
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Range
+from placement.storage.range import Place
 from placement.storage.stepping import take_in_born
+from placement.storage.transfer.buckets import AHEAD, Bucket, Piece, buckets_of, bytes_of, runs
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 _logger = logging.getLogger("placement")
-
-AHEAD = 2
-"""The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
-
-Place = tuple[Range, int]
-"""A chunk of a range, by its index."""
-
-
-class Piece(NamedTuple):
-    """The state of one parameter, which is the least that can be stepped."""
-
-    chunks: tuple[Place, ...] = ()
-    """The chunks that have bytes of it."""
-    unborn_bytes: int = 0
-    """Bytes of state that the step will create."""
-
-    @property
-    def nbytes(self) -> int:
-        """Device bytes that it takes to step it alone."""
-        return self.unborn_bytes + _nbytes(self.chunks)
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Neighbouring pieces, `first` up to `last` (not included), which are stepped together."""
-
-    first: int
-    last: int
-    chunks: tuple[Place, ...]
-    unborn_bytes: int
-    arrived: Mark | None = None
-    """Tells when its bytes are on the device."""
-    left: Mark | None = None
-    """Tells when those that leave with it are on the host."""
-    leaving: tuple[Place, ...] = ()
-    fresh: Range | None = None
-    """Where the state that its step has created moves when it has been copied."""
 
 
 class Streamed(NamedTuple):
     """The result of a streamed step."""
 
     to_device_bytes: int
+    early_bytes: int
+    """The part of these that had arrived before the step."""
     to_host_bytes: int
     peak_bytes: int
     """The most device bytes of the state at a time."""
-
-
-def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
-    """Cut pieces into buckets of at most `bucket_bytes` device bytes each, or of one piece where that is larger.
-
-    A chunk that the bucket before has, too, counts for that one.
-    """
-    order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
-    found: list[Bucket] = []
-    before: frozenset[Place] = frozenset()
-    chunks: dict[Place, None] = {}
-    first = unborn = used = 0
-    for index, piece in enumerate(pieces):
-        more = piece.unborn_bytes + _nbytes(each for each in piece.chunks if each not in chunks and each not in before)
-        if index > first and used + more > bucket_bytes:
-            found.append(Bucket(first, index, _sorted(chunks, order), unborn))
-            before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
-            more = piece.unborn_bytes + _nbytes(each for each in piece.chunks if each not in before)
-        chunks.update(dict.fromkeys(piece.chunks))
-        unborn, used = unborn + piece.unborn_bytes, used + more
-    if pieces:
-        found.append(Bucket(first, len(pieces), _sorted(chunks, order), unborn))
-    return found
-
-
-def most_buckets(nbytes: int, bucket_bytes: int) -> int:
-    """The most buckets into which state of so many bytes is cut: two neighbours together have more than one bucket's bytes."""
-    return 2 * (nbytes // bucket_bytes) + 1
-
-
-def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
-    """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
-    pieces = list(pieces)
-    largest = max((piece.nbytes for piece in pieces), default=0)
-    whole = _nbytes({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
-    return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
 
 
 @dataclass
@@ -136,6 +69,7 @@ class StreamedStep:
     _is_tight: bool = False
     """Whether the device lacks memory for buckets ahead."""
     _to_device_bytes: int = 0
+    _early_bytes: int = 0
     _to_host_bytes: int = 0
     _peak_bytes: int = 0
 
@@ -144,6 +78,8 @@ class StreamedStep:
 
         Raises:
             DeviceMemoryError: a bucket has no room although no other is on the device.
+            HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
+            IntegrityError: values of the state are lost. Nothing was stepped.
             Exception: the step's or the device's error. Every parameter that was stepped has its new state, every other one its old
                 state, on the host.
         """
@@ -155,15 +91,16 @@ class StreamedStep:
                 uses[each].append(index)
         self._uses = dict(uses)
         chunk_pool = ChunkPool(device, self.window_bytes)
+        for r in holding.ranges:
+            r.claim()  # before anything changes
         holding.host_read_locks.wait()  # from the first bucket on, the host copy is overwritten
         try:
             holding.is_consistent = False
             holding.is_stepping = True
-            for r in holding.ranges:
-                if r.early is not None:
-                    r.early.discard_all(chunk_pool)  # this waits for bytes of the last offload that are still on their way to the slab
+            self._keep_early(chunk_pool)
             device.order()  # the steps come behind the gradients
-            self._fetch_ahead(AHEAD, chunk_pool)
+            if not self._buckets or not any(_is_early(each) for each in self._buckets[0].chunks):  # else the first step need not wait
+                self._fetch_ahead(AHEAD, chunk_pool)
             for index, bucket in enumerate(self._buckets):
                 self._fetch_now(index, chunk_pool)
                 self._step(index, bucket)
@@ -183,7 +120,16 @@ class StreamedStep:
             chunk_pool.release()
         if any(bucket.unborn_bytes for bucket in self._buckets):
             self._end_of_birth()
-        return Streamed(self._to_device_bytes, self._to_host_bytes, self._peak_bytes)
+        return Streamed(self._to_device_bytes, self._early_bytes, self._to_host_bytes, self._peak_bytes)
+
+    def _keep_early(self, chunk_pool: ChunkPool) -> None:
+        """Keep what arrived early for the first buckets, and give up the rest. Waits for bytes that are on their way to the slab."""
+        wanted = {each for bucket in self._buckets[: AHEAD + 1] for each in bucket.chunks}
+        for r in self.holding.ranges:
+            if r.early is not None:
+                r.early.settle(chunk_pool)
+                r.early.discard([index for index in r.early.chunks if (r, index) not in wanted], chunk_pool)
+                r.early.wait_until_saved()
 
     def _end_of_birth(self) -> None:
         for bucket in self._buckets:
@@ -222,10 +168,11 @@ class StreamedStep:
 
     def _fetch(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
         device = self.holding.device
+        self._take_early(bucket, chunk_pool)
         lacking = [each for each in bucket.chunks if each[1] not in each[0].chunks]
         taken = self._take([r.chunk_sizes[index] for r, index in lacking], chunk_pool)
         chunks = iter(taken)
-        for r, run in _runs(lacking):
+        for r, run in runs(lacking):
             mapped = list(itertools.islice(chunks, len(run)))
             r.chunks.update(zip(run, mapped, strict=True))  # first: what is in `chunks` is vacated after an interrupt
             try:
@@ -240,6 +187,18 @@ class StreamedStep:
         self._fetched += 1
         self._peak_bytes = max(self._peak_bytes, self._live_bytes())
 
+    def _take_early(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
+        """Put what arrived early behind the state's own addresses."""
+        for r, run in runs([each for each in bucket.chunks if _is_early(each)]):
+            assert r.early is not None
+            try:
+                handed = r.early.hand_over(r.layout.addresses, r.chunks, run)
+            except DeviceMemoryError:
+                r.give(run, chunk_pool)  # poison is behind them
+                raise
+            self._early_bytes += handed
+            self._to_device_bytes += handed
+
     def _take(self, sizes: Sequence[int], chunk_pool: ChunkPool) -> Sequence[Chunk]:
         try:
             return chunk_pool.take(sizes)
@@ -249,10 +208,10 @@ class StreamedStep:
 
     def _live_bytes(self) -> int:
         born = sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
-        return self.holding.storages.chunk_bytes + born
+        return self.holding.chunk_bytes + born
 
     def _more_bytes(self, bucket: Bucket) -> int:
-        return bucket.unborn_bytes + _nbytes(each for each in bucket.chunks if each[1] not in each[0].chunks)
+        return bucket.unborn_bytes + bytes_of(each for each in bucket.chunks if each[1] not in each[0].chunks and not _is_early(each))
 
     # --- stepping and leaving
 
@@ -260,7 +219,7 @@ class StreamedStep:
         device = self.holding.device
         assert bucket.arrived is not None
         with device.after(bucket.arrived):
-            for r, run in _runs(bucket.chunks):
+            for r, run in runs(bucket.chunks):
                 r.note_written()
                 r.newer |= frozenset(run)
             self.step(bucket.first, bucket.last)
@@ -270,7 +229,7 @@ class StreamedStep:
                     bucket.fresh = take_in_born(self.holding, leaving)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
-            for r, run in _runs(bucket.leaving):
+            for r, run in runs(bucket.leaving):
                 device.copy(copies := r.copies(run), "to_host")
                 self._to_host_bytes += sum(copy.nbytes for copy in copies)
             bucket.left = device.mark("to_host")
@@ -288,7 +247,7 @@ class StreamedStep:
             bucket = self._buckets[self._vacated]
             assert bucket.left is not None
             device.wait(bucket.left)
-            for r, run in _runs(bucket.leaving):
+            for r, run in runs(bucket.leaving):
                 r.newer -= frozenset(run)  # after the wait and before the memory is gone
                 device.unmap(r.layout.addresses, sum(r.chunk_sizes[each] for each in run), r.starts[run[0]])
                 r.give(run, chunk_pool)
@@ -299,23 +258,6 @@ class StreamedStep:
             self._vacated += 1
 
 
-def _nbytes(chunks: Iterable[Place]) -> int:
-    return sum(r.chunk_sizes[index] for r, index in chunks)
-
-
-def _sorted(chunks: Iterable[Place], order: Mapping[Range, int]) -> tuple[Place, ...]:
-    return tuple(sorted(chunks, key=lambda each: (order[each[0]], each[1])))
-
-
-def _runs(chunks: Iterable[Place]) -> Iterator[tuple[Range, list[int]]]:
-    """The same chunks as runs of neighbours in one range."""
-    run: list[int] = []
-    at: Range | None = None
-    for r, index in chunks:
-        if at is not None and (r is not at or index != run[-1] + 1):
-            yield at, run
-            run = []
-        at = r
-        run.append(index)
-    if at is not None:
-        yield at, run
+def _is_early(each: Place) -> bool:
+    r, index = each
+    return r.early is not None and index in r.early.chunks

@@ -87,7 +87,7 @@ class Verifier:
         for r, index in arrived:
             assert r.claims is not None
             claim = r.claims[index]
-            if not byte_view(claim.storage).cpu().equal(r.slab.view(r.layout.offsets[index], claim.nbytes)):
+            if not byte_view(claim.storage).cpu().equal(r.view(r.layout.offsets[index], claim.nbytes)):
                 raise IntegrityError(
                     f"{holding.name!r}: {claim.name!r} differs between the device and the host copy after its first offload. "
                     "The handle stays on the device, complete."
@@ -131,7 +131,7 @@ def _mend(holding: ManagedStorage, r: Range, bad: Sequence[int], wanted: torch.T
 
 def _of_host(r: Range, first: int, last: int) -> torch.Tensor:
     sizes = r.used_sizes[first:last]
-    return fingerprints(r.slab.view(r.starts[first], sum(sizes)), sizes)
+    return fingerprints(r.view(r.starts[first], sum(sizes)), sizes)
 
 
 def _different(found: torch.Tensor, wanted: torch.Tensor, first: int) -> list[int]:

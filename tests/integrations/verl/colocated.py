@@ -16,17 +16,16 @@ from placement.devices.simulated.device import SimulatedDevice
 from placement.devices.simulated.shared_capacity import SharedCapacity
 from placement.integrations.verl.rollout import PlacedRollout
 from tests.integrations.verl import worker as workers
+from tests.integrations.verl.sglang_replica import BYTES, SglangReplica
 from tests.integrations.verl.subject import logged
 from tests.integrations.verl.worker import CAPACITY, batch
 
-BYTES = {"weights": 3 << 20, "kv_cache": 5 << 20}
-
 
 class Replica:
-    """The rollout's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep."""
+    """vLLM's server as another process would be: it holds memory of the same device, and verl's driver puts it to sleep."""
 
-    def __init__(self, file: Path) -> None:
-        self._share = SharedCapacity(file, CAPACITY)
+    def __init__(self, file: Path, model: Path, **options: Any) -> None:
+        self._share, self._options = SharedCapacity(file, CAPACITY), options
         self.awake: set[str] = set()
         self.calls: list[str] = []
         self.fails = False
@@ -45,6 +44,9 @@ class Replica:
         self.calls.append("sleep")
         self.awake.clear()
         self._hold()
+
+    def adapter(self) -> Any:
+        return PlacedAdapter(self, **self._options)
 
 
 class Adapter:
@@ -68,10 +70,15 @@ class PlacedAdapter(PlacedRollout, Adapter):
     """The class that `place` would make."""
 
 
-class Job:
-    """A worker as verl's `ActorRolloutRefWorker` is one: a trained actor, and the adapter."""
+REPLICAS: dict[str, Any] = {"vllm": Replica, "sglang": SglangReplica}
 
-    def __init__(self, model: Path, file: Path, policy: str = "colocated", budget_bytes: int | None = None, **options: Any) -> None:
+
+class Job:
+    """A worker as verl's `ActorRolloutRefWorker` is one: a trained actor, and the adapter of a rollout."""
+
+    def __init__(
+        self, rollout: str, model: Path, file: Path, policy: str = "colocated", budget_bytes: int | None = None, **options: Any
+    ) -> None:
         from placement.integrations import verl as integration
 
         integration.close_manager()
@@ -79,19 +86,20 @@ class Job:
         self.manager = Manager(device=device, policy=policy, budget_bytes=budget_bytes)
         integration.use_manager(self.manager)
         self.actor = workers.build(model, placed=True)
-        self.replica = Replica(file)
+        self.replica = REPLICAS[rollout](file, model, **options)
         with logged() as self.told:
-            self.adapter = PlacedAdapter(self.replica, **options)
+            self.adapter = self.replica.adapter()
 
     def sync(self) -> list[str]:
         """`update_weights` of verl's worker. The tags that are on the device as each of its calls returns."""
         found = []
 
         async def update() -> None:
-            await self.adapter.resume(["weights"])
-            found.append(self.tags())
+            if getattr(self.adapter, "sleep_level", 2) != 1:  # of SGLang: its base weights stay awake
+                await self.adapter.resume(["weights"])
+                found.append(self.tags())
             weights, _ = self.actor.engine.get_per_tensor_param()
-            await self.adapter.update_weights(weights)
+            await self.adapter.update_weights(weights, peft_config=None, base_sync_done=True, global_steps=1)
             found.append(self.tags())
             await self.adapter.resume(["kv_cache"])
             found.append(self.tags())
@@ -104,15 +112,15 @@ class Job:
         asyncio.run(self.replica.sleep())
 
     def tags(self) -> str:
-        return " ".join(sorted(self.adapter._engine.residency.resident))
+        return " ".join(sorted(self.adapter._colocated.residency.resident))
 
     def states(self) -> dict[str, str]:
         return {name: handle.state.value for name, handle in self.manager.handles.items()}
 
 
-def steps(model: Path, file: Path) -> dict[str, Any]:
+def steps(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Three steps in which the driver puts the rollout to sleep before the worker computes."""
-    job = Job(model, file)
+    job = Job(rollout, model, file, **options)
     found: dict[str, Any] = {"syncs": [], "awake": [], "asleep": []}
     for seed in range(3):
         found["syncs"].append(job.sync())
@@ -138,11 +146,17 @@ class PlacedFollower(PlacedRollout, Follower):
     """The class that `place` would make."""
 
 
-def over_two_ranks(model: Path, file: Path) -> tuple[list[dict[str, str]], list[str]]:
+def over_two_ranks(rollout: str, model: Path, file: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Two steps with one replica over both ranks; the states after each sync and each training, and the replica's calls."""
     manager = workers.use_simulated()
     actor = workers.build(model, placed=True)
-    adapter: Any = (PlacedAdapter if dist.get_rank() == 0 else PlacedFollower)(Replica(file))
+    leads = dist.get_rank() == 0
+    if rollout == "sglang":
+        replica: Any = SglangReplica(file, model, leads=leads)
+        adapter = replica.adapter()
+    else:
+        replica = Replica(file, model)
+        adapter = replica.adapter() if leads else PlacedFollower(replica)
     states = []
 
     async def update() -> None:
@@ -154,31 +168,41 @@ def over_two_ranks(model: Path, file: Path) -> tuple[list[dict[str, str]], list[
     for seed in range(2):
         asyncio.run(update())
         states.append({name: handle.state.value for name, handle in manager.handles.items()})
-        asyncio.run(adapter.replica.sleep())
+        asyncio.run(replica.sleep())
         actor.train_batch(batch(seed))
         states.append({name: handle.state.value for name, handle in manager.handles.items()})
-    return states, adapter.replica.calls
+    return states, replica.calls
 
 
-def left_awake(model: Path, file: Path) -> tuple[list[str], str]:
+def slept_unseen(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> list[str]:
+    """The calls of two syncs between which the driver alone did something."""
+    job = Job(rollout, model, file, **options)
+    for _ in range(2):
+        job.sync()
+        job.sleep()
+    return job.replica.calls  # type: ignore[no-any-return]
+
+
+def left_awake(rollout: str, model: Path, file: Path) -> tuple[list[str], str]:
     """A driver that does not put the rollout to sleep."""
-    job = Job(model, file)
+    job = Job(rollout, model, file)
     job.sync()
     job.actor.infer_batch(batch(0))
     return job.replica.calls, job.states()["rollout"]
 
 
-def left_alone(model: Path, file: Path, options: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
+def left_alone(rollout: str, model: Path, file: Path, options: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
     """A rollout that is no handle: the handles, what was logged, and the calls of a sync."""
-    job = Job(model, file, **options)
-    asyncio.run(job.adapter.resume(["weights"]))
+    job = Job(rollout, model, file, **options)
+    for tag in BYTES:
+        asyncio.run(job.adapter.resume([tag]))
     asyncio.run(job.adapter.release())
     return list(job.manager.handles), job.told, job.replica.calls
 
 
-def too_little_budget(model: Path, file: Path) -> tuple[str, list[str], str]:
+def too_little_budget(rollout: str, model: Path, file: Path) -> tuple[str, list[str], str]:
     """The error where the rollout's measured parts are more than the handles may hold, the calls, and the state after it."""
-    job = Job(model, file, budget_bytes=6 << 20)
+    job = Job(rollout, model, file, budget_bytes=6 << 20)
     job.sync()  # measures them
     job.sleep()
     job.actor.infer_batch(batch(0))
@@ -191,7 +215,7 @@ def too_little_budget(model: Path, file: Path) -> tuple[str, list[str], str]:
 
 def failure(model: Path, file: Path) -> str:
     """The error of a rollout that cannot wake."""
-    job = Job(model, file)
+    job = Job("vllm", model, file)
     job.replica.fails = True
     try:
         job.sync()

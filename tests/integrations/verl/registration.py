@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.subject import logged
@@ -67,3 +68,33 @@ def another_verl() -> dict[str, str]:
     with _chosen(True):
         register_engines()
     return told
+
+
+def rollouts() -> dict[str, Any]:
+    """The adapters that verl gets where placement was asked for, and the lines that are logged where verl has none of SGLang."""
+    workers.import_verl()
+    from verl.workers.rollout import base
+
+    from placement.integrations.verl import rollout
+    from placement.integrations.verl.plugin import place_rollouts, register_engines
+
+    before, placed = dict(base._ROLLOUT_REGISTRY), dict(rollout._bases)
+    own = {(name, "async"): f"verl.{name}.ServerAdapter" for name in ("vllm", "sglang", "trtllm")}
+    found: dict[str, Any] = {}
+    try:
+        for verl_has in ("all", "no sglang"):
+            rollout._bases.clear()
+            base._ROLLOUT_REGISTRY.clear()
+            base._ROLLOUT_REGISTRY.update({key: path for key, path in own.items() if verl_has == "all" or "sglang" not in key})
+            with _chosen(True) as records:
+                place_rollouts()
+            paths = {name: path.rpartition(".")[2] for (name, _), path in base._ROLLOUT_REGISTRY.items()}
+            found[verl_has] = paths, {attribute: kind.__name__ for attribute, (kind, _) in rollout._bases.items()}, records
+    finally:
+        rollout._bases.clear()
+        rollout._bases.update(placed)
+        base._ROLLOUT_REGISTRY.clear()
+        base._ROLLOUT_REGISTRY.update(before)
+    with _chosen(True):
+        register_engines()
+    return found

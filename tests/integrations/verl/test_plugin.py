@@ -103,3 +103,15 @@ def test_a_verl_that_lacks_something_is_refused_where_placement_was_asked_for(on
     (told,) = one_rank.run(registration.another_verl)
     assert "lacks FSDPEngineWithLMHead.get_per_tensor_param_shard" in told["chosen"]
     assert told["not chosen"] == ""
+
+
+def test_the_rollouts_that_are_handles(one_rank: Ranks) -> None:
+    needs("verl")
+    (found,) = one_rank.run(registration.rollouts)
+    paths, kinds, records = found["all"]
+    assert paths == {"vllm": "Placed_vllm", "sglang": "Placed_sglang", "trtllm": "ServerAdapter"}
+    assert kinds == {"Placed_vllm": "PlacedRollout", "Placed_sglang": "PlacedSglang"}
+    assert records == []
+    paths, kinds, records = found["no sglang"]
+    assert paths == {"vllm": "Placed_vllm", "trtllm": "ServerAdapter"}
+    assert records == ["a rollout by sglang is no handle of placement: this verl has no adapter under ('sglang', 'async')"]

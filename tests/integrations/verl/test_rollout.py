@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.verl import colocated, worker
+from tests.integrations.verl import colocated, sglang_failures, worker
 from tests.integrations.verl.colocated import BYTES
 from tests.integrations.verl.subject import GPU, OFF
 from tests.support.frameworks import needs
@@ -21,38 +21,83 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return worker.write_model(tmp_path_factory.mktemp("model"))
 
 
-def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    (found,) = one_rank.run(colocated.steps, model, tmp_path / "capacity")
+SLEEP = {"vllm": "sleep", "sglang": "sleep kv_cache weights"}
+"""The driver's call, and placement's where the driver has not made it. To SGLang the parts are named."""
+each_rollout = pytest.mark.parametrize("rollout", SLEEP)
+
+
+@each_rollout
+def test_it_is_awake_in_the_phases_in_which_verl_wakes_it(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
+    (found,) = one_rank.run(colocated.steps, rollout, model, tmp_path / "capacity", {})
     asleep = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
     assert found["syncs"] == [["weights", "weights", "kv_cache weights"]] * 3
     assert found["awake"] == [({**asleep, "rollout": GPU}, "rollout", sum(BYTES.values()), True)] * 3
     assert found["asleep"] == [(asleep, "idle", 0, True)] * 3
-    assert found["told"] == ["placement knows the rollout as 'rollout' (PlacedAdapter)"]
-    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", "sleep"] * 3, "each call once, and the sleep is the driver's"
+    assert found["told"] == [
+        f"placement knows the rollout as 'rollout' ({'PlacedAdapter' if rollout == 'vllm' else 'PlacedServerAdapter'})"
+    ]
+    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 3, "each call once, and the sleep is the driver's"
 
 
-def test_it_is_put_to_sleep_where_the_driver_has_not(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((calls, state),) = one_rank.run(colocated.left_awake, model, tmp_path / "capacity")
-    assert calls == ["wake_up weights", "wake_up kv_cache", "sleep"]
+def test_sglang_that_serves_an_adapter_keeps_its_base_weights(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    (found,) = one_rank.run(colocated.steps, "sglang", model, tmp_path / "capacity", {"lora_rank": 4})
+    assert found["syncs"] == [["", "kv_cache"]] * 3
+    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["awake"]] == [(GPU, "rollout", BYTES["kv_cache"])] * 3
+    assert [(states["rollout"], phase, nbytes) for states, phase, nbytes, _ in found["asleep"]] == [(OFF, "idle", 0)] * 3
+    assert found["calls"] == ["wake_up kv_cache", "sleep kv_cache"] * 3
+
+
+@each_rollout
+def test_it_wakes_again_where_the_worker_did_nothing_since(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
+    (calls,) = one_rank.run(colocated.slept_unseen, rollout, model, tmp_path / "capacity", {})
+    assert calls == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 2
+
+
+def test_an_adapters_cache_wakes_again_where_the_worker_did_nothing_since(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    (calls,) = one_rank.run(colocated.slept_unseen, "sglang", model, tmp_path / "capacity", {"lora_rank": 4})
+    assert calls == ["wake_up kv_cache", "sleep kv_cache"] * 2
+
+
+@each_rollout
+def test_it_is_put_to_sleep_where_the_driver_has_not(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
+    ((calls, state),) = one_rank.run(colocated.left_awake, rollout, model, tmp_path / "capacity")
+    assert calls == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]]
     assert state == OFF
 
 
+_WOKEN = ["wake_up weights", "wake_up kv_cache"]
+
+
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"policy": "resident"}, "policy 'resident' may keep it"), ({"free_cache_engine": False}, "free_cache_engine=False")],
-    ids=["policy", "never sleeps"],
+    ("rollout", "options", "reason", "calls"),
+    [
+        ("vllm", {"policy": "resident"}, "policy 'resident' may keep it", [*_WOKEN, "sleep"]),
+        ("vllm", {"free_cache_engine": False}, "free_cache_engine=False", [*_WOKEN, "sleep"]),
+        ("sglang", {"policy": "resident"}, "policy 'resident' may keep it", [*_WOKEN, SLEEP["sglang"]]),
+        ("sglang", {"free_cache_engine": False}, "free_cache_engine=False", []),
+        (
+            "sglang",
+            {"engine_kwargs": {"sglang": {"enable_memory_saver": False}}},
+            "engine_kwargs.sglang.enable_memory_saver=False",
+            [*_WOKEN, SLEEP["sglang"]],
+        ),
+    ],
+    ids=["policy", "never sleeps", "policy, sglang", "never sleeps, sglang", "no memory saver"],
 )
-def test_what_stays_verls_own(one_rank: Ranks, model: Path, tmp_path: Path, options: dict[str, Any], reason: str) -> None:
-    ((handles, told, calls),) = one_rank.run(colocated.left_alone, model, tmp_path / "capacity", options)
+def test_what_stays_verls_own(
+    one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, options: dict[str, Any], reason: str, calls: list[str]
+) -> None:
+    ((handles, told, made),) = one_rank.run(colocated.left_alone, rollout, model, tmp_path / "capacity", options)
     assert handles == ["actor", "actor.optimizer"]
     assert reason in told[0]
-    assert calls == ["wake_up weights", "sleep"]
+    assert made == calls
 
 
-def test_a_budget_counts_it(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
-    ((error, calls, state),) = one_rank.run(colocated.too_little_budget, model, tmp_path / "capacity")
+@pytest.mark.parametrize(("rollout", "back"), [("vllm", "sleep"), ("sglang", "sleep weights")])
+def test_a_budget_counts_it(one_rank: Ranks, model: Path, tmp_path: Path, rollout: str, back: str) -> None:
+    ((error, calls, state),) = one_rank.run(colocated.too_little_budget, rollout, model, tmp_path / "capacity")
     assert "rollout" in error
-    assert calls[-2:] == ["wake_up weights", "sleep"], "the KV cache that does not fit was not asked for, and the weights went back"
+    assert calls[-2:] == ["wake_up weights", back], "the KV cache that does not fit was not asked for, and the weights went back"
     assert state == OFF
 
 
@@ -61,12 +106,44 @@ def test_a_rollout_that_fails_to_wake(one_rank: Ranks, model: Path, tmp_path: Pa
     assert "no memory left on the device" in error
 
 
-def test_a_replica_over_two_ranks(two_ranks: Ranks, model: Path, tmp_path: Path) -> None:
-    leader, follower = two_ranks.run(colocated.over_two_ranks, model, tmp_path / "capacity")
+def test_the_weights_that_reach_sglang_are_the_actors(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    ((received, published),) = one_rank.run(sglang_failures.weights_sent, model, tmp_path / "capacity")
+    assert received == published
+
+
+def test_an_sglang_that_refuses_to_wake_is_asleep_again(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    (found,) = one_rank.run(sglang_failures.refused, model, tmp_path / "capacity")
+    assert "400" in found["error"]
+    assert found["calls"] == ["wake_up weights", "wake_up kv_cache", "sleep weights"]
+    assert (found["state"], found["phase"], found["held"]) == (OFF, "idle", [])
+    assert found["later"] == ["wake_up weights", "wake_up kv_cache"]
+    assert found["accidents"] == []
+
+
+def test_a_sync_that_is_cut_off_leaves_sglang_asleep(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    ((error, state, calls, later),) = one_rank.run(sglang_failures.cut_off, model, tmp_path / "capacity")
+    assert (error, state) == ("the actor failed", OFF)
+    assert calls == ["wake_up weights", "sleep weights"]
+    assert later == ["wake_up weights", "wake_up kv_cache"]
+
+
+def test_an_sglang_that_dies_is_not_asked_again(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    (found,) = one_rank.run(sglang_failures.killed, model, tmp_path / "capacity")
+    assert found["state"] == OFF, "its memory is free"
+    first, second = found["errors"]
+    assert first.startswith("EngineLost: verl's rollout failed in resume()")
+    assert second.startswith("BrokenHandleError: 'rollout' is broken"), "nothing was sent"
+    assert found["after"] == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+    assert found["calls"] == ["wake_up weights", "wake_up kv_cache"]
+
+
+@each_rollout
+def test_a_replica_over_two_ranks(two_ranks: Ranks, model: Path, tmp_path: Path, rollout: str) -> None:
+    leader, follower = two_ranks.run(colocated.over_two_ranks, rollout, model, tmp_path / "capacity")
     asleep = {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
     assert leader[0] == follower[0] == [{**asleep, "rollout": GPU}, asleep] * 2
-    assert leader[1] == ["wake_up weights", "wake_up kv_cache", "sleep"] * 2
-    assert follower[1] == ["sleep"] * 2, "the driver's"
+    assert leader[1] == ["wake_up weights", "wake_up kv_cache", SLEEP[rollout]] * 2
+    assert follower[1] == (["sleep"] * 2 if rollout == "vllm" else []), "the driver's"
 
 
 def test_verl_finds_the_placed_adapter(one_rank: Ranks) -> None:

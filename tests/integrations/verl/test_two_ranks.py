@@ -37,7 +37,9 @@ def test_checkpoints_for_transformers(two_ranks: Ranks, model: Path, tmp_path: P
 
 
 # Not FSDP1 unmerged: verl takes `.cpu()` of gathered weights, which on a CPU copies nothing, and FSDP1 frees them at once.
-@pytest.mark.parametrize(("strategy", "merge"), [("fsdp2", True), ("fsdp2", False), ("fsdp", True)])
+@pytest.mark.parametrize(
+    ("strategy", "merge"), [("fsdp2", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp2", False), ("fsdp", True)))]
+)
 def test_lora(two_ranks: Ranks, model: Path, strategy: str, merge: bool) -> None:
     needs("peft")
     for found in two_ranks.run(several.lora, model, {"strategy": strategy}, merge):

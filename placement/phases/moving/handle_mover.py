@@ -13,8 +13,8 @@ from placement.core.machine import Node, path
 from placement.core.profiler_marks import Annotate, marker
 from placement.core.states import TRANSITIONS, Plan, State, Trigger
 from placement.devices.base import Device
-from placement.phases.engine_mover import EngineMover
-from placement.phases.transition import Transition
+from placement.phases.moving.engine_mover import EngineMover
+from placement.phases.moving.transition import Transition
 from placement.registration import guards
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage

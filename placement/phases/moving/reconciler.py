@@ -6,7 +6,6 @@ enter and switch phases. `retreat` moves every handle as far as possible; it is 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost
@@ -15,11 +14,12 @@ from placement.core.machine import Node, path
 from placement.core.profiler_marks import Annotate
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
-from placement.phases.engine_mover import residency_of, wanted_tags
-from placement.phases.handle_mover import HandleMover, target_of
+from placement.phases.moving.engine_mover import residency_of, wanted_tags
+from placement.phases.moving.handle_mover import HandleMover, target_of
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
+from placement.storage.offloaded.changes import WrittenWhileOffloaded
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
 from placement.storage.transfer.load import ALONE, TOGETHER, Load
@@ -222,8 +222,7 @@ class Reconciler:
                     errors.append(error)
             for step in _STEPS:
                 if step is _STEPS[1]:
-                    with contextlib.suppress(Exception):  # if one handle cannot move, the others must: then each moves by itself below
-                        self._mover.move_at_once(paths, early_release=True)
+                    errors += self._move_what_can(paths)
                 for handle, triggers in paths:
                     try:
                         self._run(handle, triggers, step)
@@ -236,6 +235,23 @@ class Reconciler:
         finally:
             self._mover.end()
         return errors + self._mover.transition.take_complaints()
+
+    def _move_what_can(self, paths: Sequence[tuple[Handle, list[Trigger]]]) -> list[Exception]:
+        """Move all at once, or none: if one handle cannot move, the others must, and then each moves by itself.
+
+        Returns the writes that were found. Each handle raises its own once, keeps its values, and can move after that.
+        """
+        found: list[Exception] = []
+        for _ in range(len(paths) + 1):
+            try:
+                self._mover.move_at_once(paths, early_release=True)
+            except WrittenWhileOffloaded as error:
+                found.append(error)
+            except Exception:  # raised again by the handle that cannot move
+                break
+            else:
+                break
+        return found
 
     def _march(self, handles: Iterable[Handle], target: Callable[[Handle], Node]) -> None:
         """Fire the triggers on every handle's path, in an order that frees memory before loading."""

@@ -1,0 +1,95 @@
+"""Mappings of memory that belong to an owner and to this process alone.
+
+They are made through the C library: Python's own `mmap` can be closed under a live tensor, and the next read would crash.
+
+A forked child gets none of the memory, because a child that touches it should crash instead of reading old bytes. It does keep the
+addresses taken. Everything of the parent's that it inherits names values by their addresses, so memory of its own at the same addresses
+would be mistaken for the parent's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+PAGE = mmap.PAGESIZE
+NO_ACCESS = 0
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FAILED = ctypes.c_void_p(-1).value
+MADV_POPULATE_WRITE = 23
+_MADV_DONTFORK = 10
+MAP_NORESERVE = 0x4000
+_MAP_FIXED_NOREPLACE = 0x100000
+"""Only at these addresses, and only if nothing is there. A kernel before 4.17 takes the address as a hint."""
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.restype = ctypes.c_void_p
+libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_mapped: dict[int, int] = {}
+"""Bytes by first address: what this process has mapped and its children will not have."""
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that is at least `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+def map_for_life(
+    owner: object, nbytes: int, protection: int, flags: int, pinned: list[Callable[[], None]] | None = None, *, file: int = -1
+) -> int:
+    """Map `nbytes` at new addresses, and unmap them when `owner` dies: only in this process, and not at interpreter exit.
+
+    Args:
+        pinned: functions to call before unmapping; the list is read when the owner dies.
+        file: the descriptor of a file to map from its beginning, may be closed afterwards; -1: anonymous memory.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    held: list[int] = []
+    # The finalizer comes before the mapping. `extend` runs mmap and stores its result in one call of C code, so no interrupt can
+    # come between the two and lose the mapping.
+    weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
+    held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, file, 0)]))
+    if held[0] == MAP_FAILED:
+        held.clear()
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    _mapped[held[0]] = nbytes
+    keep_from_children(held[0], nbytes)
+    return held[0]
+
+
+def _unmap(held: list[int], nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
+    if not held or os.getpid() != pid:  # a forked child never had the mapping
+        return
+    try:
+        for unpin in pinned:
+            unpin()
+    finally:
+        _mapped.pop(held[0], None)  # first: another thread may map memory there as soon as it is free
+        libc.munmap(held[0], nbytes)
+
+
+def keep_from_children(address: int, nbytes: int) -> None:
+    """Leave the mapping out of forked children: a child that touches it crashes instead of reading old bytes."""
+    libc.madvise(address, nbytes, _MADV_DONTFORK)
+
+
+def _take_addresses() -> None:
+    """In a forked child: let nothing else get the addresses of the parent's mappings."""
+    for address, nbytes in _mapped.items():
+        found = libc.mmap(address, nbytes, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | _MAP_FIXED_NOREPLACE, -1, 0)
+        if found not in (address, MAP_FAILED):
+            libc.munmap(found, nbytes)
+    _mapped.clear()  # a child of this child inherits what was mapped here
+
+
+os.register_at_fork(after_in_child=_take_addresses)

@@ -1,0 +1,193 @@
+"""The limit on host memory of one manager: what is needed when, told to the keeper after each phase transition."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from placement.core.errors import HostMemoryError
+from placement.core.settings import Settings
+from placement.core.states import Plan
+from placement.devices.base import Device
+from placement.devices.host.part import SlabPart
+from placement.devices.host.slab import Slab
+from placement.devices.host.spill_directory import SpillDirectory
+from placement.devices.memory import HostSlab, Mark
+from placement.planning.budget import mib
+from placement.planning.host_need import HostShare, UseHistory, by_need, check_fits_host, host_table
+from placement.registration.handle import Handle
+from placement.storage.disk.cut_slab import Parts
+from placement.storage.disk.keeper import Arrangement, Keeper
+from placement.storage.disk.spill import Spill, SpilledRange
+from placement.storage.managed import ManagedStorage
+from placement.storage.range import Range
+
+
+class HostTier:
+    """All host copies stay in host memory: there is no limit. Called with the manager's lock held."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """Total time that was spent waiting for the disk."""
+        return 0.0
+
+    def admit(self, handle: Handle, nbytes: int) -> None:
+        """Make room for host memory that a registration is about to take.
+
+        Raises:
+            HostMemoryError: it cannot fit within the limit; the message has a table of who holds what.
+        """
+
+    def prepare(self, plan: Plan) -> None:
+        """Have in host memory what a phase transition to this plan uses there. It stays until `arrange`."""
+
+    def arrange(self, phase: str) -> None:
+        """Decide anew what stays in host memory, now that a phase transition is over. What moves then moves in the background.
+
+        Args:
+            phase: the phase that is open now.
+        """
+
+    def close(self) -> None:
+        """Stop the background work. Every handle has been forgotten. Idempotent."""
+
+
+class DiskTier(HostTier):
+    """Host copies hold at most `limit_bytes` of host memory; those needed last are in a folder.
+
+    Args:
+        handles: the manager's handles; read at each call.
+        within: the folder in which the manager makes its own.
+
+    Raises:
+        ValueError: the folder cannot be used.
+    """
+
+    def __init__(self, device: Device, handles: Mapping[str, Handle], limit_bytes: int, within: str) -> None:
+        self._device = device
+        self._handles = handles
+        self._limit_bytes = limit_bytes
+        self._directory = SpillDirectory(within)
+        self._keeper = Keeper(limit_bytes)
+        self._uses = UseHistory()
+        self._cut: weakref.WeakKeyDictionary[Slab, tuple[Parts, Spill]] = weakref.WeakKeyDictionary()
+        """The spills of slabs that were cut into parts."""
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._keeper.waited_seconds
+
+    def admit(self, handle: Handle, nbytes: int) -> None:
+        handles = {**self._handles, handle.name: handle}
+        shares = {each.name: _share(each.holding) for each in handles.values() if each.holding is not None}
+        check_fits_host(handle.name, nbytes, [owner.name for owner in handle.owners], shares, self._limit_bytes)
+        held = sum(share.held_bytes for share in shares.values())
+        unarranged = held - self._keeper.held_bytes  # what this registration has taken already
+        if held + nbytes <= self._limit_bytes:
+            return
+        self._keeper.hold()  # else it would read ahead into the room that it makes
+        if not self._keeper.make_room(unarranged + nbytes):
+            raise HostMemoryError(
+                f"{handle.name!r} needs {mib(nbytes)} more of host memory, host_limit_bytes is {mib(self._limit_bytes)}, and not enough of "
+                f"the other host copies could leave for {self._directory.path}.\n{host_table(handle.name, nbytes, shares)}"
+            )
+
+    def prepare(self, plan: Plan) -> None:
+        self._keeper.hold()
+        absent = []
+        for handle in self._handles.values():
+            holding = handle.holding
+            if holding is None or holding.lost is not None:
+                continue
+            if not holding.is_consistent or handle.name in plan.streamed or holding.on_device is not plan.on_device(handle.name):
+                absent += [spill for r in holding.ranges if (spill := r.spill) is not None and not spill.claim_if_here()]
+        if absent:
+            self._keeper.bring(*absent)
+
+    def arrange(self, phase: str) -> None:
+        by_name = {handle.name: handle.holding for handle in self._handles.values() if handle.holding is not None}
+        used = {name for name, holding in by_name.items() if any(r.spill is None or r.spill.is_used for r in holding.ranges)}
+        self._uses.note(phase, frozenset(used))
+        order: list[Spill] = []
+        fixed_bytes = 0
+        for name in by_need(by_name, self._uses.upcoming(), self._uses.age):
+            holding = by_name[name]
+            spills, other_bytes = self._spills_of(self._handles[name], holding)
+            order += spills
+            fixed_bytes += other_bytes
+        marks = [self._device.mark("to_device"), self._device.mark("to_host")]
+        self._keeper.arrange(Arrangement(order, fixed_bytes, functools.partial(_wait, self._device, marks)))
+
+    def _spills_of(self, handle: Handle, holding: ManagedStorage) -> tuple[list[Spill], int]:
+        """The spills of a handle's slabs, with what is true of them now, and the host memory of what never leaves."""
+        ranges: dict[HostSlab, list[Range]] = {}
+        for r in holding.ranges:
+            ranges.setdefault(_whole(r.host), []).append(r)
+        aside, fixed_bytes, spills = holding.storages.reserved, 0, []
+        if aside is not None and _whole(aside) not in ranges:
+            fixed_bytes += aside.held_bytes
+        for slab, having in ranges.items():
+            if not isinstance(slab, Slab) or any(r.is_shared for r in having):
+                fixed_bytes += slab.held_bytes
+                continue
+            spill = self._spill_of(slab, having, handle, holding)
+            is_sound = holding.is_consistent and holding.lost is None and all(r.claims is None for r in having)
+            spill.drops = holding.on_device and (not holding.readonly or all(r.transient for r in having))
+            spill.can_leave = is_sound and not slab.has_views and not any(r.has_early for r in having)
+            spills.append(spill)
+        return spills, fixed_bytes
+
+    def _spill_of(self, slab: Slab, ranges: Sequence[Range], handle: Handle, holding: ManagedStorage) -> Spill:
+        """The spill of a slab: of the range that has it, or of the ranges that have a part of it."""
+
+        def made(find: Callable[[], SpilledRange | None]) -> Spill:
+            lose = functools.partial(_lose, weakref.ref(holding))
+            return Spill(find, handle.name, self._directory, handle.counters, self._keeper.bring, lose)
+
+        if ranges[0].host is slab:
+            ranges[0].spill = ranges[0].spill or made(weakref.ref(ranges[0]))
+            return ranges[0].spill
+        if slab not in self._cut:
+            parts = Parts(slab)
+            self._cut[slab] = parts, made(parts.find)
+        parts, spill = self._cut[slab]
+        parts.have(ranges)
+        for r in ranges:
+            r.spill = spill
+        return spill
+
+    def close(self) -> None:
+        self._keeper.stop()
+        self._directory.close()
+
+
+def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle]) -> HostTier:
+    """The limit that the settings ask for."""
+    if settings.host_limit_bytes is None or settings.disk_directory is None:
+        return HostTier()
+    return DiskTier(device, handles, settings.host_limit_bytes, settings.disk_directory)
+
+
+def _whole(slab: HostSlab) -> HostSlab:
+    """The slab that leaves host memory where this one is to leave."""
+    while isinstance(slab, SlabPart):
+        slab = slab.whole
+    return slab
+
+
+def _share(holding: ManagedStorage) -> HostShare:
+    ranges, reserved = holding.ranges, holding.storages.reserved_bytes
+    shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
+    own = sum(r.host.nbytes for r in ranges if not r.is_shared)
+    return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
+
+
+def _lose(holding: weakref.ref[ManagedStorage], words: str) -> None:
+    if (alive := holding()) is not None:
+        alive.lost = words
+
+
+def _wait(device: Device, marks: Sequence[Mark]) -> None:
+    for mark in marks:
+        device.wait(mark)

@@ -1,0 +1,90 @@
+"""Host copies on disk beside a real device: they are page-locked again when they are back, and every byte is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import placement
+from placement.policies import Colocated
+from placement.storage.disk.spill import Place
+from placement.testing import assert_nothing_resident
+from tests.support.disk import send_to_disk, settle, spills_of
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+WIDTH = 2048
+
+
+class Job:
+    """A model with AdamW on the GPU under placement, and the same without."""
+
+    def __init__(self, folder: Path, optimizer_in: str) -> None:
+        self.manager = placement.Manager(
+            device="cuda:0", policy=Colocated(optimizer_in), host_limit_bytes="1GiB", disk_directory=folder, streamed_bucket_bytes=32 * MIB
+        )
+        torch.manual_seed(0)
+        self.net, self.other = (torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(4))) for _ in range(2))
+        self.other.load_state_dict(self.net.state_dict())
+        self.adam, self.other_adam = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other))
+        self.actor = self.manager.register("actor", self.net, role="actor")
+        self.manager.register("adam", self.adam)
+
+    def step(self) -> None:
+        with self.manager.phase("train"):
+            for net, adam in ((self.net, self.adam), (self.other, self.other_adam)):
+                net(torch.ones(8, WIDTH, device="cuda")).square().mean().backward()
+                adam.step()
+                adam.zero_grad()
+
+    def check(self) -> None:
+        found, wanted = self.actor.state_dict(), self.other.state_dict()
+        assert all(torch.equal(found[name].cpu(), wanted[name].cpu()) for name in wanted)
+        moments, others = self.adam.state_dict()["state"], self.other_adam.state_dict()["state"]
+        assert all(torch.equal(moments[key][name].cpu(), value.cpu()) for key, state in others.items() for name, value in state.items())
+        assert_nothing_resident(self.manager)
+
+
+@pytest.fixture(params=["train", "streamed"])
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path, request.param)
+    yield made
+    made.manager.close()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_steps_with_host_copies_that_were_on_disk_compute_the_same_bits(job: Job) -> None:
+    for _ in range(4):
+        job.step()
+        assert {spill.place for spill in send_to_disk(job.manager, "actor", "adam")} == {Place.DISK}
+    job.check()
+
+
+def test_what_leaves_is_not_page_locked_and_what_is_back_is(job: Job) -> None:
+    job.step()
+    slabs = [r.host for name in ("actor", "adam") for r in job.manager.handles[name].storage.ranges]
+    for slab in slabs:
+        slab.ready.wait()
+    locked = sum(slab.pinned_bytes for slab in slabs)
+    assert locked == sum(slab.nbytes for slab in slabs)
+    send_to_disk(job.manager, "actor", "adam")
+    assert sum(slab.pinned_bytes for slab in slabs) == 0
+    with job.manager.phase("rollout"):
+        settle(job.manager)
+    assert all(spill.is_here for name in ("actor", "adam") for spill in spills_of(job.manager, name))
+    for slab in slabs:
+        slab.ready.wait()
+    assert sum(slab.pinned_bytes for slab in slabs) == locked
+    job.check()
+
+
+def test_a_host_copy_that_is_given_up_while_the_device_has_the_bytes(job: Job) -> None:
+    job.step()
+    with job.manager.phase("log_prob"):
+        assert {spill.place for spill in send_to_disk(job.manager, "actor")} == {Place.NOWHERE}
+        assert job.actor.host_bytes == 0
+    job.check()

@@ -1,0 +1,67 @@
+"""Host copies that a test sends to the disk, and the keeper's background work."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+
+from placement import Manager
+from placement.planning.host_tier import DiskTier
+from placement.storage.disk.spill import Place, Spill
+from placement.storage.transfer.chunk_pool import ChunkPool
+
+
+def tier_of(manager: Manager) -> DiskTier:
+    tier = manager._stack.executor.host_tier
+    assert isinstance(tier, DiskTier)
+    return tier
+
+
+def settle(manager: Manager) -> None:
+    """Wait for the background work."""
+    assert tier_of(manager)._keeper.wait_until_idle(20)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until the background work has come so far."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the background work did not come to it"
+        time.sleep(0.001)  # a thread is at work
+
+
+def spills_of(manager: Manager, name: str) -> list[Spill]:
+    """The spills of a handle, each once."""
+    holding = manager.handles[name].holding
+    assert holding is not None
+    found = {id(r.spill): r.spill for r in holding.ranges if r.spill is not None}
+    assert found or not holding.ranges
+    return list(found.values())
+
+
+def _give_up_early(manager: Manager, names: Iterable[str]) -> None:
+    """Give up the early chunks of handles, for which their host copies are needed in host memory."""
+    chunk_pool = ChunkPool(manager._stack.executor._device)
+    for handle in [manager.handles[name] for name in names]:
+        if handle.prefetched_bytes and handle.holding is not None:
+            handle.holding.give_up_early(0, chunk_pool)
+            for spill in spills_of(manager, handle.name):
+                spill.can_leave = True
+    chunk_pool.release()
+
+
+def send_to_disk(manager: Manager, *names: str) -> list[Spill]:
+    """Have the host copies of handles leave now. They stay away until somebody needs them or the next phase transition is over."""
+    gc.collect()  # state dicts, which keep host copies in host memory
+    settle(manager)
+    tier_of(manager)._keeper.hold()
+    settle(manager)
+    _give_up_early(manager, names)
+    sent = [spill for name in names for spill in spills_of(manager, name)]
+    for spill in sent:
+        if spill.is_here:
+            spill.is_claimed = False
+            assert spill.leave(lambda: True, lambda: None)
+        assert spill.place in (Place.DISK, Place.NOWHERE)
+    return sent

@@ -1,0 +1,423 @@
+"""Host copies beyond the limit are on disk: values, bytes, what a reader sees, and what happens when the disk fails."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import placement
+from placement import State
+from placement.core.errors import BrokenHandleError, HostMemoryError, IntegrityError
+from placement.core.settings import Settings
+from placement.storage.disk.spill import Place
+from placement.testing import Faults, SimulatedDevice
+from tests.support.disk import until
+
+PAGE = 4096
+CHUNK = 8 * PAGE
+MIB = 1 << 20
+MODEL_BYTES = 4 * 128 * 128 * 4
+LIMIT_BYTES = 9 * MODEL_BYTES // 2
+"""What moves at once at the beginning of `train` (four models), and not all five."""
+
+
+def model(seed: int, width: int = 128) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+
+
+class Worker:
+    """An actor with its optimizer, a reference and a critic, with less host memory than all of them take."""
+
+    def __init__(self, folder: Path, limit_bytes: int, **settings: Any) -> None:
+        self.folder = folder
+        self.device = Faults(SimulatedDevice(8 * MIB, chunk_bytes=CHUNK, granularity=PAGE))
+        self.manager = placement.Manager(device=self.device, host_limit_bytes=limit_bytes, disk_directory=folder, **settings)
+        self.models = {name: model(seed) for seed, name in enumerate(("actor", "ref", "critic"))}
+        self.adam = torch.optim.AdamW(self.models["actor"].parameters(), lr=1e-2)
+        for name, each in self.models.items():
+            self.manager.register(name, each, role=name, readonly=name == "ref")
+        self.manager.register("adam", self.adam)
+        self.handles = self.manager.handles
+        self.twin = model(0)
+        self.twin_adam = torch.optim.AdamW(self.twin.parameters(), lr=1e-2)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(handle.host_bytes for handle in self.handles.values())
+
+    def settle(self) -> None:
+        """Wait for the background work."""
+        assert self.manager._stack.executor.host_tier._keeper.wait_until_idle(20)
+
+    def step(self) -> None:
+        tokens = torch.ones(2, 128)
+        with self.manager.phase("log_prob") as step:
+            with torch.no_grad():
+                self.models["actor"](tokens)
+                assert torch.equal(self.models["ref"](tokens), model(1)(tokens))
+            step.switch("values")
+            with torch.no_grad():
+                assert torch.equal(self.models["critic"](tokens), model(2)(tokens))
+            step.switch("train")
+            for net, adam in ((self.models["actor"], self.adam), (self.twin, self.twin_adam)):
+                net(tokens).square().mean().backward()
+                adam.step()
+                adam.zero_grad()
+        self.settle()
+
+    def check_values(self) -> None:
+        for name, twin in (("actor", self.twin), ("ref", model(1)), ("critic", model(2))):
+            shown = self.handles[name].state_dict()
+            assert all(torch.equal(shown[key], value) for key, value in twin.state_dict().items()), name
+        for key, state in self.adam.state_dict()["state"].items():
+            assert all(torch.equal(value, self.twin_adam.state_dict()["state"][key][name]) for name, value in state.items())
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    made = Worker(tmp_path, LIMIT_BYTES)
+    yield made
+    made.manager.close()
+    assert [*tmp_path.iterdir()] == []
+
+
+def leave(worker: Worker, name: str) -> Any:
+    """Have the host copy of a handle go to the disk now. Returns its spill."""
+    worker.settle()
+    worker.manager._stack.executor.host_tier._keeper.hold()
+    (r,) = worker.handles[name].storage.ranges
+    if r.spill.is_here:
+        r.spill.is_claimed = False
+        assert r.spill.leave(lambda: True, lambda: None)
+    assert r.spill.place is Place.DISK
+    return r.spill
+
+
+# --- a run
+
+
+def test_a_job_runs_bit_by_bit_with_less_host_memory_than_its_host_copies_take(worker: Worker) -> None:
+    for _ in range(4):
+        worker.step()
+        assert worker.host_bytes <= LIMIT_BYTES
+        assert sum(handle.disk_bytes for handle in worker.handles.values()) > 0
+    worker.check_values()
+    worker.manager.check_integrity()
+    assert worker.manager.audit().ok
+
+
+def test_nobody_waits_for_the_disk_once_the_cycle_is_known(worker: Worker) -> None:
+    for _ in range(3):
+        worker.step()
+    waited = worker.manager.snapshot().disk_wait_seconds
+    counts = [sum(handle.counters.disk_read_bytes for handle in worker.handles.values())]
+    for _ in range(2):
+        with worker.manager.phase("log_prob") as step:
+            worker.settle()
+            step.switch("values")
+            worker.settle()
+            step.switch("train")
+            worker.settle()
+        worker.settle()
+    counts.append(sum(handle.counters.disk_read_bytes for handle in worker.handles.values()))
+    assert counts[1] > counts[0]
+    assert worker.manager.snapshot().disk_wait_seconds == waited
+
+
+def test_what_does_not_change_is_written_once(worker: Worker) -> None:
+    for _ in range(5):
+        worker.step()
+    for name in ("ref", "critic"):
+        assert worker.handles[name].counters.spilled_bytes <= MODEL_BYTES
+    assert worker.handles["ref"].counters.disk_read_bytes + worker.handles["critic"].counters.disk_read_bytes > MODEL_BYTES
+
+
+def test_what_is_on_the_device_is_dropped_and_not_written(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, LIMIT_BYTES)
+    with worker.manager.phase("train"):
+        worker.settle()
+        spilled = worker.handles["adam"].counters.spilled_bytes
+        for r in worker.handles["actor"].storage.ranges:
+            worker.manager._stack.executor.host_tier._keeper.hold()
+            worker.settle()
+            if r.spill.place is Place.MEMORY:
+                assert r.spill.drops
+                assert r.spill.leave(lambda: True, lambda: None)
+            assert r.spill.place is Place.NOWHERE
+        assert worker.handles["actor"].host_bytes == 0
+        assert worker.handles["adam"].counters.spilled_bytes == spilled
+    worker.check_values()
+    worker.manager.close()
+
+
+def test_without_a_limit_nothing_is_on_disk_and_no_thread_runs() -> None:
+    before = threading.active_count()
+    manager = placement.Manager(device=SimulatedDevice(8 * MIB))
+    actor = model(0)
+    manager.register("actor", actor, role="actor")
+    assert manager.handles["actor"].disk_bytes == 0
+    assert threading.active_count() <= before
+
+
+def test_early_chunks_and_the_disk_go_together(tmp_path: Path) -> None:
+    from tests.faults.harness import Foresight
+
+    worker = Worker(tmp_path, LIMIT_BYTES, policy=Foresight())
+    for _ in range(4):
+        worker.step()
+    worker.check_values()
+    worker.manager.close()
+
+
+# --- readers
+
+
+def test_a_state_dict_brings_the_bytes_and_keeps_them_as_long_as_it_lives(worker: Worker) -> None:
+    spill = leave(worker, "critic")
+    shown = worker.handles["critic"].state_dict()
+    assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
+    with worker.manager.phase("train"):  # everything else has to make room
+        until(lambda: spill.is_here)
+        assert not spill.leave(lambda: True, lambda: None)
+        assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
+    del shown
+    gc.collect()
+    with worker.manager.phase("train"):
+        worker.settle()
+        assert spill.can_leave
+
+
+def test_what_is_written_into_the_host_copy_is_kept(worker: Worker) -> None:
+    leave(worker, "critic")
+    shown = worker.handles["critic"].state_dict()
+    shown["0.weight"].fill_(3)
+    del shown
+    gc.collect()
+    spill = leave(worker, "critic")
+    assert spill.place is Place.DISK
+    assert worker.handles["critic"].state_dict()["0.weight"].eq(3).all()
+
+
+@pytest.mark.parametrize("how", ["unregister", "close", "checkpoint", "async_checkpoint", "publish", "load_checkpoint"])
+def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.TempPathFactory, how: str) -> None:
+    path = tmp_path_factory.mktemp("checkpoint")
+    placement.checkpoint.save(worker.manager, path, only=["critic"])
+    leave(worker, "critic")
+    want = model(2).state_dict()
+    critic = worker.models["critic"]
+    if how == "unregister":
+        worker.manager.unregister("critic")
+    elif how == "close":
+        worker.manager.close()
+    elif how == "checkpoint":
+        placement.checkpoint.save(worker.manager, path := path / "again", only=["critic"])
+    elif how == "async_checkpoint":
+        placement.checkpoint.async_save(worker.manager, path := path / "again", only=["critic"]).result()
+    elif how == "load_checkpoint":
+        worker.manager.unregister("critic")
+        critic.load_state_dict(model(7).state_dict())
+        worker.manager.register("critic", critic, role="critic")
+        worker.handles = worker.manager.handles
+        leave(worker, "critic")
+        placement.checkpoint.load(worker.manager, path, only=["critic"])
+        leave(worker, "critic")
+    else:
+        with worker.manager.phase("values"):
+            pass
+        leave(worker, "actor")
+        with worker.manager.phase("weight_sync"):
+            published = dict(pair for bucket in worker.handles["actor"].weights(bucket_bytes=4096) for pair in bucket)
+        assert all(torch.equal(published[key], value) for key, value in model(0).state_dict().items())
+    if how in ("checkpoint", "async_checkpoint"):
+        worker.manager.unregister("critic")
+        critic.load_state_dict(model(7).state_dict())
+        worker.manager.register("critic", critic, role="critic")
+        placement.checkpoint.load(worker.manager, path, only=["critic"])
+    now = (critic if how in ("close", "unregister") else worker.manager.handles["critic"]).state_dict()
+    assert all(torch.equal(now[key], value) for key, value in want.items())
+
+
+# --- what a limit means
+
+
+def test_a_handle_beyond_the_limit_is_refused_with_a_table(tmp_path: Path) -> None:
+    manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=MODEL_BYTES - 1, disk_directory=tmp_path)
+    with pytest.raises(HostMemoryError, match=r"'actor' needs .* host_limit_bytes is .*\n  handle +in host memory"):
+        manager.register("actor", model(0), role="actor")
+    assert manager.handles == {}
+    manager.close()
+
+
+def test_an_optimizer_must_fit_beside_what_it_steps(tmp_path: Path) -> None:
+    manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=3 * MODEL_BYTES - 1, disk_directory=tmp_path)
+    actor = model(0)
+    manager.register("actor", actor, role="actor")
+    with pytest.raises(HostMemoryError, match="'adam' together with actor, which it steps"):
+        manager.register("adam", torch.optim.AdamW(actor.parameters()))
+    assert [*manager.handles] == ["actor"]
+    manager.check_integrity()
+    manager.close()
+
+
+def test_registering_makes_room_first(tmp_path: Path) -> None:
+    manager = placement.Manager(device=SimulatedDevice(8 * MIB), host_limit_bytes=2 * MODEL_BYTES, disk_directory=tmp_path)
+    models = [model(seed) for seed in range(5)]
+    for index, each in enumerate(models):
+        manager.register(f"model{index}", each, role="ref")
+        assert sum(handle.host_bytes for handle in manager.handles.values()) <= 2 * MODEL_BYTES
+    for index in range(5):
+        shown = manager.handles[f"model{index}"].state_dict()
+        assert all(torch.equal(shown[key], value) for key, value in model(index).state_dict().items())
+        del shown
+    manager.close()
+
+
+def test_what_is_needed_at_once_goes_over_the_limit_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(tmp_path, 3 * MODEL_BYTES)
+    shown = [worker.handles[name].state_dict() for name in worker.handles]
+    assert worker.host_bytes > 3 * MODEL_BYTES
+    assert [record.getMessage().count("goes over it") for record in caplog.records] == [1]
+    del shown
+    gc.collect()
+    worker.step()
+    worker.check_values()
+    worker.manager.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"host_limit_bytes": "1GiB"}, "host_limit_bytes and disk_directory belong together"),
+        ({"disk_directory": "/mnt"}, "host_limit_bytes and disk_directory belong together"),
+        ({"host_limit_bytes": 1, "disk_directory": "here"}, "disk_directory: .*write the absolute path of a folder"),
+        ({"host_limit_bytes": 0, "disk_directory": "/mnt"}, "host_limit_bytes: Input should be greater than 0"),
+        ({"host_limit_bytes": True, "disk_directory": "/mnt"}, "host_limit_bytes: .*not true or false"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Settings.from_any(given)
+
+
+def test_the_settings_can_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_HOST_LIMIT_BYTES", "2GiB")
+    monkeypatch.setenv("PLACEMENT_DISK_DIRECTORY", "/mnt/nvme")
+    settings = Settings.from_any()
+    assert (settings.host_limit_bytes, settings.disk_directory) == (2 << 30, "/mnt/nvme")
+
+
+# --- a disk that fails
+
+
+def test_a_full_disk_leaves_everything_in_host_memory(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    worker.settle()
+    monkeypatch.setattr(os, "pwritev", full)
+    for _ in range(2):
+        with worker.manager.phase("log_prob") as step:
+            step.switch("train")
+    warnings = [record.getMessage() for record in caplog.records if "it cannot leave" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
+    worker.check_values()
+    monkeypatch.undo()
+    worker.step()
+    worker.check_values()
+
+
+def corrupted(spill: Any, offset: int) -> None:
+    byte = os.pread(spill._file._file, PAGE, offset)
+    file = os.open(f"/proc/self/fd/{spill._file._file}", os.O_RDWR)
+    os.pwrite(file, bytes([byte[0] ^ 1]), offset)
+    os.close(file)
+
+
+@pytest.mark.parametrize("reader", ["state_dict", "phase", "unregister"])
+def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Worker, reader: str) -> None:
+    spill = leave(worker, "critic")
+    path = spill._file.path
+    corrupted(spill, CHUNK + PAGE)
+    (r,) = worker.handles["critic"].storage.ranges
+    words = rf"chunk 1 of {len(r.chunk_sizes)} of the host copy of 'critic' came back from {path} with other bytes"
+
+    def read() -> None:
+        if reader == "state_dict":
+            worker.handles["critic"].state_dict()
+        elif reader == "phase":
+            worker.manager.phase("values").__enter__()
+        else:
+            worker.manager.unregister("critic")
+
+    for _ in range(2 if reader != "unregister" else 1):
+        with pytest.raises((IntegrityError, BrokenHandleError), match=words):
+            read()
+    assert worker.handles["critic"].storage.lost is not None
+    with worker.manager.phase("log_prob"):  # the others are as they were
+        assert worker.handles["ref"].state is State.GPU_RESIDENT
+    if "critic" in worker.manager.handles:  # else the phase has completed what was begun
+        worker.manager.unregister("critic")
+    weights = [*worker.models["critic"].parameters()]
+    assert any(weight.isnan().any() for weight in weights)  # nobody takes the lost values for good ones
+    assert any(torch.equal(weight, good) for weight, good in zip(weights, model(2).parameters(), strict=True))
+    worker.models["critic"].load_state_dict(model(2).state_dict())
+    worker.manager.register("critic", worker.models["critic"], role="critic")
+    worker.handles = worker.manager.handles
+    worker.step()
+    worker.check_values()
+
+
+def test_a_read_error_loses_this_handle_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    spill = leave(worker, "critic")
+    path = spill._file.path
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(IntegrityError, match=rf"'critic' could not be read from {path}: Input/output error"):
+        worker.handles["critic"].state_dict()
+    monkeypatch.undo()
+    with pytest.raises(BrokenHandleError, match="could not be read"), worker.manager.phase("values"):
+        pass
+    with worker.manager.phase("train"):
+        pass
+    assert worker.handles["critic"].broken is not None
+    assert worker.handles["actor"].broken is None
+
+
+# --- figures
+
+
+def test_snapshots_and_metrics_have_the_disk(worker: Worker) -> None:
+    pytest.importorskip("prometheus_client")
+    from placement.observe.collector import make_registry
+
+    for _ in range(3):
+        worker.step()
+    snapshot = worker.manager.snapshot()
+    registry = make_registry(lambda: snapshot)
+    for handle in snapshot.handles:
+        assert handle.host_bytes + handle.disk_bytes > 0
+        labels = {"handle": handle.name, "kind": handle.kind}
+        assert registry.get_sample_value("placement_resident_bytes", {**labels, "memory": "disk"}) == handle.disk_bytes
+        assert registry.get_sample_value("placement_spilled_bytes_total", labels) == handle.spilled_bytes
+        assert registry.get_sample_value("placement_disk_read_bytes_total", labels) == handle.disk_read_bytes
+    assert sum(handle.spilled_bytes for handle in snapshot.handles) > 0
+    assert sum(handle.disk_read_bytes for handle in snapshot.handles) > 0
+    figures = snapshot.since(snapshot)
+    assert figures["placement/disk_bytes"] == sum(handle.disk_bytes for handle in snapshot.handles)
+    assert figures["placement/disk_wait_seconds"] == 0

@@ -1,0 +1,158 @@
+"""The room for early chunks: what leaves keeps its memory until it is saved, and then what comes sooner gets it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import placement
+from placement import State
+from placement.planning.early_room import Share, Wish, divide
+from placement.testing import assert_nothing_resident
+from tests.faults.test_allocations import FAULTS
+from tests.support.early import Early
+from tests.support.late_device import LateDevice
+from tests.support.worker import Worker, assert_same, learn
+from tests.unit.test_prefetch import ALL, CHUNK, last_load, used_bytes
+
+WANTED = {"ref": ALL, "actor.optimizer": ALL, "actor": ALL, "critic.optimizer": ALL}
+"""The reference comes sooner than what leaves."""
+LACKING = 3
+"""Chunks of the reference for which there is no room at first."""
+
+
+def test_what_leaves_holds_its_room_at_first_and_the_first_get_it_in_the_end() -> None:
+    assert divide(10, [Wish(8), Wish(7, held_bytes=7)]) == [Share(3, 8), Share(7, 2)]
+    assert divide(10, [Wish(8, held_bytes=2), Wish(7, held_bytes=9)]) == [Share(3, 8), Share(7, 2)]
+    assert divide(5, [Wish(4), Wish(4)]) == [Share(4, 4), Share(1, 1)]
+    assert divide(-1, [Wish(4, held_bytes=4)]) == [Share(0, 0)]
+
+
+@given(st.integers(0, 100), st.lists(st.builds(Wish, st.integers(0, 60), st.integers(0, 60)), max_size=6))
+def test_shares_fit_the_room_at_first_and_in_the_end(room: int, wishes: list[Wish]) -> None:
+    shares = divide(room, wishes)
+    wanted = sum(wish.wanted_bytes for wish in wishes)
+    assert sum(share.last_bytes for share in shares) == min(room, wanted)
+    assert sum(share.first_bytes for share in shares) <= min(room, wanted)
+    in_need = False
+    for share, wish in zip(shares, wishes, strict=True):
+        assert 0 <= share.first_bytes <= wish.wanted_bytes
+        assert not (in_need and share.last_bytes)  # nobody gets anything behind one that lacks something
+        in_need = in_need or share.last_bytes < wish.wanted_bytes
+
+
+def crowded_worker(lacking: int = LACKING, **keywords: Any) -> Worker:
+    """A worker that has trained, under a budget that in `values` has no room for all of the reference beside what leaves."""
+    worker = Worker(policy=Early({"values": WANTED}), device=LateDevice(64 << 20, chunk_bytes=CHUNK))
+    with worker.manager.phase("train"):
+        train(worker)
+    names = ("critic", "actor", "actor.optimizer", "critic.optimizer", "ref")
+    budget_bytes = sum(device_bytes(worker, name) for name in names) - lacking * CHUNK
+    worker.manager.close()
+    device = LateDevice(64 << 20, chunk_bytes=CHUNK)
+    worker = Worker(policy=Early({"values": WANTED}), device=device, budget_bytes=budget_bytes, **keywords)
+    with worker.manager.phase("train"):
+        train(worker)
+    return worker
+
+
+def train(worker: Worker, seed: int = 0) -> None:
+    learn(worker.net, worker.adam, seed)
+    learn(worker.critic_net, worker.sgd, seed)
+    worker.adam.zero_grad()
+    worker.sgd.zero_grad()
+
+
+def device_bytes(worker: Worker, name: str) -> int:
+    holding = worker.manager.handles[name].holding
+    assert holding is not None
+    return holding.storages.device_bytes
+
+
+def wait_for_the_thread(worker: Worker) -> None:
+    """Until the reference has all the memory that it wants, or the thread has stopped."""
+    deadline = time.monotonic() + 60
+    copying = worker.manager._stack.executor.prefetcher._prefetch._copying
+    while copying is not None and (copying._bursts or copying._is_starting):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)  # a thread is at work
+
+
+def trained_values(worker: Worker) -> Any:
+    return copy.deepcopy((worker.net.state_dict(), worker.adam.state_dict(), worker.sgd.state_dict()))
+
+
+def test_what_is_saved_gives_its_memory_to_what_comes_sooner() -> None:
+    worker = crowded_worker()
+    with worker.manager.phase("train") as step:
+        train(worker, 1)
+        wanted = trained_values(worker)
+        step.switch("values")
+        others = [worker.manager.handles[name] for name in ("actor.optimizer", "actor", "critic.optimizer")]
+        wait_for_the_thread(worker)
+        assert worker.ref.prefetched_bytes == worker.ref.num_bytes
+        assert sum(each.num_bytes - each.prefetched_bytes for each in others) == LACKING * CHUNK
+        worker.manager.check_integrity()
+        assert_same(trained_values(worker), wanted)  # from the host copies
+        step.switch("ref_log_prob")
+        assert last_load(worker, "ref") == (0, used_bytes(worker, "ref"))
+        assert_same(worker.ref_net.state_dict(), worker.ref_values)
+        step.switch("train")
+        assert_same(trained_values(worker), wanted)
+    assert worker.manager.snapshot().prefetch_discarded_bytes == 0
+    assert_nothing_resident(worker.manager)
+
+
+def test_a_transition_in_the_middle_finds_everything_where_it_belongs() -> None:
+    """The phase ends at once: the thread may have handed over nothing, a part, or everything."""
+    worker = crowded_worker()
+    with worker.manager.phase("train") as step:
+        for seed in range(20):
+            train(worker, seed)
+            wanted = trained_values(worker)
+            step.switch("values")
+            time.sleep(seed * 1e-4)  # the thread goes a little further each time
+            step.switch(("ref_log_prob", "train")[seed % 2])
+            worker.manager.check_integrity()
+            step.switch("train")
+            assert_same(trained_values(worker), wanted)
+            assert_same(worker.ref.state_dict(), worker.ref_values)
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("operation", ["map", "copy", "sync"])
+def test_every_call_failed(operation: str) -> None:
+    at = 0
+    while True:
+        worker = crowded_worker()
+        device = worker.manager.device
+        assert isinstance(device, LateDevice)
+        with worker.manager.phase("train") as step:
+            train(worker, 1)
+            wanted = trained_values(worker)
+            device.fail(operation, at=at + 1)
+            # The failed call may end either phase transition, or none: the thread only stops. What holds afterwards is checked below.
+            with contextlib.suppress(*FAULTS, placement.PlacementError):
+                step.switch("values")
+            with contextlib.suppress(*FAULTS, placement.PlacementError):
+                wait_for_the_thread(worker)
+                step.switch("ref_log_prob")
+            has_failed = bool(device.fired)
+            device.clear()
+            worker.manager.check_integrity()
+            step.switch("train")
+            assert_same(trained_values(worker), wanted)
+            assert_same(worker.ref.state_dict(), worker.ref_values)
+        assert {handle.state for handle in worker.manager.handles.values()} == {State.CPU_OFFLOADED}
+        assert_nothing_resident(worker.manager)
+        worker.manager.close()
+        if not has_failed:
+            break
+        at += 1
+    assert at > 3

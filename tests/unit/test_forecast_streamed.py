@@ -1,0 +1,114 @@
+"""Forecasts of steps that stream their state: the bytes of the real manager, and the seconds that the link's rates give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import placement
+from placement.cli import main
+from placement.core.states import IDLE
+from placement.forecasting import Link, Model
+from placement.testing import SimulatedDevice
+
+CHUNK_BYTES = 16 << 10
+WIDTH, LAYERS = 64, 12
+LINK = Link(to_device_bytes_per_second=4e6, to_host_bytes_per_second=2e6)
+POLICY = "colocated('streamed')"
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def forecast(**keywords: Any) -> placement.forecasting.Forecast:
+    given = {"policy": POLICY, "cycle": ["log_prob", "train"], "device": SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)}
+    return placement.forecast({"actor": Model(net(), optimizer="adamw")}, **{**given, **keywords})
+
+
+STATE_BYTES = forecast().phase("train").streamed_bytes // 2
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("bucket_bytes", ["512MiB", "48KiB"])
+def test_bytes_are_those_of_the_real_steps(steps: int, bucket_bytes: str) -> None:
+    device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)
+    manager = placement.Manager(device=device, policy=POLICY, streamed_bucket_bytes=bucket_bytes)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager.register("actor", model, role="actor")
+    manager.register("actor.optimizer", optimizer)
+    told = forecast(steps={"train": steps})
+    for phases in (told.first_phases, told.phases):
+        for phase in phases:
+            before = manager.snapshot()
+            if phase.phase == IDLE:
+                manager.leave()
+            else:
+                (manager.switch if manager.phase_name != IDLE else manager.enter)(phase.phase)
+            for _ in range(steps if phase.phase == "train" else 0):
+                model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            moved = manager.snapshot().since(before)
+            # Each bucket of new state begins at a granule of its own.
+            assert phase.loaded_bytes == pytest.approx(moved["placement/loaded_bytes"], rel=0.02)
+            assert phase.offloaded_bytes == pytest.approx(moved["placement/offloaded_bytes"], rel=0.02)
+    manager.close()
+
+
+def test_a_first_step_only_sends_and_later_ones_go_both_ways() -> None:
+    told = forecast(steps={"train": 3})
+    assert told.phase("train").streamed_bytes == 6 * STATE_BYTES
+    assert sum(phase.streamed_bytes for phase in told.first_phases) == 5 * STATE_BYTES
+    assert forecast(steps={"train": 0}).phase("train").streamed_bytes == 0
+    assert forecast(policy="colocated").phase("train").streamed_bytes == 0
+
+
+def test_steps_are_in_the_phase_that_is_nested_where_there_is_one() -> None:
+    told = forecast(cycle=["log_prob", "train", "optimizer_step"])
+    assert [told.phase(name).streamed_bytes for name in ("train", "optimizer_step")] == [0, 2 * STATE_BYTES]
+    assert forecast(cycle=["train", "optimizer_step"], steps={"train": 1}).phase("train").streamed_bytes == 2 * STATE_BYTES
+
+
+def stall(**keywords: Any) -> float:
+    """The seconds in which the streamed steps of `train` wait for the link."""
+    seconds = [forecast(link=LINK, steps={"train": count}, **keywords).phase("train").stall_seconds for count in (2, 0)]
+    assert seconds[0] is not None
+    assert seconds[1] is not None
+    return seconds[0] - seconds[1]
+
+
+def test_the_slower_direction_gives_the_seconds_and_work_hides_the_first_buckets() -> None:
+    slow = STATE_BYTES / LINK.to_host_bytes_per_second
+    assert stall() == pytest.approx(2 * slow)
+    both = Link(to_device_bytes_per_second=4e6, to_host_bytes_per_second=4e6, both_bytes_per_second=5e6)
+    kept = forecast(link=both, steps={"train": 1}).phase("train").stall_seconds
+    worked = forecast(link=both, steps={"train": 1}, work_seconds={"train": 100.0}).phase("train").stall_seconds
+    assert kept is not None
+    assert worked is not None
+    # All the state fits the window here, so what comes comes before the step: it goes alone, and no longer shares the link.
+    assert kept - worked == pytest.approx(2 * STATE_BYTES / 5e6 - STATE_BYTES / 4e6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"), [({"rollout": 1}, "'rollout', which the cycle does not have"), ({"train": -1}, "'train' must be 0 or more")]
+)
+def test_wrong_steps(steps: dict[str, int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        forecast(steps=steps)
+
+
+def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    command = ["plan", str(config), "--policy", POLICY, "--rate", "50GB", "--cycle", "log_prob,train"]
+    assert main([*command, "--steps", "train=4"]) == 0
+    assert "is streamed by optimizers" in capsys.readouterr().out
+    assert main([*command, "--steps", "train=many"]) == 2
+    assert "no number of steps" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""Who leaves host memory and who comes back: pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.core.errors import HostMemoryError
+from placement.planning.host_need import HostShare, UseHistory, by_need, check_fits_host
+from placement.storage.disk.room import HostCopy, Step, next_step
+
+COPIES = st.lists(st.builds(HostCopy, st.integers(0, 100), st.booleans(), st.booleans()), max_size=12)
+
+
+def done(copies: list[HostCopy], fixed_bytes: int, limit_bytes: int) -> list[HostCopy]:
+    """Carry out every step."""
+    for _ in range(4 * len(copies) + 1):
+        step = next_step(copies, fixed_bytes, limit_bytes)
+        if step is None:
+            return copies
+        copy = copies[step.position]
+        assert copy.is_here is (step.what == "leave")
+        assert copy.can_leave or step.what == "come"
+        copies = [*copies[: step.position], copy._replace(is_here=step.what == "come"), *copies[step.position + 1 :]]
+    raise AssertionError(f"it never ends: {copies}")
+
+
+def held(copies: list[HostCopy]) -> int:
+    return sum(copy.nbytes for copy in copies if copy.is_here)
+
+
+@given(COPIES, st.integers(0, 100), st.integers(1, 500))
+def test_it_ends_within_the_limit_unless_what_cannot_leave_exceeds_it(copies: list[HostCopy], fixed: int, limit: int) -> None:
+    stuck = fixed + sum(copy.nbytes for copy in copies if copy.is_here and not copy.can_leave)
+    after = done(copies, fixed, limit)
+    assert fixed + held(after) <= max(limit, stuck)
+
+
+@given(COPIES, st.integers(0, 100), st.integers(1, 500))
+def test_nothing_that_would_fit_is_left_out(copies: list[HostCopy], fixed: int, limit: int) -> None:
+    after = done(copies, fixed, limit)
+    if fixed + held(after) <= limit:
+        assert all(fixed + held(after) + copy.nbytes > limit for copy in after if not copy.is_here and copy.nbytes)
+
+
+@given(COPIES, st.integers(0, 100), st.integers(1, 500))
+def test_what_is_away_could_not_take_the_place_of_what_is_needed_later(copies: list[HostCopy], fixed: int, limit: int) -> None:
+    after = done(copies, fixed, limit)
+    for position, copy in enumerate(after):
+        later = sum(each.nbytes for each in after[position + 1 :] if each.is_here and each.can_leave)
+        assert copy.is_here or fixed + held(after) <= limit < fixed + held(after) + copy.nbytes - later or fixed + held(after) > limit
+
+
+@given(COPIES, st.integers(0, 100), st.integers(1, 500))
+def test_nothing_leaves_for_what_is_needed_later(copies: list[HostCopy], fixed: int, limit: int) -> None:
+    step = next_step(copies, fixed, limit)
+    if step is not None and step.what == "leave" and fixed + held(copies) <= limit:
+        assert any(not copy.is_here for copy in copies[: step.position])
+
+
+def test_what_is_needed_last_leaves() -> None:
+    assert next_step([HostCopy(10, True)] * 3, 0, 25) == Step("leave", 2)
+    assert next_step([HostCopy(10, True), HostCopy(10, True), HostCopy(10, False)], 0, 25) is None
+    assert next_step([HostCopy(10, False), HostCopy(10, True), HostCopy(10, True)], 0, 25) == Step("leave", 2)
+
+
+# --- who is needed when
+
+
+def test_the_cycle_tells_who_is_needed_next() -> None:
+    history = UseHistory()
+    for _ in range(2):
+        for phase, used in (("rollout", "actor engine"), ("log_prob", "actor ref"), ("train", "actor adam ref"), ("idle", "actor adam")):
+            history.note(phase, frozenset(used.split()))
+    history.note("rollout", frozenset({"actor", "engine"}))
+    assert history.upcoming()[:2] == ({"actor", "ref"}, {"actor", "adam", "ref"})
+    assert by_need(["engine", "adam", "ref", "actor"], history.upcoming(), history.age) == ["actor", "ref", "adam", "engine"]
+
+
+def test_two_phases_tell_more_than_one() -> None:
+    history = UseHistory()
+    for phase, used in (("a", ""), ("x", "one"), ("p", "first"), ("b", ""), ("x", "one"), ("q", "second"), ("a", ""), ("x", "one")):
+        history.note(phase, frozenset(used.split()))
+    assert history.upcoming()[0] == {"first"}
+
+
+def test_without_a_cycle_the_least_recently_used_goes_first() -> None:
+    history = UseHistory()
+    assert history.upcoming() == ()
+    for name in ("a", "b", "c", "a"):
+        history.note(f"phase {name}{history._count}", frozenset({name}))
+    assert by_need(["never", "a", "b", "c"], history.upcoming(), history.age) == ["a", "c", "b", "never"]
+
+
+# --- what can never fit
+
+
+def test_a_handle_and_what_it_steps_must_fit_together() -> None:
+    shares = {"actor": HostShare(60, 0, 60), "adam": HostShare(0, 0, 0), "ref": HostShare(60, 0, 60)}
+    check_fits_host("adam", 40, ["actor"], shares, 100)
+    with pytest.raises(HostMemoryError) as caught:
+        check_fits_host("adam", 41, ["actor"], shares, 100)
+    text = str(caught.value)
+    assert "'adam' together with actor, which it steps, needs" in text
+    assert "host_limit_bytes is 0.0 MiB (100 bytes)" in text
+    assert [line.split() for line in text.splitlines()[2:5]] == [["actor", "60", "60"], ["ref", "60", "60"], ["adam", "0", "41"]]
+
+
+def test_what_cannot_leave_counts() -> None:
+    shares = {"shared": HostShare(50, 50, 50)}
+    check_fits_host("a", 50, [], shares, 100)
+    with pytest.raises(HostMemoryError, match="beside what cannot leave it"):
+        check_fits_host("a", 51, [], shares, 100)
