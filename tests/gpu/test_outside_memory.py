@@ -68,7 +68,8 @@ def consumer() -> Iterator[Consumer]:
 
 
 def test_what_another_process_dropped_comes_back_at_the_next_phase_transition(manager: placement.Manager, consumer: Consumer) -> None:
-    manager.register("actor", nn.Linear(256, 256).cuda(), role="actor")
+    net = nn.Linear(256, 256).cuda()
+    manager.register("actor", net, role="actor")
     device = manager.device
     with manager.phase("log_prob"):
         pass
@@ -94,7 +95,7 @@ def test_what_another_process_dropped_comes_back_at_the_next_phase_transition(ma
 
 def test_buckets_that_an_engine_opened_are_gone_after_the_weight_sync(manager: placement.Manager, consumer: Consumer) -> None:
     net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
-    expected = sum(float(parameter.double().sum()) for parameter in net.parameters())
+    expected = sum(float(parameter.detach().double().sum()) for parameter in net.parameters())
     actor = manager.register("actor", net, role="actor")
     with manager.phase("weight_sync"):
         pass
@@ -121,7 +122,8 @@ def group() -> Iterator[None]:
 
 
 def test_a_communicator_is_named_once_it_is_made(manager: placement.Manager, group: None) -> None:
-    manager.register("actor", nn.Linear(256, 256).cuda(), role="actor")
+    net = nn.Linear(256, 256).cuda()
+    manager.register("actor", net, role="actor")
     assert manager.snapshot().communicators == ()
     dist.all_reduce(torch.ones(1, device="cuda"))
     with manager.phase("log_prob"):
@@ -140,7 +142,8 @@ def growth() -> tuple[int, int | None, int, str]:
     """Unaccounted bytes that appeared with the communicator of all ranks, and what is said about it. For `Ranks.run`."""
     device = torch.device("cuda", torch.cuda.current_device())
     manager = placement.Manager(device=str(device))
-    manager.register("actor", nn.Linear(256, 256).to(device), role="actor")
+    net = nn.Linear(256, 256).to(device)
+    manager.register("actor", net, role="actor")
     with manager.phase("log_prob"):
         torch.ones(256, device=device).sum().item()
     before = manager.snapshot()
