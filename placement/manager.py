@@ -371,8 +371,7 @@ class Manager:
         with self._stack.lock.transition():
             plan, writes = self._stack.base_plan(), self._stack.executor.writes
             writes.look(wait=True, at_counters=True)
-            outside, others = self._stack.executor.outside, self._snapshots.others
-            return audit.audit(self.handles, plan, self.device, writes.findings, outside, others)
+            return audit.audit(self.handles, plan, self.device, writes.findings, self._stack.executor.outside)
 
     def check_integrity(self) -> None:
         """Raise if the bytes that the handles declare differ from those that the device holds.
@@ -413,8 +412,9 @@ class Manager:
         self._stack.lock.check_process()
         if identity is None:
             identity = Identity.from_launcher(run=self.settings.run, gpu_uuid=self.device.uuid)
-        if self._snapshots.others is None:
-            self._snapshots.others = OtherProcesses(self.device.uuid)
+        outside = self._stack.executor.outside
+        if not outside.is_watched:
+            outside.watch(OtherProcesses(self.device.uuid))
         snapshots, stack = self._snapshots, self._stack  # not the manager: the server would keep it alive
         server = MetricsServer(snapshots.take, is_over=lambda: stack.lock.is_closed, journal=self.journal, port=port, address=address)
         self._servers.add(server)

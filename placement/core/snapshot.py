@@ -160,7 +160,7 @@ class Snapshot(_Frozen):
     unpaired_bytes: int
     """Bytes held by handles that should have been offloaded when their phase ended."""
     unaccounted_bytes: int
-    """At the last phase transition: device used − torch reserved − our chunks and poison − others' use where visible."""
+    """At the last phase transition: device used − torch reserved − our chunks and poison − others' use then, where visible."""
     other_processes_bytes: int | None = None
     """Device bytes of other processes according to NVML; None where NVML is not installed, not asked, or gives no answer."""
     communicators: tuple[CommunicatorSnapshot, ...] = ()

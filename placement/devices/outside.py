@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from placement.devices.base import Device
 from placement.devices.memory import Communicator, DeviceMemory
@@ -10,8 +13,19 @@ from placement.devices.memory import Communicator, DeviceMemory
 _OWNERS = "the driver's context and its kernels, libraries that allocate by themselves, communicators"
 
 
+class OtherProcesses(Protocol):
+    """Measures how many device bytes other processes hold."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """The last measurement; None while unknown."""
+
+    def ask(self, then: Callable[[int | None], None]) -> None:
+        """Measure soon, on another thread, and call `then` there with the bytes."""
+
+
 class Outside:
-    """The memory outside torch and placement, as of the last measurement, and who of this process is known to hold it.
+    """The memory outside torch and placement, as of the last measurement, and who is known to hold it.
 
     Not every library says how much its communicators hold. So the growth of this memory is noted whenever communicators have appeared
     since the measurement before. That is an upper bound: kernels that were loaded meanwhile are in it, and other processes' growth.
@@ -23,14 +37,56 @@ class Outside:
         self.communicators: tuple[Communicator, ...] = tuple(device.communicators())
         self.grown_bytes = 0
         """The growth of `nbytes` between measurements in which communicators appeared."""
+        self._others: OtherProcesses | None = None
+        self._own_bytes: int | None = None
+        self._told = threading.Event()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody measures other processes."""
+        return self._others is not None
+
+    def watch(self, others: OtherProcesses) -> None:
+        """From now on `others` tells what other processes hold."""
+        self._others = others
+        self._ask()
 
     def measure(self, memory: DeviceMemory) -> None:
-        """Look again, on the thread of a phase transition."""
+        """Look again, on the thread of a phase transition. Others are measured on their own thread, milliseconds later."""
         known = {each.name for each in self.communicators}
         self.communicators = tuple(self._device.communicators())
         before, self.nbytes = self.nbytes, memory.unaccounted_bytes
         if any(each.name not in known for each in self.communicators):
             self.grown_bytes += max(0, self.nbytes - before)
+        self._ask()
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait until others were measured after the last measurement, if they are known at all."""
+        if self.others_bytes is not None:
+            self._told.wait(seconds)
+
+    def _ask(self) -> None:
+        if self._others is not None:
+            self._told.clear()
+            self._others.ask(functools.partial(self._tell, self.nbytes))
+
+    def _tell(self, nbytes: int, others_bytes: int | None) -> None:
+        self._own_bytes = None if others_bytes is None else nbytes - others_bytes
+        self._told.set()
+
+    @property
+    def others_bytes(self) -> int | None:
+        """Device bytes of other processes; None while unknown."""
+        return None if self._others is None else self._others.nbytes
+
+    @property
+    def own_bytes(self) -> int | None:
+        """`nbytes` without other processes; None while these are unknown.
+
+        Only measurements that belong together are subtracted, because an engine in another process may have gone to sleep since: this is
+        of the last measurement after which others were measured too.
+        """
+        return None if self.others_bytes is None else self._own_bytes
 
     @property
     def communicator_bytes(self) -> int | None:
@@ -38,15 +94,11 @@ class Outside:
         known = [each.nbytes for each in self.communicators if each.nbytes is not None]
         return sum(known) if len(known) == len(self.communicators) else None
 
-    def report(self, others_bytes: int | None) -> Iterable[str]:
-        """Lines for people; none where there is nothing to say.
-
-        Args:
-            others_bytes: the device bytes of other processes; None while unknown.
-        """
+    def report(self) -> Iterable[str]:
+        """Lines for people; none where there is nothing to say."""
         if self.nbytes <= 0 and not self.communicators:
             return
-        others = "and other processes" if others_bytes is None else f"and other processes ({others_bytes:,} bytes)"
+        others = "and other processes" if self.others_bytes is None else f"and other processes ({self.others_bytes:,} bytes)"
         yield f"outside: {self.nbytes:,} bytes are neither torch's nor placement's: {_OWNERS}, {others}"
         for each in self.communicators:
             yield f"outside: communicator {each.name!r} of {_ranks(each.ranks)}: {_size(each)}"

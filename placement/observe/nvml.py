@@ -1,7 +1,7 @@
 """Measure the GPU memory of other processes, which neither torch nor CUDA shows. Needs `nvidia-ml-py` (extra `nvml`).
 
-NVML is queried on a thread of its own every few seconds: a call may take milliseconds, and hangs if the driver hangs. In a container
-NVML may list no processes, or process ids of another namespace; then the result is None.
+NVML is queried on a thread of its own, every few seconds and when somebody asks: a call may take milliseconds, and hangs if the driver
+hangs. In a container NVML may list no processes, or process ids of another namespace; then the result is None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 ASK_SECONDS = 5.0
@@ -26,33 +27,63 @@ class OtherProcesses:
     def __init__(self, uuid: str, nvml: Any = None) -> None:
         self.nbytes: int | None = None
         """The last measurement; None while unknown."""
-        self._ended = threading.Event()
+        self._then: Callable[[int | None], None] | None = None
+        self._wake = _Wake()
         nvml = _library() if nvml is None and uuid else nvml
         if nvml is not None and uuid:
-            me = weakref.ref(self, lambda _: ended.set())
-            ended = self._ended
-            threading.Thread(target=_watch, args=(me, ended, nvml, uuid), name="placement-nvml", daemon=True).start()
+            wake = self._wake
+            me = weakref.ref(self, lambda _: wake.end())
+            threading.Thread(target=_watch, args=(me, wake, nvml, uuid), name="placement-nvml", daemon=True).start()
+
+    def ask(self, then: Callable[[int | None], None]) -> None:
+        """Measure soon, in place of what was asked before and has not begun. `then` gets the bytes, on the measuring thread."""
+        self._then = then
+        self._wake.now.set()
+
+    def asked(self) -> Callable[[int | None], None] | None:
+        """Who waits for a measurement that begins now. Called by the measuring thread."""
+        then, self._then = self._then, None
+        return then
 
     def close(self) -> None:
         """Stop measuring."""
-        self._ended.set()
+        self._wake.end()
 
 
-def _watch(me: weakref.ref[OtherProcesses], ended: threading.Event, nvml: Any, uuid: str) -> None:
+class _Wake:
+    """When the measuring thread has to go on before its interval is over."""
+
+    def __init__(self) -> None:
+        self.now = threading.Event()
+        self.is_over = False
+
+    def end(self) -> None:
+        self.is_over = True
+        self.now.set()
+
+
+def _watch(me: weakref.ref[OtherProcesses], wake: _Wake, nvml: Any, uuid: str) -> None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return
     try:
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        while not ended.is_set():
+        while not wake.is_over:
+            wake.now.clear()
+            if (watcher := me()) is None:
+                return
+            then = watcher.asked()
+            del watcher
             nbytes = _others(nvml, device)
-            watcher = me()
-            if watcher is None:
+            if (watcher := me()) is None:
                 return
             watcher.nbytes = nbytes
             del watcher
-            ended.wait(ASK_SECONDS)
+            if then is not None:
+                then(nbytes)
+                del then
+            wake.now.wait(ASK_SECONDS)
     except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
         if (watcher := me()) is not None:
             watcher.nbytes = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import IntegrityError
 from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from placement.phases.stack import PhaseStack
 
 
-class OtherProcesses(Protocol):
-    """Measures how many device bytes other processes hold."""
-
-    @property
-    def nbytes(self) -> int | None: ...
+_OTHERS_SECONDS = 1.0
+"""NVML takes milliseconds. Where it does not answer, an audit has the measurement before."""
 
 
 class Snapshots:
@@ -37,13 +34,11 @@ class Snapshots:
         self._worker_role = worker_role
         self._device = device
         self._journal = journal
-        self.others: OtherProcesses | None = None
 
     def take(self) -> Snapshot:
         """The state of the manager and all handles at this moment. Takes no lock."""
         stack, journal = self._stack, self._journal
         memory, outside = stack.executor.memory, stack.executor.outside
-        others = None if self.others is None else self.others.nbytes
         reasons = self._reasons()
         handles = tuple(snapshot_of(each, stack.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
         return Snapshot(
@@ -59,8 +54,8 @@ class Snapshots:
             policy_decisions=dict(journal.decisions),
             pairing_violations=journal.pairing_violations,
             unpaired_bytes=sum(handle.resident_bytes for handle in stack.executor.left_behind),
-            unaccounted_bytes=memory.unaccounted_bytes - (others or 0),
-            other_processes_bytes=others,
+            unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
+            other_processes_bytes=outside.others_bytes,
             communicators=tuple(CommunicatorSnapshot.model_validate(asdict(each)) for each in outside.communicators),
             communicator_bytes=outside.communicator_bytes,
             ipc_collected_bytes=self._device.ipc_collected_bytes,
@@ -161,14 +156,12 @@ def audit(
     device: Device,
     written: Sequence[tuple[str | None, str]],
     outside: Outside,
-    others: OtherProcesses | None,
 ) -> Audit:
     """Compare what every handle declares with its tensors and with the device. Looks at every tensor, so not for the hot path.
 
     Args:
         written: handle's name and description of each write into offloaded memory.
         outside: the memory outside torch and placement; it is measured again.
-        others: measures other processes; None: nobody does.
     """
     findings: list[Finding] = []
     for handle in handles.values():
@@ -176,7 +169,7 @@ def audit(
         findings += _findings(handle, plan.on_device(handle.name))
     memory = device.memory()
     outside.measure(memory)
-    others_bytes = None if others is None else others.nbytes
+    outside.wait_for_others(_OTHERS_SECONDS)
     chunks, declared = memory.chunk_bytes, chunk_bytes(handles.values())
     if chunks != declared:
         detail = f"the device holds {chunks:,} bytes of chunks, the handles {declared:,}"
@@ -189,7 +182,7 @@ def audit(
     lines += [f"{h.name:<24} {h.state:<14} {h.resident_bytes:>16,} {h.host_bytes:>16,}" for h in handles.values()]
     kept_by_framework = [(h.name, name, nbytes) for h in handles.values() for name, nbytes in h.storage.framework_memory()]
     lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
-    lines += outside.report(others_bytes)
+    lines += outside.report()
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
     lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
     return Audit(
@@ -197,7 +190,7 @@ def audit(
         findings=tuple(findings),
         resident_bytes=resident,
         foreign_bytes=sum(nbytes for *_, nbytes in kept_by_framework),
-        unaccounted_bytes=memory.unaccounted_bytes - (others_bytes or 0),
+        unaccounted_bytes=memory.unaccounted_bytes if outside.own_bytes is None else outside.own_bytes,
         report="\n".join(lines),
     )
 

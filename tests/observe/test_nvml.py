@@ -116,3 +116,69 @@ def test_what_others_hold_is_not_unaccounted(monkeypatch: pytest.MonkeyPatch) ->
     with manager.serve():
         until(lambda: manager.snapshot().other_processes_bytes == 3000)
         assert manager.snapshot().unaccounted_bytes == before.unaccounted_bytes - 3000
+
+
+class Slow(Library):
+    """A library that answers when it is let."""
+
+    def __init__(self, *processes: Process) -> None:
+        super().__init__(*processes)
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> tuple[Process, ...]:
+        assert self.may_answer.wait(10)
+        return super().nvmlDeviceGetComputeRunningProcesses(device)
+
+
+def test_an_engine_of_another_process_is_not_unaccounted_while_it_goes_to_sleep_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes leave the device in a phase transition, and NVML tells of it a little later."""
+    engine, context = 3000, 500
+    library = Slow(Process(os.getpid(), 5), Process(7, engine))
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    device = Named(1 << 20, chunk_bytes=4096)
+    manager = placement.Manager(device=device)
+    model = nn.Linear(8, 8)
+    manager.register("actor", model, role="actor")
+    device.outside_bytes = engine + context
+
+    def others_come_to_hold(nbytes: int) -> None:
+        """In a phase transition."""
+        library.may_answer.clear()
+        device.outside_bytes = nbytes + context
+        library.processes = (library.processes[0], Process(7, nbytes))
+        with manager.phase("log_prob"):
+            assert manager.snapshot().unaccounted_bytes == context, "before NVML has told"
+            library.may_answer.set()
+            until(lambda: manager.snapshot().other_processes_bytes == nbytes)
+            assert manager.snapshot().unaccounted_bytes == context
+
+    with manager.serve():
+        until(lambda: manager.snapshot().other_processes_bytes == engine)
+        with manager.phase("log_prob"):
+            until(lambda: manager.snapshot().unaccounted_bytes == context)
+        for nbytes in (0, engine, 100):
+            others_come_to_hold(nbytes)
+        audit = manager.audit()
+        assert audit.unaccounted_bytes == context
+        assert "other processes (100 bytes)" in audit.report
+    manager.close()
+
+
+def test_others_that_are_not_known_any_more_are_not_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(Process(os.getpid(), 5), Process(7, 300))
+    monkeypatch.setattr(nvml, "_library", lambda: library)
+    device = Named(1 << 20, chunk_bytes=4096)
+    manager = placement.Manager(device=device)
+    model = nn.Linear(8, 8)
+    manager.register("actor", model, role="actor")
+    device.outside_bytes = 700
+    with manager.serve():
+        with manager.phase("log_prob"):
+            until(lambda: manager.snapshot().unaccounted_bytes == 400)
+        library.fails = "processes"
+        with manager.phase("log_prob"):
+            until(lambda: manager.snapshot().other_processes_bytes is None)
+            assert manager.snapshot().unaccounted_bytes == 700
+        assert manager.audit().unaccounted_bytes == 700
+    manager.close()
