@@ -227,6 +227,9 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     for kind in living(handle):
         detail = f"a {kind} that is not registered stepped its parameters; its state stays on the device in every phase: register it"
         yield Finding(handle=handle.name, what="unregistered_optimizer", detail=detail)
+    for name in holding.views_left_on_host():
+        detail = f"a view of {name} of a state dict, taken while the handle was offloaded, shows the host copy and not the device"
+        yield Finding(handle=handle.name, what="stray_reference", detail=detail)
     handle.look_for_strays()
     if handle.stray_references:
         detail = f"{handle.stray_references} references to its storages existed outside it at the last offload ({handle.stray_names})"

@@ -201,6 +201,13 @@ class HeldStorage(Storage):
         """Like `hand_out`, but returns a tensor that was handed out before as it is."""
         return tensor if self.storages.state_dict_tensors.knows(tensor) else self.hand_out(tensor)
 
+    def views_left_on_host(self) -> list[str]:
+        """The names of tensors that somebody has a view of which shows the host copy, although the values are on the device."""
+        tensors = self.storages.state_dict_tensors
+        if not self.on_device or not tensors.are_held:
+            return []
+        return [name for _, name in tensors.left_on_host(self.storages.by_address)]
+
     def drifted(self) -> list[tuple[str, int]]:
         """Name and bytes of everything that is not where it should be: relocated storages, and tensors that were replaced or torn apart.
 

@@ -221,6 +221,7 @@ class ManagedStorage(HeldStorage):
                 self.refuse_calls()
                 self.on_device = False
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
+            self._distrust_host_copies_with_views()
             self.storages.writes.forget_gradients()
         if not self.on_device:
             settle(self, chunk_pool)
@@ -262,6 +263,16 @@ class ManagedStorage(HeldStorage):
         self._is_vacating = True
         r.give(range(first, last), chunk_pool)  # before unmapping: at an interrupt every chunk in `r.chunks` is still mapped
         self.device.unmap(r.layout.addresses, sum(r.chunk_sizes[first:last]), r.starts[first])
+
+    def _distrust_host_copies_with_views(self) -> None:
+        """Let the next offload copy every chunk of ranges whose host copy somebody may still write.
+
+        They can through a view of a state dict's tensor.
+        """
+        if not self.readonly and self.storages.state_dict_tensors.are_held:
+            for r, _ in self.storages.state_dict_tensors.left_on_host(self.storages.by_address):
+                if not r.is_shared:
+                    r.prints = None
 
     def _take_back_early(self) -> None:
         """Have back the early chunks of a broken-off offload, which have bytes that the slab may lack."""

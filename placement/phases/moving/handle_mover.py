@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,6 +25,8 @@ from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier, Verify
+
+logger = logging.getLogger(__name__)
 
 _MOVES = (Trigger.LOAD, Trigger.OFFLOAD)
 _FROM_DEVICE = (Trigger.END_SYNC, Trigger.SYNC_TO_TRAIN, Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
@@ -78,6 +82,7 @@ class HandleMover:
         self.transition = Transition(ChunkPool(device))
         """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
         self.verifier = Verifier(verify)
+        self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.engines = EngineMover(journal, self.fire, self.record, target_of)
 
     @property
@@ -163,6 +168,8 @@ class HandleMover:
             guards.install_on_new(handle)
         if trigger is Trigger.OFFLOAD:
             self._complain_of_immovable(handle, holding)
+        else:
+            self._complain_of_views(handle, holding)
         self._complain(handle, moved)
         return moved
 
@@ -194,6 +201,18 @@ class HandleMover:
         for name, problem in holding.adapter.immovable():
             self.transition.complaints.append(
                 RegistrationError(f"{handle.name!r}: {name!r} {problem}. The rest of the handle was offloaded; this tensor stays.")
+            )
+
+    def _complain_of_views(self, handle: Handle, holding: ManagedStorage) -> None:
+        """Tell, once a handle, of views that show its host copy while its values are on the device."""
+        if handle not in self._told_of_views and (names := holding.views_left_on_host()):
+            self._told_of_views.add(handle)
+            logger.warning(
+                "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
+                "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "
+                "written to them is lost. Take views anew in each phase, or clone() them",
+                handle.name,
+                ", ".join(names[:8]),
             )
 
     def _complain(self, handle: Handle, moved: MoveResult) -> None:

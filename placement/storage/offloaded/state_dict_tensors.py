@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError
 from placement.devices.base import Device
 from placement.storage.offloaded.changes import has_nan
-from placement.storage.range import RangesByAddress
+from placement.storage.range import Range, RangesByAddress
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import align, is_plain_type, is_wrapper, parts_of, rewrapped
 from placement.tensors.sparse import is_sparse, made_of
@@ -202,6 +202,21 @@ class StateDictTensors:
             return self._over_device(tensor, places)
 
         self._point_to(find)
+
+    def left_on_host(self, places: RangesByAddress) -> list[tuple[Range, str]]:
+        """The storages over the host copy that somebody still holds after `point_to_device`, by range and name.
+
+        They are those of views that were taken of tensors while these showed the host copy. A view cannot be pointed elsewhere.
+        """
+        held = [address for address, storage in [*self._storages.items()] if not storage.expired()]
+        return [
+            (r, entry.name)
+            for r in places.ranges
+            for address in held
+            if 0 <= address - r.host.address < r.nbytes
+            for entry in r.placed
+            if r.host.address + entry.offset == address
+        ]
 
     def leave(self, places: RangesByAddress | None = None) -> None:
         """Give every living tensor memory of its own with its present values, because the ranges are about to go.
