@@ -50,7 +50,7 @@ _FRAMEWORK = re.compile(rf"No module named '((?:{_PACKAGES})\b[^']*)'")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write how long each test file takes into tests/durations.json")
-    parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow, as CI does")
+    parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
