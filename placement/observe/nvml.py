@@ -70,7 +70,6 @@ def _watch(me: weakref.ref[OtherProcesses], wake: _Wake, nvml: Any, uuid: str) -
     try:
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
         while not wake.is_over:
-            wake.now.clear()
             if (watcher := me()) is None:
                 return
             then = watcher.asked()
@@ -84,6 +83,7 @@ def _watch(me: weakref.ref[OtherProcesses], wake: _Wake, nvml: Any, uuid: str) -
                 then(nbytes)
                 del then
             wake.now.wait(ASK_SECONDS)
+            wake.now.clear()
     except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
         if (watcher := me()) is not None:
             watcher.nbytes = None
