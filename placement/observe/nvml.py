@@ -41,7 +41,7 @@ class OtherProcesses:
         self._wake.now.set()
 
     def asked(self) -> Callable[[int | None], None] | None:
-        """Who waits for a measurement that begins now. Called by the measuring thread."""
+        """Take over what waits for a measurement that begins now. Called by the measuring thread."""
         then, self._then = self._then, None
         return then
 
@@ -75,13 +75,13 @@ def _watch(me: weakref.ref[OtherProcesses], wake: _Wake, nvml: Any, uuid: str) -
             then = watcher.asked()
             del watcher
             nbytes = _others(nvml, device)
+            if then is not None:  # before anybody sees the number that it subtracts
+                then(nbytes)
+                del then
             if (watcher := me()) is None:
                 return
             watcher.nbytes = nbytes
             del watcher
-            if then is not None:
-                then(nbytes)
-                del then
             wake.now.wait(ASK_SECONDS)
             wake.now.clear()
     except nvml.NVMLError:  # a MIG slice, or the driver is gone: the last measurement is no longer true
