@@ -281,7 +281,7 @@ for point in range(int(sys.argv[3])):
     pid = in_child(train, writer)
     os.close(writer)
     said = os.read(reader, 1 << 16)  # the first checkpoint
-    time.sleep(0.0031 * point)
+    time.sleep(0.0031 * point)  # each point is a little later in the spill
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     while more := os.read(reader, 1 << 16):

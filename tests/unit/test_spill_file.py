@@ -204,7 +204,7 @@ from placement.devices.host.spill_directory import SpillDirectory
 directory = SpillDirectory(sys.argv[1])
 (directory.path / "named").write_bytes(b"left behind by a file system without nameless files")
 print(directory.path, flush=True)
-time.sleep(60)
+time.sleep(60)  # until it is killed
 """
 
 
