@@ -126,7 +126,6 @@ def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: pl
     base = torch.cuda.memory_allocated()
     manager.register("actor", net, role="actor")
     assert torch.cuda.max_memory_allocated() - base <= 8 * largest + 2 * largest, "pool memory counts as allocated while it is adopted"
-    assert base - torch.cuda.memory_allocated() >= 8 * largest
     after = manager.device.memory()
     # One weight may lie in a segment that torch keeps, beside what tests before this one have left.
     assert before.used_bytes - after.used_bytes >= 7 * largest
