@@ -28,6 +28,7 @@ from placement.core.states import IDLE
 _SCENARIO = "AdamW, fp32, state on the host"
 _WARM_UPS = 2
 _STEPS = 5
+_PIECE_BYTES = 256 << 20
 _WORK_SECONDS = 0.2
 """The work before each step."""
 
@@ -220,8 +221,33 @@ class MegatronHybrid(System):
 SYSTEMS: Sequence[type[System]] = (OnDevice, Streamed, AtOnce, Whole, DeepSpeedCpu, MegatronHybrid)
 
 
+def copies_alone(rig: Rig, nbytes: int) -> float:
+    """The seconds of copying so many page-locked host bytes to the device and back, both ways at once: what no streamed step undercuts.
+
+    Copies of gigabytes of host memory can be slower than those of the buffers that `link` copies again and again.
+    """
+    host = [rig.pin(_PIECE_BYTES) for _ in range(-(-nbytes // _PIECE_BYTES))]
+    here, there = (torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=rig.torch_device) for _ in range(2))
+
+    def both() -> None:
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for index in range(len(host)):
+            with torch.cuda.stream(streams[0]):
+                here.copy_(host[index], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                host[index - 1].copy_(there, non_blocking=True)
+
+    both()
+    return statistics.median(rig.seconds(both) for _ in range(_STEPS)) * nbytes / (len(host) * _PIECE_BYTES)
+
+
 def measure(rig: Rig, results: Results) -> None:
     raw = link.measure(rig, results)
+    if rig.is_cuda:
+        nbytes = 2 * nbytes_of(module_tensors(_shard(rig)))
+        rig.clean()
+        results.add(_SCENARIO, "copies alone", "as many bytes, both ways at once", copies_alone(rig, nbytes), "s")
+        rig.clean()
     exact: int | None = None
     for make in SYSTEMS:
         if make is DeepSpeedCpu and not rig.is_cuda:  # it compiles for minutes, and its time without a GPU says nothing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +89,7 @@ class PartialStep:
     another one may round differently.
 
     Attributes:
-        parameters: those that have a gradient, in the order in which an ordinary step takes them. The others are left alone by a step.
+        parameters: those that have a gradient, in the order in which the step takes them. The others are left alone by a step.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -101,10 +101,10 @@ class PartialStep:
         self._chosen = [_implementation(group) for group in optimizer.param_groups]
         self.parameters: Sequence[torch.Tensor] = [entry.parameter for entry in self._entries]
 
-    def run(self, chosen: Iterable[int]) -> None:
-        """Step the parameters with these indices."""
+    def run(self, first: int, last: int) -> None:
+        """Step the parameters `first` up to `last` (not included)."""
         groups = []
-        for index, entries in itertools.groupby((self._entries[each] for each in sorted(chosen)), key=lambda entry: entry.group):
+        for index, entries in itertools.groupby(self._entries[first:last], key=lambda entry: entry.group):
             group = self._optimizer.param_groups[index]
             groups.append({**group, **self._chosen[index], "params": [entry.parameter for entry in entries]})
         part = object.__new__(type(self._optimizer))

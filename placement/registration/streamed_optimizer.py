@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import MethodCall
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Place, Range
-from placement.storage.transfer.buckets import Piece, first_buckets, step_order, window_of
+from placement.storage.transfer.buckets import Piece, first_buckets, window_of
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.streamed_step import Streamed, StreamedStep
 from placement.tensors.plain import nested_tensors, plain_parts
@@ -40,17 +40,6 @@ class SteppedHandle(Protocol):
 
     @property
     def is_streaming(self) -> bool: ...
-
-
-class _Layout(NamedTuple):
-    """Where the state of an optimizer is, as far as steps have to know before they begin."""
-
-    ranges: tuple[Range, ...]
-    known: tuple[int, int]
-    """The numbers of the parameters that have state, and of all parameters."""
-    window_bytes: int
-    first_buckets: list[tuple[Place, ...]]
-    """The chunks of each bucket that a step begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +72,8 @@ class StreamedOptimizer:
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = round_up(max(streaming.bucket_bytes, 1), holding.device.chunk_bytes)
-        self._layout: _Layout | None = None
+        self._window: tuple[tuple[Range, ...], tuple[int, int], int] | None = None
+        """The last `window_bytes`, with what it was computed from."""
         self._is_installed = False
         self._tells_scheduler = False
         """Whether a learning rate scheduler had replaced the method before."""
@@ -105,7 +95,11 @@ class StreamedOptimizer:
         """The most device bytes that a streamed step holds of the state at a time; 0 where no plan may stream it."""
         if self.refusal is not None:
             return 0
-        return self._laid_out().window_bytes
+        parameters = self._parameters()
+        ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters))
+        if self._window is None or self._window[0] is not ranges or self._window[1] != known:
+            self._window = ranges, known, window_of([self._piece(*each) for each in parameters], self._bucket_bytes)
+        return self._window[2]
 
     def phase_begins(self, name: str) -> None:
         """Note that a phase begins that may stream steps, or goes on after one that was open inside it."""
@@ -120,21 +114,12 @@ class StreamedOptimizer:
         """
         if self.refusal is not None or self._num_steps >= self._usual_steps.get(self._phase, 1):
             return []
-        return self._laid_out().first_buckets
+        pieces = (self._piece(*each) for each in self._parameters())
+        return [bucket.chunks for bucket in first_buckets(pieces, self._bucket_bytes, self.window_bytes) if bucket.chunks]
 
-    def _laid_out(self) -> _Layout:
-        """Where the state is now. Found anew only when ranges, parameters or entries of state have come or gone."""
-        optimizers = [(each, [p for group in each.param_groups for p in group["params"]]) for each in self._adapter.optimizers()]
-        ranges, known = self._holding.ranges, (self._adapter.num_entries(), sum(len(parameters) for _, parameters in optimizers))
-        if self._layout is None or self._layout.ranges is not ranges or self._layout.known != known:
-            pieces: list[Piece] = []
-            for optimizer, parameters in optimizers:
-                trained = [p for p in parameters if p.requires_grad or p in optimizer.state]
-                pieces += self._in_order(optimizer, trained)[1]
-            window_bytes = window_of(pieces, self._bucket_bytes)
-            first = [bucket.chunks for bucket in first_buckets(pieces, self._bucket_bytes, window_bytes) if bucket.chunks]
-            self._layout = _Layout(ranges, known, window_bytes, first)
-        return self._layout
+    def _parameters(self) -> list[tuple[Any, torch.Tensor]]:
+        """Each parameter with its optimizer, in the order in which a step takes them."""
+        return [(each, p) for each in self._adapter.optimizers() for group in each.param_groups for p in group["params"]]
 
     def begin(self) -> None:
         """Get ready for streamed steps: called when the handle begins to be TRAINING from its host copy.
@@ -182,12 +167,8 @@ class StreamedOptimizer:
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            order, pieces = self._in_order(optimizer, step.parameters)
-
-            def run(first: int, last: int) -> None:
-                step.run(order[first:last])
-
-            streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, run).run()
+            pieces = [self._piece(optimizer, parameter) for parameter in step.parameters]
+            streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step.run).run()
             self._num_steps += 1
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
@@ -202,15 +183,6 @@ class StreamedOptimizer:
             holding.storages.drop(holding.storages.dead(), chunk_pool)
         finally:
             chunk_pool.release()
-
-    def _in_order(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> tuple[Sequence[int], list[Piece]]:
-        """The order in which a step takes parameters, as their indices, and their pieces in this order."""
-        pieces = [self._piece(optimizer, parameter) for parameter in parameters]
-        if all(parameter in optimizer.state for parameter in parameters):
-            order: Sequence[int] = step_order(pieces, self._bucket_bytes)
-        else:  # a step creates state in the order of the parameters, and so it stands in state dicts
-            order = range(len(pieces))
-        return order, [pieces[index] for index in order]
 
     def _piece(self, optimizer: Any, parameter: torch.Tensor) -> Piece:
         """Where the state of a parameter is, and how much of it is still to be created."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from placement.devices.host.part import cut
 from placement.devices.host.slab import Slab
-from placement.storage.transfer.buckets import AHEAD, Piece, buckets_of, first_buckets, most_buckets, step_order, window_of
+from placement.storage.transfer.buckets import AHEAD, Piece, buckets_of, most_buckets, window_of
 
 CHUNK = 4
 
@@ -57,34 +56,6 @@ def test_buckets_are_neighbours_within_their_size(pieces: list[Piece], bucket_by
 def test_unborn_state_is_cut_into_no_more_parts_than_were_reserved(sizes: list[int], bucket_bytes: int) -> None:
     buckets = buckets_of([Piece((), size) for size in sizes], bucket_bytes)
     assert len(buckets) <= most_buckets(sum(sizes), bucket_bytes)
-
-
-def test_both_ends_of_a_step_are_small_and_what_is_large_is_in_the_middle() -> None:
-    r = a_range(1000)
-    starts = [0, 100, *range(101, 900), 1000]  # a first piece of 100 chunks, a last one of 101, and others of one chunk
-    pieces = [Piece(tuple((r, index) for index in range(start, end))) for start, end in pairwise(starts)]
-    order = step_order(pieces, 40 * CHUNK)
-    assert sorted(order) == [*range(len(pieces))]
-    assert order[:2] == [1, 2]
-    assert order[-2:] == [len(pieces) - 3, len(pieces) - 2]
-    sizes = [len(bucket.chunks) for bucket in buckets_of([pieces[index] for index in order], 40 * CHUNK)]
-    assert sizes[:4] == [5, 10, 20, 40]
-    assert [size for size in sizes if size > 40] == [100, 101]
-    assert sizes[-1] <= 5
-    assert all(size <= max(5, sum(sizes[place:]) // 2) for place, size in enumerate(sizes) if size <= 40)
-
-
-def test_state_that_is_to_be_created_is_cut_into_as_few_buckets_as_can_be() -> None:
-    buckets = buckets_of([Piece((), 1)] * 100, 10)
-    assert [bucket.last - bucket.first for bucket in buckets] == [10] * 10
-
-
-@given(drawn_pieces(), st.integers(1, 10).map(lambda chunks: chunks * CHUNK), st.integers(1, 200))
-def test_first_buckets_are_those_of_the_step_and_fit_the_window(pieces: list[Piece], bucket_bytes: int, window_bytes: int) -> None:
-    first = first_buckets(pieces, bucket_bytes, window_bytes)
-    assert first == buckets_of(pieces, bucket_bytes)[: len(first)]
-    held = {each for bucket in first for each in bucket.chunks}
-    assert CHUNK * len(held) + sum(bucket.unborn_bytes for bucket in first) <= window_bytes
 
 
 @given(drawn_pieces(), st.integers(1, 10).map(lambda chunks: chunks * CHUNK))

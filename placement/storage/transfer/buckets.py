@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +11,6 @@ from placement.storage.range import Place, Range
 
 AHEAD = 2
 """The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
-
-_HALVINGS = 3
-"""The first bucket has a part of 2 to this power of the others, and so may the last ones. While the first one comes and the last one
-leaves, the link works one way only."""
 
 
 class Piece(NamedTuple):
@@ -48,38 +44,20 @@ class Bucket:
     """Where the state that its step has created moves when it has been copied."""
 
 
-def step_order(pieces: Sequence[Piece], bucket_bytes: int) -> list[int]:
-    """The order in which to step pieces, as their indices: those larger than a bucket in the middle, the others around them as they are.
-
-    An embedding is larger than a bucket, and usually the first or last of a model's parameters.
-    """
-    large = {index for index, piece in enumerate(pieces) if piece.nbytes > bucket_bytes}
-    others = [index for index in range(len(pieces)) if index not in large]
-    half = len(others) // 2
-    return [*others[:half], *sorted(large), *others[half:]]
-
-
 def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """Cut pieces into buckets of at most `bucket_bytes` device bytes each, or of one piece where that is larger.
 
-    The first buckets are smaller, and each of the last ones has at most half of the bytes that are left, so that both ends are short;
-    but not while state is still to be created, because each bucket of it takes a range. A chunk that the bucket before has, too, counts
-    for that one.
+    A chunk that the bucket before has, too, counts for that one.
     """
     order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
-    limits = _same if any(piece.unborn_bytes for piece in pieces) else _tapered
-    left_bytes = _device_bytes(pieces)
     found: list[Bucket] = []
     before: frozenset[Place] = frozenset()
     chunks: dict[Place, None] = {}
     first = unborn = used = 0
-    limit = limits(0, left_bytes, bucket_bytes)
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
-        if index > first and used + more > limit:
+        if index > first and used + more > bucket_bytes:
             found.append(Bucket(first, index, _sorted(chunks, order), unborn))
-            left_bytes -= used
-            limit = limits(len(found), left_bytes, bucket_bytes)
             before, chunks, first, unborn, used = frozenset(chunks), {}, index, 0, 0
             more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in before)
         chunks.update(dict.fromkeys(piece.chunks))
@@ -89,26 +67,20 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     return found
 
 
-def _same(_index: int, _left_bytes: int, bucket_bytes: int) -> int:
-    return bucket_bytes
-
-
-def _tapered(index: int, left_bytes: int, bucket_bytes: int) -> int:
-    """The most bytes of bucket `index`, when `left_bytes` are in no bucket yet."""
-    least = bucket_bytes >> _HALVINGS
-    return min(bucket_bytes >> max(0, _HALVINGS - index), max(least, left_bytes // 2))
-
-
-def first_buckets(pieces: Sequence[Piece], bucket_bytes: int, window_bytes: int) -> list[Bucket]:
+def first_buckets(pieces: Iterable[Piece], bucket_bytes: int, window_bytes: int) -> list[Bucket]:
     """The buckets that a step of these pieces begins with, as many as the window has room for."""
-    first = buckets_of(pieces, bucket_bytes)[: AHEAD + 1]
-    while first and _device_bytes(pieces[: first[-1].last]) > window_bytes:
-        first.pop()
-    return first
+    found, held, nbytes = list[Piece](), set[Place](), 0
+    for piece in pieces:
+        held.update(piece.chunks)
+        nbytes += piece.unborn_bytes
+        if nbytes + bytes_of(held) > window_bytes:
+            break
+        found.append(piece)
+    return buckets_of(found, bucket_bytes)[: AHEAD + 1]
 
 
 def most_buckets(nbytes: int, bucket_bytes: int) -> int:
-    """The most buckets into which state of so many bytes is cut when it is created: two neighbours together have more than one's bytes."""
+    """The most buckets into which state of so many bytes is cut: two neighbours together have more than one bucket's bytes."""
     return 2 * (nbytes // bucket_bytes) + 1
 
 
@@ -116,16 +88,13 @@ def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
     """The most device bytes that a streamed step of some or all of these pieces needs at a time, where it gets what it wants."""
     pieces = list(pieces)
     largest = max((piece.nbytes for piece in pieces), default=0)
-    return min(_device_bytes(pieces), AHEAD * bucket_bytes + max(bucket_bytes, largest))
+    whole = bytes_of({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
+    return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
 
 
 def bytes_of(chunks: Iterable[Place]) -> int:
     """Device bytes of chunks."""
     return sum(r.chunk_sizes[index] for r, index in chunks)
-
-
-def _device_bytes(pieces: Collection[Piece]) -> int:
-    return bytes_of({each for piece in pieces for each in piece.chunks}) + sum(piece.unborn_bytes for piece in pieces)
 
 
 def _sorted(chunks: Iterable[Place], order: Mapping[Range, int]) -> tuple[Place, ...]:
