@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import placement
+from placement.policies import Resident
 from placement.testing import assert_nothing_resident
 
 pytestmark = pytest.mark.gpu
@@ -130,6 +132,31 @@ def test_registering_a_model_on_the_device_peaks_at_one_storage_more(manager: pl
     # One weight may lie in a segment that torch keeps, beside what tests before this one have left.
     assert before.used_bytes - after.used_bytes >= 7 * largest
     assert after.chunk_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["close", "unregister", "collected"])
+def test_handles_that_end_on_the_device_keep_their_values(end: str) -> None:
+    """Copies of gigabytes take long enough to be still running when the memory that they read goes."""
+    torch.cuda.empty_cache()
+    manager = placement.Manager(device="cuda:0", policy=Resident())
+    net = nn.ModuleList(nn.Linear(8192, 8192, bias=False, device="cuda") for _ in range(24))
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.fill_(number)
+    manager.register("actor", net, role="actor")
+    with manager.phase("train"):
+        pass
+    assert manager.handles["actor"].state is placement.State.GPU_RESIDENT
+    if end == "close":
+        manager.close()
+    elif end == "unregister":
+        manager.unregister("actor")
+    else:
+        del manager
+        gc.collect()
+    for number, parameter in enumerate(net.parameters()):
+        assert parameter.is_cuda
+        assert bool((parameter == number).all())
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"capturable": True, "foreach": True}], ids=str)

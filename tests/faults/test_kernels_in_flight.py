@@ -1,0 +1,167 @@
+"""Kernels that are still running when a transition, or an end, takes memory away: none of them may find it gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import placement
+from placement import State
+from placement.policies import Cyclic, Resident
+from tests.support.kernel_device import KernelDevice, kernels_noted
+from tests.support.worker import Worker, assert_same, learn
+
+pytestmark = pytest.mark.leaves_behind("each case is looked at when it ends")
+
+CHUNK = 4096
+
+
+@pytest.fixture(autouse=True)
+def noted() -> Iterator[None]:
+    with kernels_noted():
+        yield
+
+
+def worker_with(policy: placement.Policy, chunks: int = 400) -> Worker:
+    device = KernelDevice(chunks * CHUNK, chunk_bytes=CHUNK)
+    return Worker(policy=policy, device=device, budget_bytes=chunks * CHUNK)
+
+
+def device_of(worker: Worker) -> KernelDevice:
+    device = worker.manager.device
+    assert isinstance(device, KernelDevice)
+    return device
+
+
+def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
+    """The device of these tests: it tells a missing wait, and knows what waits."""
+    device = KernelDevice(16 * CHUNK, chunk_bytes=CHUNK)
+    addresses = device.reserve(2 * CHUNK)
+    device.unmap(addresses, 2 * CHUNK)
+    device.map(addresses, (device.create(CHUNK), device.create(CHUNK)))
+    first = device.view(addresses, 0, CHUNK)
+    other = torch.zeros(CHUNK, dtype=torch.uint8)
+    waits: list[Callable[[], object]] = [
+        device.sync,
+        device.wait_for_work,
+        lambda: first.sum().item(),
+        lambda: (device.copy((), "to_host"), device.wait(device.mark("to_host"))),
+        lambda: device.ask(first.to(torch.int64))().tolist(),
+    ]
+    for wait in waits:
+        for work in (lambda: first.add_(1), lambda: other.copy_(first)):
+            work()
+            with pytest.raises(AssertionError, match="taken away from under aten::"):
+                device.unmap(addresses, CHUNK)
+            device.unmap(addresses, CHUNK, CHUNK)
+            device.map(addresses, (device.create(CHUNK),), CHUNK)
+            wait()
+            device.unmap(addresses, CHUNK)
+            device.map(addresses, (device.create(CHUNK),))
+
+
+def close(worker: Worker) -> None:
+    worker.manager.close()
+
+
+def close_on_the_device(worker: Worker) -> None:
+    worker.manager.close(on_device=("actor", "actor.optimizer"))
+
+
+def unregister(worker: Worker) -> None:
+    for name in ("actor.optimizer", "actor", "critic.optimizer", "critic", "ref"):
+        worker.manager.unregister(name)
+
+
+def drop_the_manager(worker: Worker) -> None:
+    del worker.actor, worker.optimizer, worker.ref, worker.critic, worker.critic_optimizer, worker.manager
+    gc.collect()
+
+
+def register_in_their_place(worker: Worker) -> None:
+    values = copy.deepcopy(worker.net.state_dict())
+    other = copy.deepcopy(worker.net)
+    worker.manager.register("actor", other, role="actor", replace=True)
+    assert_same(worker.net.state_dict(), values)
+    worker.manager.close()
+
+
+@pytest.mark.parametrize("end", [close, close_on_the_device, unregister, drop_the_manager, register_in_their_place])
+def test_values_of_handles_that_end_on_the_device_are_copied_before_its_memory_goes(end: Callable[[Worker], None]) -> None:
+    worker = worker_with(Resident())
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+        learn(worker.critic_net, worker.sgd)
+    assert set(worker.states().values()) == {State.GPU_RESIDENT}
+    parts = {"net": worker.net, "critic": worker.critic_net, "ref": worker.ref_net, "adam": worker.adam, "sgd": worker.sgd}
+    wanted = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    for _ in range(3):
+        worker.net(torch.ones(1, 64))  # kernels that still read the weights
+    end(worker)
+    assert_same({name: part.state_dict() for name, part in parts.items()}, wanted)
+
+
+def test_an_object_that_is_collected_on_the_device() -> None:
+    worker = worker_with(Resident())
+    with worker.manager.phase("train"):
+        learn(worker.critic_net, worker.sgd)
+    values = copy.deepcopy(worker.sgd.state_dict())
+    worker.critic_net(torch.ones(1, 64))
+    del worker.critic_net, worker.critic, worker.critic_optimizer
+    gc.collect()
+    with worker.manager.phase("log_prob"):
+        worker.net(torch.ones(1, 64))
+    assert_same(worker.sgd.state_dict(), values)
+    worker.manager.close()
+
+
+PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "weight_sync", "checkpoint")
+ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fail", "leave")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(PHASES), st.sampled_from(ACTIONS)), min_size=2, max_size=10),
+    chunks=st.sampled_from([44, 60, 400]),
+    policy=st.sampled_from([Resident, lambda: Cyclic(idle="keep")]),
+)
+def test_random_programs(steps: list[tuple[str, str]], chunks: int, policy: Callable[[], placement.Policy]) -> None:
+    """Kernels run up to every transition, and the end."""
+    worker = worker_with(policy(), chunks)
+    plain = copy.deepcopy(worker.values)
+    for index, (name, action) in enumerate(steps):
+        try:
+            with worker.manager.phase(name) as phase:
+                compute(worker)
+                if action == "learn" and name == "train":
+                    learn(worker.net, worker.adam, index)
+                    learn(worker.critic_net, worker.sgd, index)
+                    plain = copy.deepcopy(worker.net.state_dict())
+                elif action == "state dict":
+                    assert_same(worker.actor.state_dict(), plain)
+                elif action == "publish" and name == "weight_sync":
+                    assert_same({key: value.clone() for bucket in worker.actor.weights(bucket_bytes=CHUNK) for key, value in bucket}, plain)
+                elif action == "fail":
+                    raise ZeroDivisionError
+                elif action == "leave":
+                    phase.switch("values")
+                compute(worker)
+        except ZeroDivisionError:
+            pass
+    assert device_of(worker).num_kernels or all(name == "checkpoint" for name, _ in steps)
+    worker.manager.close()
+    assert_same(worker.net.state_dict(), plain)
+
+
+def compute(worker: Worker) -> None:
+    """A forward pass of each model that is on the device."""
+    with torch.no_grad():
+        for handle, model in ((worker.actor, worker.net), (worker.ref, worker.ref_net), (worker.critic, worker.critic_net)):
+            if handle.resident_bytes and handle.state is not State.CPU_OFFLOADED:
+                model(torch.ones(2, 64))
