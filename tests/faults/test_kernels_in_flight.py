@@ -125,7 +125,7 @@ PHASES = ("rollout", "log_prob", "ref_log_prob", "values", "train", "weight_sync
 ACTIONS = ("compute", "compute", "learn", "learn", "state dict", "publish", "fail", "leave")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=st.lists(st.tuples(st.sampled_from(PHASES), st.sampled_from(ACTIONS)), min_size=2, max_size=10),
     chunks=st.sampled_from([44, 60, 400]),

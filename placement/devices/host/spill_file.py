@@ -20,6 +20,9 @@ BLOCK_BYTES = 4 << 20
 """The bytes of one request."""
 DEPTH = 8
 """The number of requests in flight. Each has a thread, which is outside of Python while the disk works."""
+_LOOKING = 2
+"""The threads beside these that look at blocks that have been read, so that the disk has its requests meanwhile. With two cores reads were
+6 to 16 % faster by it, and writes were not."""
 
 Look = Callable[[int, int], object]
 """(offset, bytes) of a block that is in memory -> ignored. Called on several threads."""
@@ -77,7 +80,7 @@ class SpillFile:
                 look(offset, nbytes)
             self._whole(os.pwritev, address, offset, nbytes)
 
-        if not _in_parallel(self._blocks(), write, goes_on):
+        if not _in_parallel(self._blocks(), write, goes_on, DEPTH):
             return False
         os.fdatasync(self._file)  # reports what buffered writes could not report
         if (found := os.fstat(self._file).st_size) < self.nbytes:
@@ -95,12 +98,15 @@ class SpillFile:
             OSError: a read failed, or the file is too short.
         """
 
+        requests = threading.Semaphore(DEPTH)
+
         def read(offset: int, nbytes: int) -> None:
-            self._whole(os.preadv, address, offset, nbytes)
+            with requests:
+                self._whole(os.preadv, address, offset, nbytes)
             if look is not None:
                 look(offset, nbytes)
 
-        done = _in_parallel(self._blocks(), read, goes_on)
+        done = _in_parallel(self._blocks(), read, goes_on, DEPTH if look is None else DEPTH + _LOOKING)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         return done
 
@@ -136,8 +142,8 @@ class SpillFile:
             logger.warning("%s: the file system refuses direct IO, so spilled bytes go through the page cache, which is slower", self.path)
 
 
-def _in_parallel(blocks: Sequence[tuple[int, int]], work: Callable[[int, int], None], goes_on: GoesOn) -> bool:
-    """Do `work` for every block on `DEPTH` threads, this one among them. Returns False if it was stopped.
+def _in_parallel(blocks: Sequence[tuple[int, int]], work: Callable[[int, int], None], goes_on: GoesOn, num_threads: int) -> bool:
+    """Do `work` for every block on so many threads, this one among them. Returns False if it was stopped.
 
     Raises:
         OSError, Exception: the first error. No thread works any more then.
@@ -162,7 +168,7 @@ def _in_parallel(blocks: Sequence[tuple[int, int]], work: Callable[[int, int], N
         while take():
             pass
 
-    threads = [BackgroundThread("placement-disk-io", take_all) for _ in range(min(DEPTH, len(blocks)) - 1)]
+    threads = [BackgroundThread("placement-disk-io", take_all) for _ in range(min(num_threads, len(blocks)) - 1)]
     was_stopped = False
     try:
         for thread in threads:
