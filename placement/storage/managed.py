@@ -356,7 +356,7 @@ class ManagedStorage(HeldStorage):
         self.is_leaving = True
         unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)
         if self.on_device:
-            self.device.sync()  # the kernels that copy the values out of the ranges have only been started
+            self.device.wait_for_work()  # the kernels that copy the values out of the ranges have only been started
         self.on_device = False
         self._drop_early(chunk_pool)
         for r in self.ranges:
