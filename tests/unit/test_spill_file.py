@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ BLOCK = 8192
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(spill_file, "_has_warned", type(spill_file._has_warned)())
+    monkeypatch.setattr(spill_file, "_warning", threading.Lock())
 
 
 @pytest.fixture
@@ -114,21 +116,32 @@ def test_without_direct_io_the_cache_is_used_and_said_once(
     assert [record.getMessage().count("refuses direct IO") for record in caplog.records] == [1]
 
 
-def test_direct_io_that_is_refused_only_when_writing(
-    directory: SpillDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+def test_direct_io_that_is_refused_to_several_threads_at_once(
+    directory: SpillDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    import fcntl
+    real = getattr(os, name)
+    # One block a thread: none is refused before all of them have begun with direct IO.
+    all_began = threading.Barrier(3)
 
-    real = os.pwritev
-
-    def pwritev(file: int, *rest: Any) -> int:
+    def refuse_direct(file: int, *rest: Any) -> int:
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            all_began.wait(timeout=30)
             raise OSError(errno.EINVAL, "no direct IO")
         return real(file, *rest)
 
-    monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(os, name, refuse_direct)
     round_trip(directory, 3 * BLOCK)
-    assert "refuses direct IO" in caplog.text
+    assert [record.getMessage().count("refuses direct IO") for record in caplog.records] == [1]
+
+
+def test_a_block_that_is_refused_without_direct_io_is_an_error(directory: SpillDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EINVAL, "never")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with pytest.raises(OSError, match="never"):
+        round_trip(directory, 3 * BLOCK)
 
 
 def test_without_nameless_files_the_name_goes_at_once(directory: SpillDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ logger = logging.getLogger("placement")
 _fallocate = libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_has_warned = threading.Event()
+_warning = threading.Lock()
+"""Taken by the first warning of the cache, for good."""
 
 
 def always() -> bool:
@@ -57,7 +58,8 @@ class SpillFile:
         self.nbytes = round_up(nbytes, PAGE)
         self._file = file = directory.open(name)
         weakref.finalize(self, os.close, file).atexit = False
-        if not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+        self._is_direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+        if not self._is_direct:
             self._warn_of_cache()
         # The whole length now, so that a full disk shows before a byte is written.
         if self.nbytes and _fallocate(file, 0, 0, self.nbytes):
@@ -117,28 +119,27 @@ class SpillFile:
         """Read or write one block, in as many calls as the kernel wants."""
         while nbytes:
             block = (ctypes.c_char * nbytes).from_address(address + offset)
+            # Several threads may be refused at once: each of them began with direct IO, whichever turns it off, and may try again.
+            was_direct = self._is_direct
             try:
                 done = call(self._file, [block], offset)
             except OSError as error:
-                if error.errno == errno.EINVAL and self._leave_direct():
+                if error.errno == errno.EINVAL and was_direct:
+                    self._leave_direct()
                     continue
                 raise OSError(error.errno, error.strerror, self.path) from error
             if done <= 0:
                 raise OSError(errno.EIO, f"the file ends at {offset:,} of {self.nbytes:,} bytes", self.path)
             offset, nbytes = offset + done, nbytes - done
 
-    def _leave_direct(self) -> bool:
-        """Go on with buffered IO. False if it is buffered already."""
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        if not flags & os.O_DIRECT:
-            return False
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    def _leave_direct(self) -> None:
+        """Go on with buffered IO, on every thread."""
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._is_direct = False
         self._warn_of_cache()
-        return True
 
     def _warn_of_cache(self) -> None:
-        if not _has_warned.is_set():
-            _has_warned.set()
+        if _warning.acquire(blocking=False):
             logger.warning("%s: the file system refuses direct IO, so spilled bytes go through the page cache, which is slower", self.path)
 
 
