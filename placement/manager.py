@@ -188,10 +188,10 @@ class Manager:
             owner: the module handle whose parameters an optimizer steps; needed only where placement cannot tell from the parameters.
             readonly: the values never change. They are never copied back to the host; a change is reported as an `IntegrityError`.
             external: the object's framework moves its bytes. placement tracks and guards it, and never moves it.
-            replicated: for a readonly module that is the same on every rank of the group, with all ranks on one machine. The ranks
-                share one host copy; each of N ranks loads 1/N over its own link and gathers the rest from the others. All ranks must
-                register it at the same place of their program. True: gather over torch.distributed's default process group. A process
-                group of the same ranks: gather over that one.
+            replicated: for a module that is the same on every rank of the group, with all ranks on one machine. The ranks share one host
+                copy of a readonly module, or of the frozen parameters of a trained one (LoRA); each of N ranks loads 1/N over its own link
+                and gathers the rest from the others. All ranks must register it at the same place of their program. True: gather over
+                torch.distributed's default process group. A process group of the same ranks: gather over that one.
             replace: for set-up code that runs again. If the name is taken by this very object, its handle is returned as it is. If it is
                 taken by another object, that one is unregistered first, with the optimizers that step it.
 
@@ -208,7 +208,7 @@ class Manager:
                 self._stack.members.forget_with_optimizers(old)
             before = registry.handles.copy()
             try:
-                with self._replication.registering(name, target, readonly, replicated) as replicas:
+                with self._replication.registering(name, target, replicated) as replicas:
                     ranks, agree = (None, None) if replicas is None else (replicas, replicas.agree)
                     handle = registry.add(name, target, role=role, owner=owner, readonly=readonly, external=external, ranks=ranks)
                     self._stack.members.join(handle, agree)

@@ -171,9 +171,9 @@ class Registry:
             if ranks is None:
                 handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
             else:
-                handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, ranks)
+                handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
             with torch.no_grad():
-                self.admit(handle, holding.storages.expected_host_bytes() // (1 if ranks is None else ranks.shares.world_size))
+                self.admit(handle, holding.storages.expected_host_bytes())
                 holding.adopt()
                 is_predictable = self._reserve_state(handle, holding, adapter)
             if isinstance(adapter, OptimizerAdapter):

@@ -76,9 +76,7 @@ class Replication:
             ranks.rejoin(group)
 
     @contextmanager
-    def registering(
-        self, name: str, target: Any, readonly: bool, replicated: bool | torch.distributed.ProcessGroup
-    ) -> Iterator[GroupRanks | None]:
+    def registering(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> Iterator[GroupRanks | None]:
         """Register an object in the body while every other rank does the same. If one rank fails, all fail.
 
         Yields the ranks that share the host copy; None if nothing is shared: for an ordinary handle, or in a group of one rank.
@@ -96,7 +94,7 @@ class Replication:
             )
         try:
             self.vote.go_on(f"register {name} replicated")
-            ranks = self._ranks(name, target, readonly, replicated)
+            ranks = self._ranks(name, target, replicated)
             yield ranks
             if ranks is None:
                 self.vote.agree(Plan({}))
@@ -107,13 +105,11 @@ class Replication:
             self.vote.failed(error)
             raise
 
-    def _ranks(self, name: str, target: Any, readonly: bool, replicated: bool | torch.distributed.ProcessGroup) -> GroupRanks | None:
+    def _ranks(self, name: str, target: Any, replicated: bool | torch.distributed.ProcessGroup) -> GroupRanks | None:
         group = self._group
         assert group is not None
         if isinstance(target, Lazy):
             raise RegistrationError(f"{name!r}: a Lazy cannot be replicated, because ranks may build it at different times; build it first")
-        if not readonly:
-            raise RegistrationError(f"{name!r}: a replicated object must never change on any rank; add readonly=True, {_ADVICE}")
         if group.world_size == 1:
             return None
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -111,6 +111,13 @@ class ManagedStorage(HeldStorage):
         """Like `bring`, for a load that the ranks of a group vote on: chunks that other ranks can bring may be left to them."""
         return self.bring(r, indices)
 
+    def own_host_copy(self, r: Range) -> None:
+        """Called before chunks of a range's host copy are written: see `ReplicatedStorage`.
+
+        Raises:
+            HostMemoryError: other processes read the host copy, and there is no memory for one that this process may write.
+        """
+
     def stay_early(self, r: Range, indices: Sequence[int], dirty: Sequence[int]) -> None:
         """Make neighbouring chunks of an offload early ones. `save_early` saves those that differ from the slab (`dirty`)."""
         self._is_vacating = True

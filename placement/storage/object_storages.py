@@ -72,6 +72,10 @@ class ObjectStorages:
     def ranges(self, ranges: tuple[Range, ...]) -> None:
         self.by_address = RangesByAddress(ranges)
 
+    def find_host_copies(self) -> None:
+        """Look up the addresses of the host copies anew, because a range has got another one."""
+        self.ranges = self.by_address.ranges
+
     # --- measuring
 
     @property
@@ -105,9 +109,9 @@ class ObjectStorages:
         return 0 if self.reserved is None else self.reserved.held_bytes
 
     def expected_host_bytes(self) -> int:
-        """Host memory that adopting the storages takes that have no place yet."""
+        """Host memory of this process that adopting the object takes, at its registration."""
         born = self.new_storages()
-        return sum(self.host_bytes_for([claim.nbytes for claim in claims]) for claims in (born.stay, born.transient))
+        return self._scanner.first_host_bytes(born.stay) + self.host_bytes_for([claim.nbytes for claim in born.transient])
 
     def host_bytes_for(self, sizes: Sequence[int], parts: int = 1) -> int:
         """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
@@ -198,13 +202,16 @@ class ObjectStorages:
         born = self._movable_new()
         self._scanner.places.note(born)
         stay, transient = born.stay, born.transient
-        fresh = self._take_in(stay, transient)
+        fresh = self._scanner.take_in_first(stay)
+        gradients = self._scanner.take_in(transient, True)
+        if gradients is not None:
+            fresh = (*fresh, gradients)
         self._device.sync()
         self.keep(fresh)
         for new in self.ranges:
             new.move_in()
         was_on_device = any(claim.storage.device == self._device.torch_device for claim in (*stay, *transient))
-        del born, stay, transient, fresh
+        del born, stay, transient, fresh, gradients
         self.look_at_framework_memory()
         self.align_wrappers()
         self.count_uses()

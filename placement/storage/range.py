@@ -78,9 +78,6 @@ class Range:
       is missing before it maps anything.
     """
 
-    is_shared = False
-    """Whether other processes read the slab, too. If so, it is never written again."""
-
     def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Claim, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
@@ -116,6 +113,11 @@ class Range:
         """The chunks that arrived early, while the range is offloaded; None if none ever did."""
         self.spill: Spill | None = None
         """The way of the slab's bytes to a disk and back; None where they never leave host memory."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes read the slab, too. If so, it is never written again."""
+        return False
 
     def move_in(self) -> None:
         """Give every storage its place. The slab has their bytes already. Idempotent, and safe to repeat after an interrupt."""

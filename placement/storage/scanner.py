@@ -239,6 +239,15 @@ class StorageScanner:
             "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
         )
 
+    def take_in_first(self, claims: list[range_layout.Claim]) -> tuple[Range, ...]:
+        """Like `take_in`, for the storages that are not transient and exist at registration."""
+        fresh = self.take_in(claims, False)
+        return () if fresh is None else (fresh,)
+
+    def first_host_bytes(self, claims: Sequence[range_layout.Claim]) -> int:
+        """Host memory that this process needs for `take_in_first`."""
+        return self.host_bytes_for([claim.nbytes for claim in claims])
+
     def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`."""
         return self._take_in(claims, transient, self._addresses, self._spare_slab if transient else self._slab)

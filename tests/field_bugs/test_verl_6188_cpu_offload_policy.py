@@ -39,7 +39,7 @@ def offloaded() -> training.Program:
     return Untouched(model, torch.optim.AdamW(model.parameters(), lr=1e-2), functools.partial(loss_of, model), phases=phases)
 
 
-def test_twenty_steps(two_ranks: Ranks, one_rank: Ranks) -> None:
+def test_steps(two_ranks: Ranks, one_rank: Ranks) -> None:
     for outcome in (*two_ranks.run(training.compare, offloaded), *one_rank.run(training.compare, offloaded)):
         assert not any(outcome.resident_bytes.values())
         assert not any(outcome.offloaded_bytes.values())

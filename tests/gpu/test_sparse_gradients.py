@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad's own step
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])  # SGD does not coalesce, and a GPU adds what is there twice in any order
-def test_twenty_steps_with_everything_offloaded_in_between(optimizer: str) -> None:
+def test_steps_with_everything_offloaded_in_between(optimizer: str) -> None:
     outcome = training.compare(functools.partial(build, optimizer, "cuda"), device="cuda")
     assert outcome.offloaded_bytes["actor"] > 0
 

@@ -20,6 +20,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
 from placement.group import BoardLost, StoreGroup, failpoints
 from placement.storage.address_map import RANGES
+from placement.storage.replicated.storage import ReplicatedStorage
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
 from tests.support.boards import ForwardingBoard
@@ -295,7 +296,7 @@ def faults(generation: int, failing: int) -> int:
     rank.manager.unregister("ref")
     cases = 0
     for operation, count in in_registration.items():
-        for at in range(1, _told(count) + 1):
+        for at in range(1, told(count) + 1):
             _arm(rank, failing, operation, at)
             rank.fails(rank.register, RegistrationError, PlacementError, RuntimeError)
             rank.device.clear()
@@ -303,7 +304,7 @@ def faults(generation: int, failing: int) -> int:
             cases += 1
     rank.register()
     for operation, count in in_load.items():
-        for at in range(1, _told(count) + 1):
+        for at in range(1, told(count) + 1):
             _arm(rank, failing, operation, at)
             try:
                 rank.load()
@@ -315,7 +316,7 @@ def faults(generation: int, failing: int) -> int:
     return cases
 
 
-def _told(count: int) -> int:
+def told(count: int) -> int:
     """What rank 0 has counted: a last call more or less must not make the ranks part."""
     said = torch.tensor([count])
     dist.broadcast(said, 0)
@@ -342,10 +343,6 @@ def _meet_again(rank: Rank) -> None:
     raise AssertionError("the ranks did not come together again")
 
 
-FILES = ("replicated.py", "ranks.py", "shared_range.py")
-"""Whose bytecodes are interrupted: what a load of ranks together runs through beside every other load."""
-
-
 def interrupted(generation: int, every: int) -> int:
     """Rank 0 is interrupted at bytecodes of a load. Returns the cases."""
     rank = Rank(generation, deadline_seconds=10.0)
@@ -353,9 +350,9 @@ def interrupted(generation: int, every: int) -> int:
     rank.load()
     recorder = Recorder()
     _traced(rank, recorder if rank.rank == 0 else None)
-    points = [point for point in recorder.visits if os.path.basename(point[0].co_filename) in FILES and not _is_unguarded(point)]
+    points = [point for point in recorder.visits if is_of_replicated_storages(point) and not is_unguarded(point)]
     cases = 0
-    for index in range(0, _told(len(points)), every):
+    for index in range(0, told(len(points)), every):
         tracing = Interrupter(points[index], 1, KeyboardInterrupt) if rank.rank == 0 else None
         with contextlib.suppress(KeyboardInterrupt, PlacementError):
             _traced(rank, tracing)
@@ -371,10 +368,17 @@ def interrupted(generation: int, every: int) -> int:
     return cases
 
 
-def _is_unguarded(point: Point) -> bool:
+def is_of_replicated_storages(point: Point) -> bool:
+    """Whether a bytecode is of what a load of ranks together runs through beside every other load."""
+    return os.path.dirname(point[0].co_filename).endswith("storage/replicated")
+
+
+def is_unguarded(point: Point) -> bool:
     """Between the group's decision and the `try` that keeps this rank in the collectives: then the others wait until their deadline."""
     code, offset = point
-    return code.co_qualname == "ReplicatedHolding.complete" and offset < min(entry.start for entry in dis.Bytecode(code).exception_entries)
+    if code is ReplicatedStorage._complete.__code__:
+        return offset < min(entry.start for entry in dis.Bytecode(code).exception_entries)
+    return code is ReplicatedStorage.complete_together.__code__
 
 
 def _traced(rank: Rank, tracing: Recorder | Interrupter | None) -> None:

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from placement import Manager
+from placement.group import StoreGroup
+from placement.storage.replicated.range import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.frameworks import Later
@@ -61,8 +64,69 @@ def build(sharded: bool, save_head: bool) -> training.Program:
 
 
 def compare(sharded: bool, save_head: bool) -> training.Outcome:
-    """20 steps, plain and under a manager."""
+    """Steps, plain and under a manager."""
     return training.compare(functools.partial(build, sharded, save_head))
+
+
+# --- ranks that share the base
+
+
+def shares_its_base(generation: int) -> list[tuple[bool, int, int]]:
+    """DDP over LoRA, trained and merged on every rank, as its twin is that is not placed.
+
+    Returns before and after the first merge: whether the ranks share a host copy of the base, host bytes of this rank, and the base's.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = StoreGroup(dist.distributed_c10d._get_default_store(), rank, world_size, 20.0, generation=generation)
+    manager = Manager(device=SimulatedDevice(1 << 22, chunk_bytes=CHUNK_BYTES), group=group)
+    (ours, adam), (plain, plains_adam) = [_seeded() for _ in range(2)]
+    handle = manager.register("actor", ours, role="actor", replicated=True)
+    manager.register("actor.optimizer", adam)
+    assert handle.holding is not None
+    (base,) = (r for r in handle.holding.ranges if isinstance(r, SharedRange))
+
+    def check() -> None:
+        values = [dict(each.module.named_parameters()) for each in (ours, plain)]
+        for name, wanted in values[1].items():
+            assert training.as_bytes(handle.state_dict()[f"module.{name}"]) == training.as_bytes(wanted), name
+
+    def seen() -> tuple[bool, int, int]:
+        assert_nothing_resident(manager)
+        manager.check_integrity()
+        return base.is_shared, handle.host_bytes, base.nbytes
+
+    found = []
+    for step in range(6):
+        with manager.phase("train"):
+            _learn(ours, adam, step)
+        _learn(plain, plains_adam, step)
+        check()
+        if step == 2:
+            found.append(seen())
+        if step in (2, 4):
+            with manager.phase("weight_sync"):
+                ours.module.merge_adapter()
+            plain.module.merge_adapter()
+            check()
+            with manager.phase("weight_sync"):
+                ours.module.unmerge_adapter()
+            plain.module.unmerge_adapter()
+            check()
+    found.append(seen())
+    manager.close()
+    return found
+
+
+def _seeded() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = adapted(save_head=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), torch.optim.AdamW(trained(model), lr=1e-2)
+
+
+def _learn(model: nn.Module, adam: torch.optim.Optimizer, number: int) -> None:
+    (model(batch(number)) - 1).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
 
 
 # --- adapters that come and go

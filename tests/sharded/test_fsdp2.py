@@ -1,4 +1,4 @@
-"""FSDP2 (the real `fully_shard`): twenty steps with everything offloaded between any two phases, and each way to get it silently wrong."""
+"""FSDP2 (the real `fully_shard`): steps with everything offloaded between any two phases, and each way to get it silently wrong."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_twenty_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
+def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, PROGRAMS[name]):
         assert all(outcome.resident_bytes.values())
         assert all(outcome.offloaded_bytes.values())
 
 
-def test_twenty_steps_on_one_rank(one_rank: Ranks) -> None:
+def test_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(training.compare, worker.plain_fsdp2)
     assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every phase transition"
 

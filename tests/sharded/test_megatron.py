@@ -17,13 +17,13 @@ needs("megatron.core")
 
 
 @pytest.mark.parametrize("kind", worker.KINDS, ids=str)
-def test_twenty_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) -> None:
+def test_steps_are_the_same_on_two_ranks(two_ranks: Ranks, kind: worker.Kind) -> None:
     outcomes = two_ranks.run(worker.compare, kind)
     assert all(outcome.resident_bytes["actor"] > 0 and outcome.offloaded_bytes["actor.optimizer"] > 0 for outcome in outcomes)
 
 
 @pytest.mark.parametrize("kind", worker.KINDS[:1] + worker.KINDS[3:4], ids=str)
-def test_twenty_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> None:
+def test_steps_are_the_same_on_one_rank(one_rank: Ranks, kind: worker.Kind) -> None:
     (outcome,) = one_rank.run(worker.compare, kind)
     assert outcome.resident_bytes["actor"] > 0
 

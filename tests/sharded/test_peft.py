@@ -18,15 +18,23 @@ needs("peft")
 
 
 @pytest.mark.parametrize("save_head", [False, True])
-def test_twenty_steps_of_lora(one_rank: Ranks, save_head: bool) -> None:
+def test_steps_of_lora(one_rank: Ranks, save_head: bool) -> None:
     (outcome,) = one_rank.run(peft_worker.compare, False, save_head)
     assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
 
 
 @pytest.mark.parametrize("save_head", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_twenty_steps_of_lora_under_fsdp2(two_ranks: Ranks, save_head: bool) -> None:
+def test_steps_of_lora_under_fsdp2(two_ranks: Ranks, save_head: bool) -> None:
     for outcome in two_ranks.run(peft_worker.compare, True, save_head):
         assert outcome.skipped_bytes["actor"] > outcome.offloaded_bytes["actor"]
+
+
+def test_ranks_share_the_base_until_adapters_are_merged_into_it(two_ranks: Ranks) -> None:
+    before, after = zip(*two_ranks.run(peft_worker.shares_its_base, 1), strict=True)
+    base_bytes = before[0][2]
+    assert [is_shared for is_shared, *_ in (*before, *after)] == [True, True, False, False]
+    grown = sum(host for _, host, _ in after) - sum(host for _, host, _ in before)
+    assert grown == pytest.approx(base_bytes, abs=4096)  # two copies instead of one
 
 
 def test_nothing_of_the_frozen_base_is_copied_back() -> None:

@@ -1,4 +1,4 @@
-"""Steps that stream their state, of sharded parameters: twenty steps with everything offloaded between any two phases."""
+"""Steps that stream their state, of sharded parameters: steps with everything offloaded between any two phases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_twenty_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
+def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(STREAMED, PROGRAMS[name]):
         assert outcome.resident_bytes["actor.optimizer"] == 0, "its state was loaded as a whole"
         assert outcome.offloaded_bytes["actor.optimizer"] > 0
 
 
-def test_twenty_steps_on_one_rank(one_rank: Ranks) -> None:
+def test_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(STREAMED, worker.plain_fsdp2)
     assert outcome.resident_bytes["actor.optimizer"] == 0

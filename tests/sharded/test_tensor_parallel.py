@@ -27,13 +27,13 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_twenty_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
+def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(training.compare, PROGRAMS[name]):
         assert all(outcome.resident_bytes.values())
         assert all(outcome.offloaded_bytes.values())
 
 
-def test_twenty_steps_on_one_rank(one_rank: Ranks) -> None:
+def test_steps_on_one_rank(one_rank: Ranks) -> None:
     one_rank.run(training.compare, PROGRAMS["foreach"])
 
 

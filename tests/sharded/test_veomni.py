@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not veomni_worker.is_installed(), reason="VeOmni
 
 
 @pytest.mark.parametrize("expert_parallel", [1, 2])
-def test_twenty_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_parallel: int) -> None:
+def test_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expert_parallel: int) -> None:
     for outcome in two_ranks.run(veomni_worker.compare, expert_parallel):
         assert all(outcome.offloaded_bytes.values())
         # Two moments of each trained parameter: local experts, and half of the dense layer.
@@ -19,6 +19,6 @@ def test_twenty_steps_with_experts_on_a_mesh_of_their_own(two_ranks: Ranks, expe
         assert outcome.resident_bytes["actor.optimizer"] >= 2 * 4 * experts
 
 
-def test_twenty_steps_on_one_rank(one_rank: Ranks) -> None:
+def test_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(veomni_worker.compare, 1)
     assert all(outcome.offloaded_bytes.values())

@@ -14,6 +14,7 @@ at all; it did not move because it is external).
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ from tests.support.seeds import seed
 
 CAPACITY = 64 << 20
 CHUNK_BYTES = 8192
-STEPS = 20
+STEPS = 20 if os.environ.get("SWEEP") == "all" else 8
+"""Enough for the first step, in which state is born, and for two synchronisations of weights with steps in between."""
 SYNC_EVERY = 4
 """Weights are synchronised after one step of so many, as an asynchronous trainer does it."""
 

@@ -73,7 +73,7 @@ def build(optimizer: str, device: str = "cpu") -> Program:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad's own step
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_twenty_steps_with_everything_offloaded_in_between_do_not_differ_by_a_bit(optimizer: str) -> None:
+def test_steps_with_everything_offloaded_in_between_do_not_differ_by_a_bit(optimizer: str) -> None:
     """Gradients of one backward pass cross a phase transition, those of the next are added to them."""
     outcome = training.compare(functools.partial(build, optimizer))
     assert outcome.offloaded_bytes["actor"] > 0

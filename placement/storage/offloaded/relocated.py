@@ -34,6 +34,11 @@ class RelocatedStorages:
         return [each.claim for each in self._found if each.is_resized and each.transient is transient and each.claim.nbytes]
 
     @property
+    def ranges(self) -> set[Range]:
+        """The ranges whose host copies `save` is to write, unless the object is readonly."""
+        return {each.range for each in self._found if not each.is_resized}
+
+    @property
     def names(self) -> list[str]:
         """Names of the storages that go back to their places."""
         return [each.claim.name for each in self._found if not each.is_resized]
@@ -41,7 +46,7 @@ class RelocatedStorages:
     def save(self, *, readonly: bool) -> None:
         """Write the storages that go back to their places into the host copy, where it may be written. All other copies have completed."""
         for r, entry, claim, transient in self._found:
-            if claim.nbytes != entry.nbytes or r.is_shared or (readonly and not transient):
+            if claim.nbytes != entry.nbytes or (readonly and not transient):
                 continue
             r.note_written()  # first: from here on the slab has neither the old content nor the new
             if claim.storage.device == self._device.torch_device:

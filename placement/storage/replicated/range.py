@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
-from placement.devices.memory import Copy, SharedSlab
+from placement.devices.memory import Copy, HostSlab, SharedSlab
 from placement.storage.range import Range, used_bytes
 from placement.storage.range_layout import Claim, RangeLayout
 
@@ -40,13 +40,20 @@ def chunk_spans(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 class SharedRange(Range):
     """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered as soon as its parts have arrived."""
 
-    is_shared = True
-
     def __init__(self, device: Device, layout: RangeLayout, slab: SharedSlab, claims: tuple[Claim, ...], shares: Shares) -> None:
         super().__init__(device, layout, slab, claims, transient=False)
-        self.shared_slab = slab
+        self.shared_slab: SharedSlab | None = slab
+        """The host copy of all ranks; None once this rank has one of its own."""
         self.shares = shares
         self._spans = tuple(chunk_spans(self.nbytes, device.chunk_bytes))
+
+    @property
+    def is_shared(self) -> bool:
+        return self.shared_slab is not None
+
+    def leave_shared(self, own: HostSlab) -> None:
+        """Use another slab, which has the same bytes, from now on."""
+        self.host, self.shared_slab = own, None
 
     def part_bytes(self, index: int) -> int:
         """Size in bytes of each rank's part of one chunk; 0 where the chunk is too small to divide."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,21 +47,34 @@ def _prints_of(slab: SharedSlab, world_size: int) -> torch.Tensor:
 
 
 class SharedScanner(StorageScanner):
-    """A scanner whose first range, with the storages that exist at registration, is shared by all ranks. Later ranges are its own."""
+    """A scanner whose first range is shared by all ranks. It has the storages that exist at registration and that training does not
+    change: all of a readonly object, the frozen parameters of another one. Every other range is this rank's own.
+    """
 
-    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks) -> None:
+    def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, ranks: Ranks, *, readonly: bool) -> None:
         super().__init__(device, adapter, name, owner)
         self._ranks = ranks
-        self._is_registered = False
+        self._readonly = readonly
 
-    def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
-        if self._is_registered or transient:
-            return super().take_in(claims, transient)
-        if not claims:
-            raise RegistrationError(f"{self._name!r} has no tensors, so there is nothing to share; register it without replicated=True")
-        fresh = self._take_in_together(claims)
-        self._is_registered = True
-        return fresh
+    def take_in_first(self, claims: list[range_layout.Claim]) -> tuple[Range, ...]:
+        shared, own = self._divide(claims)
+        if not shared:
+            raise RegistrationError(
+                f"{self._name!r} has no frozen parameters, so there is nothing to share; add readonly=True if it never changes on any "
+                "rank, or register it without replicated=True"
+                if own
+                else f"{self._name!r} has no tensors, so there is nothing to share; register it without replicated=True"
+            )
+        return self._take_in_together(shared), *super().take_in_first(own)
+
+    def first_host_bytes(self, claims: Sequence[range_layout.Claim]) -> int:
+        shared, own = self._divide(claims)
+        return super().first_host_bytes(shared) // self._ranks.shares.world_size + super().first_host_bytes(own)
+
+    def _divide(self, claims: Sequence[range_layout.Claim]) -> tuple[list[range_layout.Claim], list[range_layout.Claim]]:
+        """The storages that all ranks share, and this rank's own."""
+        is_shared = [self._readonly or _is_frozen(claim) for claim in claims]
+        return [*itertools.compress(claims, is_shared)], [*itertools.compress(claims, map(operator.not_, is_shared))]
 
     def _take_in_together(self, claims: list[range_layout.Claim]) -> SharedRange:
         """Make the shared range and write this rank's share. Every rank calls this at the same time.
@@ -149,6 +164,12 @@ class SharedScanner(StorageScanner):
                 f"{self._name!r} cannot be replicated: the process group has the ranks in another order than the manager's group: {found}. "
                 "Pass replicated=a process group whose ranks are in the same order."
             )
+
+
+def _is_frozen(claim: range_layout.Claim) -> bool:
+    """Whether a storage is of parameters alone, none of which is trained. A buffer may change without that (running statistics)."""
+    tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in claim.owned]
+    return all(isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad for tensor in tensors)
 
 
 def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout) -> str:

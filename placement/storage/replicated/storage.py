@@ -1,4 +1,8 @@
-"""The storage of an object of which every rank of one machine has the same bytes. The ranks share one host copy and load it together.
+"""The storage of an object that has the same bytes on every rank of one machine. The ranks share one host copy and load it together.
+
+A readonly object has all of its bytes in the shared range. Another one has its frozen parameters there; what it trains is in ranges of
+each rank's own. The shared host copy is never written. If frozen parameters change on a rank (a LoRA merge), its next offload gives this
+rank a host copy of its own, with the new values.
 
 Each rank copies its parts over its own link, chunk by chunk. The rest comes by all-gather, over NVLink where there is one. No rank may
 wait in a collective for another one that may still fail for lack of memory. So a load has two halves:
@@ -22,7 +26,7 @@ from contextlib import suppress
 import torch
 
 from placement.devices.base import Device
-from placement.devices.memory import Copy, Mark
+from placement.devices.memory import Copy, Mark, SharedSlab
 from placement.storage.managed import ManagedStorage
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
@@ -38,18 +42,15 @@ _REASONS = {_ALONE: "rank {} takes part no longer, and has logged why", _LEFT: "
 
 
 class ReplicatedStorage(ManagedStorage):
-    """The storage of a readonly object of which every rank has the same bytes.
+    """The storage of an object of which every rank has the same bytes, or the same frozen parameters.
 
     Args:
         ranks: the ranks that share it. All of them register it in the same change of the group.
     """
 
-    can_prefetch = False
-    """A load gathers what other ranks copy, so all ranks would have to bring the same chunks early."""
-
-    def __init__(self, device: Device, adapter: Adapter, name: str, ranks: Ranks) -> None:
-        super().__init__(device, adapter, name, readonly=True)
-        self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks))
+    def __init__(self, device: Device, adapter: Adapter, name: str, readonly: bool, ranks: Ranks) -> None:
+        super().__init__(device, adapter, name, readonly)
+        self.storages = ObjectStorages(device, adapter, name, self, SharedScanner(device, adapter, name, self, ranks, readonly=readonly))
         self._ranks = ranks
         self._waiting: list[tuple[SharedRange, int, Mark]] = []
         """Chunks whose own part is on its way, each with a mark that tells when it has arrived."""
@@ -57,6 +58,12 @@ class ReplicatedStorage(ManagedStorage):
         """The number of the group's change for which this rank has last prepared a load."""
         self.alone: str | None = None
         """Why this rank loads everything over its own link from now on; None while the ranks load together."""
+
+    @property
+    def can_prefetch(self) -> bool:  # type: ignore[override]
+        """Whether bytes can arrive early: those of this rank alone. A load gathers what other ranks copy, so all ranks would have to bring
+        the same chunks of the shared range early."""
+        return any(not r.is_shared for r in self.ranges)
 
     # --- loading
 
@@ -113,8 +120,7 @@ class ReplicatedStorage(ManagedStorage):
         self._waiting.clear()
 
     def unadopt(self) -> None:
-        if self._shared() is not None:
-            self._say(_LEFT)
+        self._say(_LEFT)
         super().unadopt()
 
     def _get_rest(self, gathers: bool, works: list[object]) -> None:
@@ -145,6 +151,23 @@ class ReplicatedStorage(ManagedStorage):
             copies += r.others_copies(index)
         self.device.copy(copies, "to_device")
 
+    # --- a host copy of this rank's own
+
+    def take_in_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
+        fresh = super().take_in_new(drops=drops)
+        if not self.readonly:
+            for r in self.storages.relocated.ranges:
+                self.own_host_copy(r)
+        return fresh
+
+    def own_host_copy(self, r: Range) -> None:
+        if isinstance(r, SharedRange) and r.is_shared:
+            own = self.device.host(r.nbytes)
+            own.view(0, r.nbytes).copy_(r.host.view(0, r.nbytes))
+            self._give_up(f"its frozen parameters changed on this rank, which has a host copy of {r.nbytes:,} bytes of its own from now on")
+            r.leave_shared(own)
+            self.storages.find_host_copies()
+
     # --- who takes part
 
     def _may_gather(self) -> bool:
@@ -169,12 +192,14 @@ class ReplicatedStorage(ManagedStorage):
 
     def _words(self) -> torch.Tensor:
         """The word of each rank: the number of the change for which it has prepared a load, or why it takes part no longer."""
-        r = self._shared()
-        assert r is not None
-        return words_of(r.shared_slab, self._ranks.shares.world_size)
+        slab = self._shared_slab()
+        assert slab is not None
+        return words_of(slab, self._ranks.shares.world_size)
 
-    def _shared(self) -> SharedRange | None:
-        return next((r for r in self.ranges if isinstance(r, SharedRange)), None)
+    def _shared_slab(self) -> SharedSlab | None:
+        return next((r.shared_slab for r in self.ranges if isinstance(r, SharedRange)), None)
 
     def _say(self, word: int) -> None:
-        self._words()[self._ranks.shares.rank] = word
+        """Write this rank's word, unless it does not share the host copy any more: its last word stays."""
+        if self._shared_slab() is not None:
+            self._words()[self._ranks.shares.rank] = word

@@ -107,7 +107,7 @@ class Departures:
         for r in ranges:
             host_prints = None if r.prints is None else r.prints.cpu()
             # Not the transient ranges: a readonly module's gradients may change.
-            keeps_host_copy = r.is_shared or (holding.readonly and host_prints is not None and not r.transient)
+            keeps_host_copy = holding.readonly and (r.is_shared or (host_prints is not None and not r.transient))
             count = len(r.chunk_sizes)
             device_prints = torch.empty(count, dtype=torch.int64, device="cpu")
             leaving.on_host[r] = host_prints if keeps_host_copy and host_prints is not None else device_prints
@@ -124,6 +124,7 @@ class Departures:
                     leaving.rewritten_chunks += sum(wrong)
                     dirty = [False] * len(answer)
                 elif any(dirty):
+                    holding.own_host_copy(r)
                     r.prints = None  # from here on the slab has neither the old content nor the new
                 if holds_back:
                     self._hold_back(leaving, r, first, dirty, wrong)

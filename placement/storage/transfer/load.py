@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from placement.storage.range import Range
-from placement.storage.replicated.range import SharedRange
 
 if TYPE_CHECKING:
     from placement.storage.managed import ManagedStorage
@@ -67,7 +66,7 @@ class LoadTogether(Load):
         copying, 1.3 ms of creating and mapping. So the link has work from the first chunk on only if no burst is long: four ranks load
         8.6 GB in 63 ms, and in 67 to 70 ms where half of it is mapped first.
         """
-        is_gathered = any(isinstance(r, SharedRange) and r.shares.world_size > 1 for r in ranges)
+        is_gathered = any(r.is_shared for r in ranges)
         return _GATHERED if is_gathered else None
 
 

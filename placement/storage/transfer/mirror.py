@@ -28,6 +28,7 @@ def mirror(holding: ManagedStorage) -> None:
         device_prints = holding.storages.fingerprint(r, 0, len(r.chunk_sizes)).cpu()
         changed = [index for index, is_changed in enumerate(changed_chunks(host_prints, device_prints)) if is_changed]
         if changed:
+            holding.own_host_copy(r)
             r.prints = None  # from here on the slab has neither the old content nor the new
             holding.device.copy(r.copies(changed), "to_host")
         prints.append((r, device_prints))
