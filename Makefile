@@ -23,13 +23,14 @@ demo: $(STAMP)
 	@$(BIN)/placement demo $(ARGS)
 
 # Tensors come and go by the thousand: memory that malloc gives back at once is faulted in anew each time.
-# Four processes keep two cores busy: now and then one waits for a server, a deadline or a rank.
+# One process more than there are cores keeps these busy: now and then one waits for a server, a deadline or a rank.
+TEST_PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 7 ? cores + 1 : 8)))
 test: export MALLOC_MMAP_THRESHOLD_ = 4294967296
 test: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 # What tests need of the system is fetched while pip fetches the rest.
 test:
 	@$(MAKE) --no-print-directory --jobs=2 $(FRAMEWORKS) $(SYSTEM)
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # By these the next runs are ordered: what takes long begins first.
 durations:

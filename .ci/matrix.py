@@ -150,7 +150,8 @@ def run_tests(python: Path, folder: Path, arguments: list[str], seconds: float) 
     """pytest's closing line, and whether a test failed; then its report is printed."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
     done = run(
-        *(python, "-m", "pytest", "-q", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"),
+        *(python, "-m", "pytest", "-q", "-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile", "--no-loadscope-reorder"),
+        *("-p", "no:cacheprovider"),
         *arguments,
         seconds=seconds,
         cwd=folder,
