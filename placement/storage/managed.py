@@ -315,13 +315,16 @@ class ManagedStorage(HeldStorage):
                 r.chunks[index] = chunk  # last: a chunk in `r.chunks` has its bytes
         except DeviceMemoryError:
             for r in self.ranges:
-                if not r.is_shared:
-                    r.prints = None
-                    self.device.copy(r.copies(sorted(r.chunks)), "to_host")
+                self.save_rest(r)
             self.device.sync()
             return False
         self.device.order()
         return True
+
+    def save_rest(self, r: Range) -> None:
+        """Start copying the chunks that a range still has on the device to the host copy, which has all others."""
+        r.prints = None
+        self.device.copy(r.copies(sorted(r.chunks)), "to_host")
 
     # --- writes while offloaded
 

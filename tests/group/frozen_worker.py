@@ -16,6 +16,7 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.group import StoreGroup
 from placement.storage.replicated.range import SharedRange
 from placement.storage.replicated.storage import ReplicatedStorage
+from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.faults.tracing import Interrupter, Recorder, describe
 from tests.group.replicated_worker import CHUNK, Metered, as_bytes, is_of_replicated_storages, is_unguarded, told
@@ -63,7 +64,16 @@ class Rank:
         seed: of the data; None: every rank trains on other data.
     """
 
-    def __init__(self, generation: int, *, deadline_seconds: float = 20.0, seed: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        generation: int,
+        *,
+        deadline_seconds: float = 20.0,
+        seed: int | None = None,
+        device_bytes: int = 200 * CHUNK,
+        chunk_bytes: int = CHUNK,
+        **settings: Any,
+    ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
         self.group = StoreGroup(store, self.rank, self.world_size, deadline_seconds, generation=generation)
@@ -282,6 +292,35 @@ def faults(generation: int, failing: int) -> int:
             cases += 1
     _end(rank)
     return cases
+
+
+def stranded(generation: int) -> bool:
+    """An offload breaks off when it has given up two clean chunks, and others take their memory: changed chunks are still on the device.
+
+    Returns whether the host copy is shared still.
+    """
+    rank = Rank(generation)
+    rank.step()
+    rank.twin.layers[-1].merge()
+    with rank.manager.phase("weight_sync"):
+        rank.actor.layers[-1].merge()
+        chunk_pool = ChunkPool(rank.device)
+        rank.storage.begin_move(chunk_pool)
+        rank.storage.take_in_new()
+        rank.storage.vacate(rank.frozen, 0, 2, chunk_pool)
+        chunk_pool.release()
+        rank.device.fail("create", forever=True)
+        rank.storage.make_consistent(chunk_pool)
+        chunk_pool.release()
+        rank.device.clear()
+        assert not rank.storage.on_device
+        assert as_bytes(rank.actor) == as_bytes(rank.twin)
+    rank.check()
+    rank.look()
+    rank.step()
+    seen = rank.frozen.is_shared
+    _end(rank)
+    return seen
 
 
 def interrupted(generation: int, every: int) -> int:

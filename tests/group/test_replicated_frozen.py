@@ -77,6 +77,10 @@ def test_each_device_call_may_fail_while_ranks_stop_sharing(
     counted(f"replicated frozen weights that change: every device call of rank {failing} fails once: {cases[0]} cases")
 
 
+def test_an_offload_that_breaks_off_where_no_memory_can_be_had_back(ranks: Ranks, generation: int) -> None:
+    assert ranks.run(worker.stranded, generation) == [False, False]
+
+
 @pytest.mark.timeout(600)
 def test_a_rank_is_interrupted_while_ranks_stop_sharing(ranks: Ranks, generation: int, counted: Callable[[str], None]) -> None:
     """With SWEEP=all at every bytecode."""

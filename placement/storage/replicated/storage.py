@@ -168,6 +168,18 @@ class ReplicatedStorage(ManagedStorage):
             r.leave_shared(own)
             self.storages.find_host_copies()
 
+    def save_rest(self, r: Range) -> None:
+        if r.is_shared:
+            if self.readonly or not self._has_changed(r):
+                return
+            self.own_host_copy(r)
+        super().save_rest(r)
+
+    def _has_changed(self, r: Range) -> bool:
+        """Whether any chunk that a range has on the device differs from the host copy."""
+        prints = None if r.prints is None else r.prints.cpu()
+        return prints is None or any(self.storages.fingerprint(r, each, each + 1).cpu()[0] != prints[each] for each in r.chunks)
+
     # --- who takes part
 
     def _may_gather(self) -> bool:
