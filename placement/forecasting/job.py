@@ -88,7 +88,7 @@ class Model:
         if self.readonly and self.optimizer is not None:
             raise ValueError("a readonly model has no optimizer; leave out one of the two")
         if self.replicated and not self.readonly:
-            raise ValueError("a replicated model is readonly: give readonly=True")
+            raise ValueError("a forecast knows replicated models that are not trained: give readonly=True")
         if self.gradients not in get_args(Gradients):
             raise ValueError(f"gradients must be one of {', '.join(get_args(Gradients))}, not {self.gradients!r}")
         if self.role is not None and self.role not in ROLES:

@@ -427,8 +427,8 @@ ROOMS_THAT_LOOK = tuple(os.path.dirname(str(room.__file__)) + os.sep for room in
 def share_of(index: int, point: Point, visits: int) -> list[int]:
     """Which visits of a point are interrupted where not all are: code that only looks needs fewer than code that changes something."""
     if point[0].co_filename.startswith(ROOMS_THAT_LOOK):
-        return [1] if index % 64 == 0 else []
-    return sorted({1, visits} if index % 32 == 0 else {1}) if index % 16 == 0 else []
+        return [1] if index % 96 == 0 else []
+    return sorted({1, visits} if index % 48 == 0 else {1}) if index % 24 == 0 else []
 
 
 def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point], swallowed: list[Any]) -> tuple[int, int]:

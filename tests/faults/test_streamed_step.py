@@ -138,9 +138,21 @@ def _many_cases() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("operation", ["host", "reserve", "create", "map", "copy", "sync"])
-@pytest.mark.parametrize("when", ["first step", "later step", "phase that expects two steps"])
+@pytest.mark.parametrize(
+    ("when", "forever"),
+    [
+        pytest.param(when, forever, id=f"{when}-{'forever' if forever else 'once'}", marks=[pytest.mark.slow] if is_slow else [])
+        for when, forever, is_slow in [
+            ("first step", False, False),
+            ("first step", True, False),
+            ("later step", False, False),
+            ("later step", True, False),
+            ("phase that expects two steps", False, False),
+            ("phase that expects two steps", True, True),
+        ]
+    ],
+)
 def test_every_call_failed(operation: str, forever: bool, when: str, counted: Callable[[str], None]) -> None:
     calls = 0
     seen: set[int] = set()

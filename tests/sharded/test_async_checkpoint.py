@@ -234,7 +234,7 @@ def test_what_hooks_compute_is_saved_as_it_was_at_the_call(phase: str, busy: Bus
     assert wanted["0.weight"].isfinite().all()
     with worker.manager.phase(phase):
         saved = checkpoint.async_save(worker.manager, tmp_path, only=["actor"])
-    busy.go()
+        busy.go()  # here: the phase is left only once nobody reads the host copy any more
     saved.result(SECONDS)
     checkpoint.load(other.manager, tmp_path, only=["actor"])
     assert_same(dict(other.actor.state_dict()), wanted)

@@ -1,6 +1,6 @@
 """One program for each way of sharding, everything offloaded between any two phases, on two ranks with gloo and on one.
 
-The same bodies run with NCCL and for 20 steps in tests/gpu/test_sharded.py; here each way has 20 steps in a file of its own. All of it is
+The same bodies run with NCCL in tests/gpu/test_sharded.py; here each way has a file of its own. All of it is
 torch's own, and PEFT's real package.
 """
 

@@ -197,7 +197,7 @@ def test_the_state_of_optimizers() -> None:
     ("make", "message"),
     [
         (lambda: Model(mlp(), readonly=True, optimizer="sgd"), "a readonly model has no optimizer"),
-        (lambda: Model(mlp(), replicated=True), "a replicated model is readonly"),
+        (lambda: Model(mlp(), replicated=True), "replicated models that are not trained"),
         (lambda: Model(mlp(), role="judge"), "role 'judge' is none of"),
         (lambda: Model(mlp(), gradients=cast("Any", "lost")), "gradients must be one of"),
         (lambda: placement.forecast({}), "there is no handle"),
