@@ -83,8 +83,10 @@ class Storage(abc.ABC):
         """The part of `resident_bytes` that arrived early, while the handle is offloaded."""
         return 0
 
-    can_prefetch = False
-    """Whether bytes may arrive early: placement moves them, from a host copy of this process alone."""
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether bytes may arrive early: placement moves them, from a host copy of this process alone."""
+        return False
 
     @property
     def unadopted_bytes(self) -> int:

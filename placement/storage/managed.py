@@ -27,7 +27,9 @@ from placement.storage.unadopt import unadopt
 class ManagedStorage(HeldStorage):
     """The unit of a move: the steps that load and offload the bytes of one object."""
 
-    can_prefetch = True
+    @property
+    def can_prefetch(self) -> bool:
+        return True
 
     # --- adopting
 

@@ -60,7 +60,7 @@ class ReplicatedStorage(ManagedStorage):
         """Why this rank loads everything over its own link from now on; None while the ranks load together."""
 
     @property
-    def can_prefetch(self) -> bool:  # type: ignore[override]
+    def can_prefetch(self) -> bool:
         """Whether bytes can arrive early: those of this rank alone. A load gathers what other ranks copy, so all ranks would have to bring
         the same chunks of the shared range early."""
         return any(not r.is_shared for r in self.ranges)
