@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -18,6 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from placement.core.loaded_classes import is_a
 from placement.frameworks.known import stepped_for
 from placement.ownership.leaves import find
+from placement.ownership.slices import ParameterSlice, is_counter
 
 _NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _CLASSES: tuple[type, ...] = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
@@ -77,13 +78,8 @@ def _name(optimizer: Any) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-class _Entry(NamedTuple):
-    group: int
-    parameter: torch.Tensor
-
-
 class PartialStep:
-    """One step of an optimizer, made for a few parameters at a time.
+    """One step of an optimizer, made for a few parameters at a time, or for slices of one.
 
     The implementation (for-loop, foreach, fused) is the one that torch would choose for all parameters of a group together, because
     another one may round differently.
@@ -95,20 +91,44 @@ class PartialStep:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._step = step_function(optimizer)
-        self._entries = [
-            _Entry(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None
-        ]
         self._chosen = [_implementation(group) for group in optimizer.param_groups]
-        self.parameters: Sequence[torch.Tensor] = [entry.parameter for entry in self._entries]
+        entries = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"] if p.grad is not None]
+        self._group_of = {id(p): index for index, p in entries}
+        self.parameters: Sequence[torch.Tensor] = [p for _, p in entries]
 
-    def run(self, first: int, last: int) -> None:
-        """Step the parameters `first` up to `last` (not included)."""
+    def run(self, parts: Sequence[torch.Tensor | ParameterSlice]) -> None:
+        """Step these parameters, and slices of parameters."""
+        for is_slice, those in itertools.groupby(parts, key=lambda each: isinstance(each, ParameterSlice)):
+            if is_slice:
+                for each in those:
+                    self._step_slice(each)  # type: ignore[arg-type]
+            else:
+                self._step_whole([*those])  # type: ignore[list-item]
+
+    def _step_whole(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = []
-        for index, entries in itertools.groupby(self._entries[first:last], key=lambda entry: entry.group):
-            group = self._optimizer.param_groups[index]
-            groups.append({**group, **self._chosen[index], "params": [entry.parameter for entry in entries]})
+        for index, those in itertools.groupby(parameters, key=lambda each: self._group_of[id(each)]):
+            groups.append(self._group(index, [*those]))
+        self._call(groups, self._optimizer.state)
+
+    def _step_slice(self, part: ParameterSlice) -> None:
+        """Step a slice with the same slice of the state. The counters themselves count once, with the last slice."""
+        stepped = part.of(part.parameter)
+        stepped.grad = part.of(part.parameter.grad)
+        state = {key: self._sliced(value, part) for key, value in self._optimizer.state[part.parameter].items()}
+        self._call([self._group(self._group_of[id(part.parameter)], [stepped])], {stepped: state})
+
+    def _sliced(self, value: Any, part: ParameterSlice) -> Any:
+        if is_counter(value):
+            return value if part.is_last else value.clone()
+        return value if value is None else part.of(value)
+
+    def _group(self, index: int, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+        return {**self._optimizer.param_groups[index], **self._chosen[index], "params": parameters}
+
+    def _call(self, groups: Sequence[dict[str, Any]], state: Mapping[torch.Tensor, Any]) -> None:
         part = object.__new__(type(self._optimizer))
-        vars(part).update(vars(self._optimizer), param_groups=groups)
+        vars(part).update(vars(self._optimizer), param_groups=groups, state=state)
         self._step(part)
 
 

@@ -22,12 +22,12 @@ from placement.devices.host.mapping import round_up
 from placement.ownership.independent import PartialStep, refusal, refusal_now, replaced_step
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import MethodCall
+from placement.registration.step_parts import StepParts
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Place, Range
-from placement.storage.transfer.buckets import Piece, first_buckets, window_of
+from placement.storage.transfer.buckets import first_buckets, window_of
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.streamed_step import Streamed, StreamedStep
-from placement.tensors.plain import nested_tensors, plain_parts
 
 
 class SteppedHandle(Protocol):
@@ -72,6 +72,7 @@ class StreamedOptimizer:
         self._adapter = adapter
         self._streaming = streaming
         self._bucket_bytes = round_up(max(streaming.bucket_bytes, 1), holding.device.chunk_bytes)
+        self._parts = StepParts(holding, adapter, self._bucket_bytes)
         self._window: tuple[tuple[Range, ...], tuple[int, int], int] | None = None
         """The last `window_bytes`, with what it was computed from."""
         self._is_installed = False
@@ -98,7 +99,11 @@ class StreamedOptimizer:
         parameters = self._parameters()
         ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters))
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
-            self._window = ranges, known, window_of([self._piece(*each) for each in parameters], self._bucket_bytes)
+            self._window = (
+                ranges,
+                known,
+                window_of([part.piece for each in parameters for part in self._parts.of(*each)], self._bucket_bytes),
+            )
         return self._window[2]
 
     def phase_begins(self, name: str) -> None:
@@ -114,7 +119,7 @@ class StreamedOptimizer:
         """
         if self.refusal is not None or self._num_steps >= self._usual_steps.get(self._phase, 1):
             return []
-        pieces = (self._piece(*each) for each in self._parameters())
+        pieces = (part.piece for each in self._parameters() for part in self._parts.of(*each))
         return [bucket.chunks for bucket in first_buckets(pieces, self._bucket_bytes, self.window_bytes) if bucket.chunks]
 
     def _parameters(self) -> list[tuple[Any, torch.Tensor]]:
@@ -167,8 +172,13 @@ class StreamedOptimizer:
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            pieces = [self._piece(optimizer, parameter) for parameter in step.parameters]
-            streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step.run).run()
+            parts = [part for parameter in step.parameters for part in self._parts.of(optimizer, parameter)]
+
+            def step_some(first: int, last: int) -> None:
+                step.run([part.stepped for part in parts[first:last]])
+
+            pieces = [part.piece for part in parts]
+            streamed = StreamedStep(self._holding, pieces, self._bucket_bytes, self.window_bytes, step_some).run()
             self._num_steps += 1
             if (handle := self._handle()) is not None:
                 self._streaming.note(handle, streamed, time.monotonic() - began)
@@ -184,28 +194,10 @@ class StreamedOptimizer:
         finally:
             chunk_pool.release()
 
-    def _piece(self, optimizer: Any, parameter: torch.Tensor) -> Piece:
-        """Where the state of a parameter is, and how much of it is still to be created."""
-        entry = optimizer.state.get(parameter)
-        chunks: dict[Place, None] = {}
-        unborn_bytes = self._adapter.unborn_bytes_of(parameter)
-        for _, tensor in nested_tensors(entry, "") if entry else ():
-            for _, part in plain_parts(tensor, ""):
-                found = self._holding.storages.by_address.find(part)
-                if found is not None and found[0].layout.addresses.base <= part.untyped_storage().data_ptr() < _end(found[0]):
-                    r, start = found
-                    first, last = start // r.chunk_sizes[0], (start + part.untyped_storage().nbytes() - 1) // r.chunk_sizes[0]
-                    chunks.update(dict.fromkeys((r, index) for index in range(first, last + 1)))
-        return Piece(tuple(chunks), unborn_bytes)
-
     def _refuse(self, reason: str | None) -> None:
         handle = self._handle()
         if reason is not None and handle is not None:
             raise PhaseError(f"step() of {handle.name!r} cannot stream its state in phase {handle.phase_now()!r}: {reason}")
-
-
-def _end(r: Range) -> int:
-    return r.layout.addresses.base + r.nbytes
 
 
 class _StepCall(MethodCall):

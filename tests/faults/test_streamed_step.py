@@ -1,7 +1,8 @@
 """A streamed step that is cut short: by every call of the device that fails in turn, and by an interrupt at bytecodes of our frames.
 
-Each parameter is then either stepped, with its new state on the host, or as it was, with its old state. Nothing of the state is on the
-device, the optimizer is as the user made it, and the next step is that of an optimizer with the same values.
+Each parameter is then either stepped, with its new state on the host, or as it was, with its old state. Of one that is stepped in slices
+the same holds for each element. Nothing of the state is on the device, the optimizer is as the user made it, and the next step is that
+of an optimizer with the same values.
 
 With SWEEP=all every bytecode is interrupted, at its first and last visit.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,6 +37,8 @@ pytestmark = pytest.mark.leaves_behind("each case is looked at when it ends")
 FAULTS = (DeviceMemoryError, HostMemoryError, InjectedFault)
 EVERY_POINT = os.environ.get("SWEEP") == "all"
 WIDTH = 32
+WIDE = 5 * WIDTH
+BUCKET_BYTES = 3 * 4096
 
 
 def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[bytes]]:
@@ -46,17 +51,37 @@ def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[bytes]
     ]
 
 
-class Job:
-    """A model and an optimizer that streams, on a device that fails on demand, and the same without placement."""
+def _is_of_one_step(found: list[bytes], old: list[bytes], new: list[bytes]) -> bool:
+    """Whether a parameter and its state are of one step. In a sliced one each element is, and the counter is new once all of them are."""
+    if found in (old, new):
+        return True
+    if len(found[0]) <= BUCKET_BYTES:
+        return False
 
-    def __init__(self) -> None:
+    def is_as_in(values: list[bytes]) -> Any:
+        pairs = zip(found[:1] + found[2:], values[:1] + values[2:], strict=True)  # without the counter
+        return np.logical_and.reduce([np.frombuffer(now, np.int32) == np.frombuffer(then, np.int32) for now, then in pairs])
+
+    is_new = is_as_in(new)
+    return bool((is_as_in(old) | is_new).all()) and found[1] == (new if is_new.all() else old)[1]
+
+
+class Job:
+    """A model and an optimizer that streams, on a device that fails on demand, and the same without placement.
+
+    Args:
+        width: of the third layer. A wide one has moments of several buckets.
+    """
+
+    def __init__(self, width: int = WIDTH) -> None:
         torch.manual_seed(0)
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+        widths = (WIDTH, WIDTH, WIDTH, width, WIDTH, WIDTH)
+        self.net = nn.Sequential(*(nn.Linear(*each) for each in itertools.pairwise(widths)))
         self.plain = copy.deepcopy(self.net)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.other = torch.optim.AdamW(self.plain.parameters(), lr=1e-2)
         self.device: Any = Faults(SimulatedDevice(4 << 20, chunk_bytes=4096))
-        self.manager = placement.Manager(device=self.device, policy=Colocated("streamed"), streamed_bucket_bytes=3 * 4096)
+        self.manager = placement.Manager(device=self.device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES)
         self.actor = self.manager.register("actor", self.net, role="actor")
         self.handle = self.manager.register("adam", self.optimizer)
         self.groups = self.optimizer.param_groups
@@ -115,7 +140,7 @@ class Job:
             assert reads_poison(self.device.view(r.layout.addresses, 0, r.nbytes))
         found = values(self.net, self.optimizer)
         for now, old, new in zip(found, self.old, self.new, strict=True):
-            assert now in (old, new), "a parameter and its state are not of one step"
+            assert _is_of_one_step(now, old, new), "a parameter and its state are not of one step"
         return sum(now == new for now, new in zip(found, self.new, strict=True))
 
     def step(self) -> None:
@@ -148,6 +173,8 @@ def _many_cases() -> Iterator[None]:
             ("first step", True, False),
             ("later step", False, False),
             ("later step", True, False),
+            ("step in slices", False, False),
+            ("step in slices", True, True),
             ("phase that expects two steps", False, False),
             ("phase that expects two steps", True, True),
         ]
@@ -157,7 +184,7 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
     calls = 0
     seen: set[int] = set()
     while True:
-        job = Job()
+        job = Job(WIDE if when == "step in slices" else WIDTH)
         if when != "first step":
             job.check_goes_on()
         is_whole_phase = when == "phase that expects two steps"
@@ -204,11 +231,12 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
 
 @pytest.mark.timeout(3600 if EVERY_POINT else 120)
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["first step", "later step", "one of two steps"])
+@pytest.mark.parametrize("when", ["first step", "later step", "one of two steps", "step in slices"])
 def test_interrupted_at_bytecodes(when: str, counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     swallowed: list[type[BaseException] | None] = []  # raised in a finalizer, which the interpreter can only report
     monkeypatch.setattr(sys, "unraisablehook", lambda report: swallowed.append(report.exc_type))
-    job, born = Job(), when != "first step"
+    width = WIDE if when == "step in slices" else WIDTH
+    job, born = Job(width), when != "first step"
 
     def stepped(tracing: Any) -> BaseException | None:
         def step() -> None:
@@ -252,7 +280,7 @@ def test_interrupted_at_bytecodes(when: str, counted: Callable[[str], None], mon
             job.check_goes_on()
         except Exception as problem:
             problems.append(f"{describe(point, visit)}: {type(problem).__name__}: {str(problem)[:300]}")
-            job = Job()
+            job = Job(width)
             job.check_goes_on()
         if len(problems) == 8:
             break

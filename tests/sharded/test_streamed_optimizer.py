@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from placement.policies import Colocated
+from placement.registration.step_parts import StepParts
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.support.ranks import Ranks
@@ -25,6 +33,49 @@ def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     for outcome in two_ranks.run(STREAMED, PROGRAMS[name]):
         assert outcome.resident_bytes["actor.optimizer"] == 0, "its state was loaded as a whole"
         assert outcome.offloaded_bytes["actor.optimizer"] > 0
+
+
+def wide_program(kind: str) -> training.Program:
+    """Layers of which each rank's shard has moments of several chunks: sharded unevenly, or along either dimension."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    width = 301 if kind == "fsdp2" else 300  # tensor parallelism divides evenly
+    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
+    if kind == "fsdp2":
+        for part in model:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fsdp2", amsgrad=True)
+    return training.Program(model, optimizer, functools.partial(_loss, model), phases=(("train", "backward"), ("train", "learn")))
+
+
+def _loss(model: nn.Module, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(4, 64, generator=torch.Generator().manual_seed(number))).square().mean()
+    return loss
+
+
+def sliced(kind: str) -> int:
+    """Compare a program whose buckets have one chunk. Returns how often a parameter was stepped in slices."""
+    parts: list[int] = []
+    original = StepParts.of
+
+    def of(self: StepParts, optimizer: Any, parameter: torch.Tensor) -> Any:
+        found = original(self, optimizer, parameter)
+        parts.append(len(found))
+        return found
+
+    StepParts.of = of  # type: ignore[method-assign]
+    try:
+        training.compare(functools.partial(wide_program, kind), policy=Colocated("streamed"), streamed_bucket_bytes=1)
+    finally:
+        StepParts.of = original  # type: ignore[method-assign]
+    return len(parts) - parts.count(1)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])
+def test_slices_of_sharded_parameters(two_ranks: Ranks, kind: str) -> None:
+    assert min(two_ranks.run(sliced, kind)) > 10
 
 
 def test_steps_on_one_rank(one_rank: Ranks) -> None:

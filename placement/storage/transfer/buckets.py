@@ -14,7 +14,7 @@ AHEAD = 2
 
 
 class Piece(NamedTuple):
-    """The state of one parameter, which is the least that can be stepped."""
+    """The state of one parameter, or of a slice of it: the least that can be stepped."""
 
     chunks: tuple[Place, ...] = ()
     """The chunks that have bytes of it."""

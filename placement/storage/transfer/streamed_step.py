@@ -48,10 +48,10 @@ class StreamedStep:
 
     Args:
         holding: the optimizer's storage.
-        pieces: the state of the parameters, in the order in which they are stepped.
+        pieces: the state of the parameters or their slices, in the order in which they are stepped.
         bucket_bytes: device bytes of a bucket.
         window_bytes: device bytes that all buckets on the device may have together. A single bucket may have more.
-        step: steps the parameters of pieces `first` up to `last` (not included), on the current stream.
+        step: steps what pieces `first` up to `last` (not included) are the state of, on the current stream.
     """
 
     holding: ManagedStorage
@@ -80,8 +80,7 @@ class StreamedStep:
             DeviceMemoryError: a bucket has no room although no other is on the device.
             HostMemoryError: the state is on disk, and there is not enough memory for it. Nothing was stepped.
             IntegrityError: values of the state are lost. Nothing was stepped.
-            Exception: the step's or the device's error. Every parameter that was stepped has its new state, every other one its old
-                state, on the host.
+            Exception: the step's or the device's error. What was stepped has its new state, everything else its old state, on the host.
         """
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
@@ -130,6 +129,7 @@ class StreamedStep:
                 r.early.settle(chunk_pool)
                 r.early.discard([index for index in r.early.chunks if (r, index) not in wanted], chunk_pool)
                 r.early.wait_until_saved()
+        chunk_pool.room_bytes -= self.holding.storages.early_bytes
 
     def _end_of_birth(self) -> None:
         for bucket in self._buckets:
@@ -157,6 +157,7 @@ class StreamedStep:
         if self._fetched > index:
             return
         self._vacate(index, chunk_pool)
+        self._vacate_kept(self._buckets[index], chunk_pool)
         try:
             self._fetch(self._buckets[index], chunk_pool)
         except DeviceMemoryError as error:
@@ -247,15 +248,30 @@ class StreamedStep:
             bucket = self._buckets[self._vacated]
             assert bucket.left is not None
             device.wait(bucket.left)
-            for r, run in runs(bucket.leaving):
-                r.newer -= frozenset(run)  # after the wait and before the memory is gone
-                device.unmap(r.layout.addresses, sum(r.chunk_sizes[each] for each in run), r.starts[run[0]])
-                r.give(run, chunk_pool)
+            self._take_away(bucket.leaving, chunk_pool)
             if bucket.fresh is not None:
                 with without_modes():
                     storages.keep((*self.holding.ranges, bucket.fresh))
                     bucket.fresh.move_in()
             self._vacated += 1
+
+    def _vacate_kept(self, bucket: Bucket, chunk_pool: ChunkPool) -> None:
+        """Take the chunks away that stay for buckets after this one, which has no room beside them."""
+        device, wanted = self.holding.device, {*bucket.chunks}
+        kept = [(r, index) for r in self.holding.ranges for index in sorted(r.chunks) if (r, index) not in wanted]
+        for r, run in runs(kept):
+            device.copy(copies := r.copies(run), "to_host")
+            self._to_host_bytes += sum(copy.nbytes for copy in copies)
+        device.wait(device.mark("to_host"))
+        self._take_away(kept, chunk_pool)
+
+    def _take_away(self, chunks: Sequence[Place], chunk_pool: ChunkPool) -> None:
+        """Take the memory away from behind chunks that have left."""
+        device = self.holding.device
+        for r, run in runs(chunks):
+            r.newer -= frozenset(run)  # after the wait and before the memory is gone
+            device.unmap(r.layout.addresses, sum(r.chunk_sizes[each] for each in run), r.starts[run[0]])
+            r.give(run, chunk_pool)
 
 
 def _is_early(each: Place) -> bool:

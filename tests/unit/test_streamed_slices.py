@@ -1,0 +1,239 @@
+"""Parameters whose state is larger than a bucket are stepped slice by slice: the ordinary step's bits, within the window."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import placement
+from placement.ownership.slices import sliceable_state
+from tests.support.worker import assert_same
+from tests.unit.test_streamed_optimizer import BUCKET, CHUNK, STEPPED, Pair, adamw, of
+
+LARGE = 40_001
+"""Elements of the largest parameter: 160 KB, and its moments 20 chunks. Odd, so that its end is aligned to nothing."""
+
+
+class Lone(nn.Module):
+    """A few parameters of given shapes, which are used as they are."""
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes)
+
+
+def gradients(net: Any, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for weight in net.weights:
+        weight.grad = torch.randn(weight.shape, generator=draw).to(weight.dtype)
+
+
+class Sliced(Pair):
+    """A pair whose gradients are drawn. Large parameters need no forward pass."""
+
+    def one_step(self, seed: int, change: Callable[[Any], None] = lambda net: None) -> None:
+        for net, optimizer in self.both():
+            gradients(net, seed)
+            change(net)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def steps(self, count: int = 3, **keywords: Any) -> None:
+        for seed in range(count):
+            with self.manager.phase("train"):
+                self.one_step(seed, **keywords)
+
+    def num_slices(self) -> list[int]:
+        assert self.handle.streamed is not None
+        return [len(self.handle.streamed._parts.of(self.optimizer, weight)) for weight in self.net.weights]
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_steps_are_those_of_the_optimizer_alone(name: str) -> None:
+    pair = Sliced(STEPPED[name] if name != "AdamW, several groups" else adamw, model=Lone((40, 8), (LARGE // 8, 8), (16,)))
+    pair.steps()
+    pair.check()
+    has_state = any(nbytes > BUCKET for nbytes in state_bytes(pair))
+    assert (pair.num_slices()[1] > 2) is (has_state and name != "Muon")
+    assert pair.num_slices()[::2] == [1, 1]
+
+
+def state_bytes(pair: Sliced) -> list[int]:
+    values = (value for entry in pair.optimizer.state.values() for value in entry.values())
+    return [value.nbytes for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    pair = Sliced(adamw, model=Lone((LARGE,), (LARGE, 3), dtype=dtype))
+    pair.steps()
+    pair.check()
+    assert min(pair.num_slices()) > 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=4), st.sampled_from(["AdamW", "AdamW, fused", "Adam, amsgrad, foreach"]))
+def test_any_sizes(sizes: list[int], name: str) -> None:
+    pair = Sliced(STEPPED[name], model=Lone(*((size,) for size in sizes)))
+    pair.steps()
+    pair.check()
+    pair.manager.close()
+
+
+def test_the_device_holds_three_buckets_at_most_and_copies_hardly_anything_twice() -> None:
+    pair = Sliced(adamw, model=Lone((16,), (8 * LARGE,), (16,)))
+    pair.steps(1)
+    assert pair.handle.streamed is not None
+    window_bytes = pair.handle.streamed.window_bytes
+    assert window_bytes <= 2 * BUCKET + 3 * CHUNK
+    assert pair.handle.num_bytes > 40 * BUCKET
+    with pair.manager.phase("train"):
+        held = pair.device.memory().chunk_bytes - pair.handle.prefetched_bytes
+        assert 0 < pair.handle.prefetched_bytes <= window_bytes
+        (before,) = [each for each in pair.manager.snapshot().handles if each.name == "adam"]
+        pair.device.peak_bytes = 0
+        pair.one_step(1)
+        assert pair.device.peak_bytes <= held + window_bytes
+        (after,) = [each for each in pair.manager.snapshot().handles if each.name == "adam"]
+    used_bytes = sum(r.nbytes for r in pair.handle.holding.ranges)  # type: ignore[union-attr]
+    moved = [after.loaded_bytes - before.loaded_bytes, after.offloaded_bytes - before.offloaded_bytes]
+    assert moved == [used_bytes + CHUNK] * 2, "only the chunk where the first moment ends and the second one begins is copied twice"
+    pair.check()
+
+
+def test_a_budget_that_has_no_room_for_a_whole_parameter() -> None:
+    model = Lone((8 * LARGE,))
+    needed = Sliced(adamw, model=copy.deepcopy(model))
+    needed.steps(1)
+    assert needed.handle.streamed is not None
+    room = 2 * needed.actor.num_bytes + needed.handle.streamed.window_bytes  # gradients move with the model
+    assert room < needed.actor.num_bytes + needed.handle.num_bytes
+    pair = Sliced(adamw, model=model)
+    pair.steps(1)  # the first step creates the state, which it needs whole
+    pair.manager.close()
+    placed = placement.Manager(device=pair.device, policy=pair.manager.policy, streamed_bucket_bytes=BUCKET, budget_bytes=room)
+    pair.manager, pair.actor = placed, placed.register("actor", pair.net, role="actor")
+    pair.handle = placed.register("adam", pair.optimizer)
+    pair.steps(2)
+    pair.check()
+
+
+def test_counters_count_once() -> None:
+    pair = Sliced(of(torch.optim.NAdam, capturable=False), model=Lone((LARGE,)))
+    pair.steps(4)
+    (entry,) = pair.handle.state_dict()["state"].values()
+    assert entry["step"].item() == 4
+    pair.check()
+
+
+def test_hooks_of_the_step_see_the_whole_parameter() -> None:
+    pair = Sliced(adamw, model=Lone((LARGE,)))
+    seen: list[int] = []
+    pair.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].numel()))
+    pair.steps(2)
+    assert seen == [LARGE, LARGE]
+    assert all(weight.grad is None for weight in pair.net.weights)
+
+
+def test_a_scaler_unscales_the_gradients_in_place() -> None:
+    """A fused step is given the scale, and writes what it has unscaled into the gradients."""
+    pair = Sliced(of(torch.optim.AdamW, fused=True), model=Lone((LARGE,)))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+    for seed in range(4):
+        with pair.manager.phase("train"):
+            found = []
+            for (net, optimizer), scaler in zip(pair.both(), scalers, strict=True):
+                scaler.scale(torch.zeros(()))
+                gradients(net, seed)
+                if seed == 1:
+                    net.weights[0].grad[LARGE - 1] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+                found.append(net.weights[0].grad.clone())
+                optimizer.zero_grad()
+            assert_same({"grad": found[0]}, {"grad": found[1]})
+    pair.check()
+
+
+@pytest.mark.parametrize("of_what", ["parameter", "gradient", "both"])
+def test_elements_that_do_not_lie_in_order_are_stepped_as_a_whole(of_what: str) -> None:
+    model = Lone((100, 20, 20))
+    if of_what in ("parameter", "both"):
+        model.weights[0] = nn.Parameter(torch.randn(20, 20, 100).permute(2, 0, 1))
+    pair = Sliced(adamw, model=model)
+
+    def transpose(net: Any) -> None:
+        if of_what in ("gradient", "both"):
+            net.weights[0].grad = net.weights[0].grad.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    for seed in range(3):
+        with pair.manager.phase("train"):
+            gradients(pair.net, seed)
+            transpose(pair.net)
+            assert not (seed and sliceable_state(pair.optimizer, pair.net.weights[0]))
+            pair.one_step(seed, change=transpose)
+    pair.check()
+
+
+def test_state_that_is_not_of_the_parameters_shape_is_stepped_as_a_whole() -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(4, 4)
+    assert sliceable_state(optimizer, weight) == [], "no state yet"
+    optimizer.step()
+    assert [tuple(each.shape) for each in sliceable_state(optimizer, weight)] == [(16,), (16,)]
+    optimizer.state[weight]["rows"] = torch.zeros(4)
+    assert sliceable_state(optimizer, weight) == []
+    optimizer.state[weight]["rows"] = "a word"
+    assert sliceable_state(optimizer, weight) == []
+    optimizer.state[weight]["rows"] = None
+    assert len(sliceable_state(optimizer, weight)) == 2
+    weight.grad = weight.grad.to_sparse()
+    assert sliceable_state(optimizer, weight) == []
+
+
+def test_a_step_that_stops_within_a_parameter_leaves_whole_elements() -> None:
+    """Each element has its old values or its new ones, and the counter the old one until the last slice is stepped."""
+    pair = Sliced(adamw, model=Lone((LARGE,)))
+    pair.steps(1)
+    old = elements(pair.plain, pair.other)
+    with pair.manager.phase("train"):
+        pair.device.run_out_of_memory()  # what came early is given up
+        for net, _ in pair.both():
+            gradients(net, 1)
+        copy, moved = pair.device.copy, list[int]()
+
+        def copy_some(copies: Any, direction: str) -> None:
+            if direction == "to_host":
+                moved.append(1)
+            if len(moved) == 3:
+                raise RuntimeError("the link failed")
+            copy(copies, direction)
+
+        pair.device.copy = copy_some
+        with pytest.raises(RuntimeError, match="the link failed"):
+            pair.optimizer.step()
+        pair.device.copy = copy
+        pair.other.step()
+        for _, optimizer in pair.both():
+            optimizer.zero_grad()
+    new, found = elements(pair.plain, pair.other), elements(pair.net, pair.optimizer)
+    is_new = found.eq(new).all(dim=0)
+    assert (is_new | found.eq(old).all(dim=0)).all()
+    assert 0 < is_new.sum() < LARGE
+    (entry,) = pair.handle.state_dict()["state"].values()
+    assert entry["step"].item() == 1
+
+
+def elements(net: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Weight and moments of each element, a column each, as bits."""
+    (entry,) = optimizer.state_dict()["state"].values()
+    (weight,) = net.state_dict().values()
+    return torch.stack([weight.clone(), entry["exp_avg"].clone(), entry["exp_avg_sq"].clone()]).view(torch.int32)
