@@ -1,14 +1,16 @@
 """Does a forecast come true? Five small jobs: the bytes and the seconds that `placement.forecast` tells, beside those that are measured.
 
-The link is measured first, as `placement doctor` does, and is all that a forecast knows of the machine. A measured stall is the time of a
+`placement doctor` measures the machine first, and its file is all that a forecast knows of it. A measured stall is the time of a
 phase transition from an idle device to an idle device, so a load counts until its last byte has arrived. On the simulated device the
 link has a rate of its own, and the figures show only that the arithmetic agrees.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,8 +18,8 @@ import placement
 from bench import _rig
 from bench._results import Results
 from bench._rig import Rig
+from placement.cli.doctor import examine
 from placement.devices.base import Device
-from placement.devices.inspection import inspect
 from placement.devices.select import select_device
 from placement.forecasting import Link, Model
 from placement.forecasting.cycles import CYCLES
@@ -57,6 +59,14 @@ def _device(rig: Rig) -> Device:
     if rig.is_cuda:
         return select_device(rig.device)
     return SimulatedDevice(1 << 30, chunk_bytes=1 << 18, bandwidth_bytes_per_second=_SIMULATED_BYTES_PER_SECOND)
+
+
+def _link(device: Device, nbytes: int) -> Link:
+    """The link as a user's forecast knows it: from the file that `placement doctor --json` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "doctor.json")
+        path.write_text(examine(device, nbytes).model_dump_json())
+        return Link.of(path)
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool) -> None:
@@ -103,8 +113,7 @@ def _moved(manager: placement.Manager) -> int:
 
 def _compare(rig: Rig, results: Results, job: _Job, width: int) -> None:
     device = _device(rig)
-    rates = inspect(device, rig.pick(4 << 20, 1 << 30, 1 << 30)).link
-    link = Link(**rates.model_dump())
+    link = _link(device, rig.pick(4 << 20, 1 << 30, 1 << 30))
     one = 8 * width * width * 2
     budget = rig.pick(1 << 29, 60 << 30, 60 << 30) if job.budget_in_models is None else int(one * job.budget_in_models)
     with torch.device("meta"):

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
+from collections.abc import Callable
 
+import torch
+
+import placement
 from placement.core.settings import parse_bytes
 from placement.core.summary import readable
-from placement.devices.inspection import MEASURED_BYTES, Inspection, inspect
+from placement.devices.base import Device
+from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect
 from placement.devices.select import select_device
+
+_CYCLES = 4
+"""How often phase transitions are timed, after one cycle that warms up."""
+_TENSORS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +44,67 @@ def run(arguments: argparse.Namespace) -> int:
     """
     device = select_device(arguments.device)
     try:
-        found = inspect(device, arguments.bytes)
+        found = examine(device, arguments.bytes)
     finally:
         device.close()
     print(found.model_dump_json(indent=1) if arguments.json else table(found))
     return int(bool(found.findings))
+
+
+def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
+    """Inspect a device, and time phase transitions of a model of `nbytes`, or less where there is no room for it.
+
+    Raises:
+        DeviceMemoryError, HostMemoryError: see `inspect`.
+    """
+    found = inspect(device, nbytes)
+    room = min(nbytes, found.free_bytes // 4, found.host_available_bytes // 4)
+    return found.model_copy(update={"transitions": _transitions(device, room, found.link)})
+
+
+def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeconds:
+    """Load and offload a tiny model and one of `nbytes`, changed and unchanged."""
+    tiny, (alone, *least) = _timed(device, 1)
+    used_bytes, (_, *most) = _timed(device, nbytes)
+    more_bytes = max(1, used_bytes - tiny)
+    copying = (more_bytes / link.to_device_bytes_per_second, more_bytes / link.to_host_bytes_per_second, 0.0)
+    seconds = zip(most, least, copying, strict=True)
+    loaded, offloaded, skipped = (max(0.0, large - small - copy) / more_bytes for large, small, copy in seconds)
+    moving = statistics.median(least)
+    return TransitionSeconds(alone=alone, moving=moving, loaded_byte=loaded, offloaded_byte=offloaded, skipped_byte=skipped)
+
+
+def _timed(device: Device, nbytes: int) -> tuple[int, list[float]]:
+    """The bytes of a model's host copy, and the median seconds of phase transitions: nothing moves, load, offload, unchanged offload."""
+    with torch.no_grad():
+        size = max(1, nbytes // _TENSORS // 2)
+        ones = (torch.ones(size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(_TENSORS))
+        model = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in ones)
+    manager = placement.Manager(device=device, policy="colocated")
+    actor = manager.register("actor", model, role="actor")
+
+    def seconds(move: Callable[[], object]) -> float:
+        device.sync()
+        began = time.perf_counter()
+        move()
+        device.sync()
+        return time.perf_counter() - began
+
+    def cycle() -> list[float]:
+        loaded = seconds(lambda: manager.enter("log_prob"))
+        alone = seconds(lambda: manager.switch("log_prob"))
+        skipped = seconds(manager.leave)
+        manager.enter("log_prob")
+        with torch.no_grad():
+            for parameter in model:
+                parameter.neg_()
+        return [alone, loaded, seconds(manager.leave), skipped]
+
+    try:
+        cycle()
+        return actor.host_bytes, [statistics.median(each) for each in zip(*(cycle() for _ in range(_CYCLES)), strict=True)]
+    finally:
+        manager.close()
 
 
 def table(found: Inspection) -> str:
@@ -51,12 +118,20 @@ def table(found: Inspection) -> str:
         "to device": _rate(link.to_device_bytes_per_second),
         "to host": _rate(link.to_host_bytes_per_second),
         "both": f"{_rate(link.both_bytes_per_second)} with both directions at once",
+        "transition": "" if found.transitions is None else _beside(found.transitions),
         "host memory": f"{readable(found.host_available_bytes)} available",
         "NUMA": node,
         "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
     }
-    lines = [f"{name:<12}{text}".rstrip() for name, text in rows.items()]
+    lines = [f"{name:<12}{text}".rstrip() for name, text in rows.items() if text]
     return "\n".join([*lines, "", *([f"! {finding}" for finding in found.findings] or ["nothing found"])])
+
+
+def _beside(found: TransitionSeconds) -> str:
+    gib = 1e3 * (1 << 30)
+    parts = {"loaded": found.loaded_byte, "offloaded": found.offloaded_byte, "left unchanged": found.skipped_byte}
+    more = ", ".join(f"{gib * each:.2f} {name}" for name, each in parts.items())
+    return f"{1e3 * found.alone:.2f} ms, {1e3 * found.moving:.2f} if anything moves; beside the copies, ms a GiB: {more}"
 
 
 def _rate(bytes_per_second: float) -> str:

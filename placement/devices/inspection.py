@@ -36,6 +36,21 @@ class LinkRates(_Frozen):
     """Both directions at once, added up."""
 
 
+class TransitionSeconds(_Frozen):
+    """What a phase transition takes beside the copies of its bytes, in seconds."""
+
+    alone: float
+    """A phase transition that moves nothing."""
+    moving: float
+    """One that moves hardly any bytes."""
+    loaded_byte: float
+    """More for each byte that is loaded: memory is mapped behind addresses."""
+    offloaded_byte: float
+    """More for each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
+    skipped_byte: float
+    """The same, for each byte that leaves without a copy because it is proved unchanged."""
+
+
 class Inspection(_Frozen):
     """One device, the host beside it, and what would slow moves down or stop them."""
 
@@ -54,6 +69,8 @@ class Inspection(_Frozen):
     numa_nodes: int
     numa_node: int | None
     """The device's node. None: the machine has one node, or does not say."""
+    transitions: TransitionSeconds | None = None
+    """What phase transitions take beside their copies; None where it was not measured."""
     versions: dict[str, str]
     findings: tuple[str, ...]
     """Sentences about what is not as it should be; empty if all is well."""

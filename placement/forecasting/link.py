@@ -1,4 +1,4 @@
-"""The link between host and device: its rates, and how long a phase transition keeps it busy."""
+"""The link between host and device: its rates, and how long a phase transition takes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_BESIDE = {
+    "transition_seconds": "alone",
+    "moving_seconds": "moving",
+    "loaded_byte_seconds": "loaded_byte",
+    "offloaded_byte_seconds": "offloaded_byte",
+    "skipped_byte_seconds": "skipped_byte",
+}
+"""What phase transitions take beside the copies, with the names in the doctor's file."""
 _RATES = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
 
 
@@ -28,12 +36,25 @@ class Link:
     """Free bytes of the device; None: not known. So with the following."""
     chunk_bytes: int | None = None
     host_available_bytes: int | None = None
+    transition_seconds: float = 0.0
+    """What a phase transition takes that moves nothing. This and the following come on top of the copies."""
+    moving_seconds: float = 0.0
+    """What one takes that moves something, besides what comes for each byte."""
+    loaded_byte_seconds: float = 0.0
+    """For each byte that is loaded: memory is mapped behind addresses."""
+    offloaded_byte_seconds: float = 0.0
+    """For each byte that is copied to the host: fingerprints are compared, and memory goes back to the driver."""
+    skipped_byte_seconds: float = 0.0
+    """For each byte that leaves without a copy: the same."""
 
     def __post_init__(self) -> None:
         for name in _RATES:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ValueError(f"{name} must be more than 0, not {rate}")
+        for name in _BESIDE:
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
     @classmethod
     def of(cls, source: Link | float | str | os.PathLike[str]) -> Link:
@@ -59,6 +80,9 @@ class Link:
         if not isinstance(rates, Mapping) or any(not isinstance(rates.get(name), (int, float)) for name in _RATES):
             raise ValueError(f"{path} has no link with {', '.join(_RATES)}; {advice}")
         to_device, to_host, both = (float(rates[name]) for name in _RATES)
+        beside = found.get("transitions") or {}  # an earlier version did not measure them
+        if not isinstance(beside, Mapping) or any(not isinstance(beside.get(name, 0.0), (int, float)) for name in _BESIDE.values()):
+            raise ValueError(f"{path} has transitions that are not {', '.join(_BESIDE.values())} in seconds; {advice}")
         return cls(
             to_device_bytes_per_second=to_device,
             to_host_bytes_per_second=to_host,
@@ -66,7 +90,15 @@ class Link:
             free_bytes=found.get("free_bytes"),
             chunk_bytes=found.get("chunk_bytes"),
             host_available_bytes=found.get("host_available_bytes"),
+            **{name: float(beside.get(theirs, 0.0)) for name, theirs in _BESIDE.items()},
         )
+
+    def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
+        """What a phase transition takes beside its copies."""
+        if not (loaded_bytes or offloaded_bytes or skipped_bytes):
+            return self.transition_seconds
+        loaded, offloaded = loaded_bytes * self.loaded_byte_seconds, offloaded_bytes * self.offloaded_byte_seconds
+        return self.moving_seconds + loaded + offloaded + skipped_bytes * self.skipped_byte_seconds
 
     def seconds(self, loaded_bytes: int, offloaded_bytes: int) -> float:
         """How long copies in both directions at once take: as the slower direction, or as both together where they share a limit."""

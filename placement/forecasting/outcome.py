@@ -50,7 +50,8 @@ class Costs:
     def stall_seconds(self, step: Step, handles: Iterable[SimulatedHandle]) -> float | None:
         """How long the moves of a phase transition take.
 
-        Engines that place their own memory leave before all others move, and come after. All others move at once, both ways.
+        Engines that place their own memory leave before all others move, and come after. All others move at once, both ways. What the
+        link's owner has measured beside the copies comes on top.
         """
         if self.link is None:
             return None
@@ -58,7 +59,9 @@ class Costs:
         engines = Moved.total(moved for name, moved in step.moved.items() if name in apart)
         others = Moved.total(moved for name, moved in step.moved.items() if name not in apart)
         to_host_bytes = others.offloaded_bytes - others.saved_bytes + others.late_bytes
-        both = self.link.seconds(others.loaded_bytes - others.prefetched_bytes, to_host_bytes)
+        to_device_bytes = others.loaded_bytes - others.prefetched_bytes
+        both = self.link.seconds(to_device_bytes, to_host_bytes)
+        both += self.link.seconds_beside(to_device_bytes, to_host_bytes, others.skipped_bytes)
         return self.link.seconds(0, engines.offloaded_bytes) + both + self.link.seconds(engines.loaded_bytes, 0)
 
 

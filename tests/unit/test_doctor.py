@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from placement import DeviceMemoryError, PlacementError
 from placement.cli import main
-from placement.cli.doctor import table
+from placement.cli.doctor import examine, table
 from placement.devices import inspection
 from placement.devices.host import numa
 from placement.devices.host.slab import Slab
@@ -62,6 +63,37 @@ def test_a_failure_leaves_nothing_on_the_device(operation: str) -> None:
         assert faulty.memory().chunk_bytes == 0
     inspect(faulty, 2 * CHUNK)
     assert looked_at.memory().free_bytes == free_bytes
+
+
+def test_phase_transitions_are_timed_and_leave_nothing() -> None:
+    looked_at = device()
+    before = looked_at.memory()
+    found = examine(looked_at, 8 * CHUNK).transitions
+    gc.collect()
+    assert looked_at.memory() == before
+    assert found is not None
+    assert 0 < found.alone < found.moving
+    assert min(found.loaded_byte, found.offloaded_byte, found.skipped_byte) >= 0
+    assert "if anything moves" in table(examine(looked_at, CHUNK))
+    assert "if anything moves" not in table(inspect(looked_at, CHUNK))
+
+
+@pytest.mark.parametrize("operation", ["create", "map", "copy"])
+def test_a_failure_in_a_timed_transition_leaves_nothing_on_the_device(operation: str) -> None:
+    looked_at = device()
+    free_bytes = looked_at.memory().free_bytes
+    faulty, failed = Faults(looked_at), 0
+    for at in range(7, 70, 7):
+        faulty.fail(operation, at=at)
+        try:
+            examine(faulty, 2 * CHUNK)
+        except (InjectedFault, PlacementError):
+            failed += 1
+        finally:
+            faulty.clear()
+        gc.collect()
+        assert looked_at.memory().free_bytes == free_bytes
+    assert failed > 1
 
 
 def test_a_full_device_is_an_error() -> None:

@@ -51,16 +51,20 @@ def test_a_link_is_as_slow_as_its_slower_direction() -> None:
 
 
 def test_the_doctors_file_is_a_link(tmp_path: Path) -> None:
-    from placement.devices.inspection import inspect
+    from placement.cli.doctor import examine
 
     device = select_device("simulated:64MiB")
-    found = inspect(device, MIB)
+    found = examine(device, MIB)
     device.close()
     path = tmp_path / "doctor.json"
     path.write_text(found.model_dump_json())
     link = Link.of(path)
     assert link.to_host_bytes_per_second == found.link.to_host_bytes_per_second
     assert (link.free_bytes, link.chunk_bytes) == (found.free_bytes, found.chunk_bytes)
+    assert found.transitions is not None
+    assert (link.moving_seconds, link.skipped_byte_seconds) == (found.transitions.moving, found.transitions.skipped_byte)
+    path.write_text(found.model_copy(update={"transitions": None}).model_dump_json())
+    assert Link.of(path).transition_seconds == 0
     told = placement.forecast({"actor": Model(mlp())}, link=path)
     assert told.budget_bytes == int(found.free_bytes * 0.8)
     assert any("no budget was given" in note for note in told.notes)
@@ -77,6 +81,35 @@ def test_what_is_no_link_says_how_to_make_one(content: str | None, message: str,
         Link.of(path)
     with pytest.raises(ValueError, match="to_host_bytes_per_second must be more than 0"):
         Link(to_device_bytes_per_second=1, to_host_bytes_per_second=0)
+    with pytest.raises(ValueError, match="moving_seconds must be 0 or more, not -1"):
+        Link(to_device_bytes_per_second=1, to_host_bytes_per_second=1, moving_seconds=-1)
+
+
+@pytest.mark.parametrize("transitions", ['"slow"', '{"moving": "slow"}'])
+def test_transitions_that_are_no_seconds_are_refused(transitions: str, tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    rates = ", ".join(f'"{name}_bytes_per_second": 1' for name in ("to_device", "to_host", "both"))
+    path.write_text(f'{{"link": {{{rates}}}, "transitions": {transitions}}}')
+    with pytest.raises(ValueError, match=r"has transitions that are not alone, moving, .*placement doctor --json"):
+        Link.of(path)
+
+
+def test_what_transitions_take_beside_their_copies_is_in_the_stall() -> None:
+    """Counted by hand: the reference comes; it leaves unchanged, and the actor comes; nothing moves; the actor leaves changed."""
+    seconds = {"loaded_byte_seconds": 1e-7, "offloaded_byte_seconds": 2e-7, "skipped_byte_seconds": 3e-7}
+    rates = {"to_device_bytes_per_second": 1e9, "to_host_bytes_per_second": 1e9}
+    with torch.device("meta"):
+        models = {name: nn.Linear(1024, 1024, bias=False) for name in ("actor", "ref")}
+    handles = {"actor": Model(models["actor"], optimizer="sgd"), "ref": Model(models["ref"], readonly=True)}
+    cycle, device = ["ref_log_prob", "train", "weight_sync"], SimulatedDevice(1 << 30, chunk_bytes=1 << 20)
+
+    def stalls(link: Link) -> list[float]:
+        told = placement.forecast(handles, cycle=cycle, device=device, link=link)
+        return [each.stall_seconds or 0.0 for each in told.phases]
+
+    measured = stalls(Link(transition_seconds=1.0, moving_seconds=5.0, **seconds, **rates))
+    more = [with_it - without for with_it, without in zip(measured, stalls(Link(**rates)), strict=True)]
+    assert more == pytest.approx([5 + 0.1 * 4.194304, 5 + 0.4 * 4.194304, 1.0, 5 + 0.2 * 4.194304])
 
 
 @pytest.mark.parametrize(
