@@ -1,6 +1,7 @@
 """The journal: one record for each state transition, and the counters that the metrics export.
 
-`Journal.record` is the only place that counts a state transition, so the journal and the metrics cannot disagree.
+`Journal.record` is the only place that counts a state transition, so the journal and the metrics cannot disagree on these. What moves
+between state transitions (streamed steps, the disk) is counted where it moves.
 """
 
 from __future__ import annotations

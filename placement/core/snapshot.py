@@ -140,7 +140,7 @@ class CommunicatorSnapshot(_Frozen):
 
 
 class Snapshot(_Frozen):
-    """The state of a manager at one moment. Taking it holds the manager's lock for microseconds; reading it takes no lock."""
+    """The state of a manager at one moment. Neither taking it nor reading it takes a lock."""
 
     taken_timestamp_seconds: float
     policy: str

@@ -1,6 +1,6 @@
 """How ranks change phase together: all of them, or none.
 
-One common change is an epoch. Each rank makes its move reversibly, votes, and obeys ONE write-once decision:
+One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.

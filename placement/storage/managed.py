@@ -211,8 +211,7 @@ class ManagedStorage(HeldStorage):
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
-        """Bring everything in line with `on_device`. Idempotent. It is the second half of every move, and all of recovery: it rolls back an
-        offload or a load that was not committed.
+        """Finish a move that was committed, or undo one that was not: bring everything in line with `on_device`. Idempotent.
 
         If an unfinished offload gave up chunks whose memory cannot be had back, the rest of the object is offloaded, too.
         """

@@ -106,7 +106,8 @@ class Departures:
         leaving.chosen = {span[0]: span for span in self._verifier.choose(ranges)}
         for r in ranges:
             host_prints = None if r.prints is None else r.prints.cpu()
-            # Not the transient ranges: a readonly module's gradients may change.
+            # The host copy of a readonly handle stays as it is: nothing is copied, and what differs counts as a wrong write. Its gradients,
+            # which are in transient ranges, may change.
             keeps_host_copy = holding.readonly and (r.is_shared or (host_prints is not None and not r.transient))
             count = len(r.chunk_sizes)
             device_prints = torch.empty(count, dtype=torch.int64, device="cpu")

@@ -54,7 +54,7 @@ def fingerprints(data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def changed_chunks(host: torch.Tensor | None, device: torch.Tensor) -> list[bool]:
-    """Decide which chunks are clean: for each chunk, whether its bytes on the device differ from the host copy, and have to be copied.
+    """Compare fingerprints: True for each chunk whose bytes differ from the host copy and have to be copied. The others are clean.
 
     Args:
         host: the fingerprints of the host copy's chunks, int64 on the CPU; None: they are not known, and every chunk counts as changed.
