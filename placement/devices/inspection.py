@@ -37,7 +37,7 @@ class LinkRates(_Frozen):
 
 
 class TransitionSeconds(_Frozen):
-    """What a phase transition takes beside the copies of its bytes, in seconds."""
+    """The seconds that a phase transition takes beside the copies of its bytes."""
 
     alone: float
     """A phase transition that moves nothing."""
@@ -70,7 +70,7 @@ class Inspection(_Frozen):
     numa_node: int | None
     """The device's node. None: the machine has one node, or does not say."""
     transitions: TransitionSeconds | None = None
-    """What phase transitions take beside their copies; None where it was not measured."""
+    """The seconds that phase transitions take beside their copies; None where they were not measured."""
     versions: dict[str, str]
     findings: tuple[str, ...]
     """Sentences about what is not as it should be; empty if all is well."""

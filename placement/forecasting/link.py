@@ -16,7 +16,7 @@ _BESIDE = {
     "offloaded_byte_seconds": "offloaded_byte",
     "skipped_byte_seconds": "skipped_byte",
 }
-"""What phase transitions take beside the copies, with the names in the doctor's file."""
+"""The seconds that phase transitions take beside the copies, with their names in the doctor's file."""
 _RATES = ("to_device_bytes_per_second", "to_host_bytes_per_second", "both_bytes_per_second")
 
 
@@ -37,9 +37,9 @@ class Link:
     chunk_bytes: int | None = None
     host_available_bytes: int | None = None
     transition_seconds: float = 0.0
-    """What a phase transition takes that moves nothing. This and the following come on top of the copies."""
+    """The seconds of a phase transition that moves nothing. This and the following come on top of the copies."""
     moving_seconds: float = 0.0
-    """What one takes that moves something, besides what comes for each byte."""
+    """The seconds of one that moves something, besides what comes for each byte."""
     loaded_byte_seconds: float = 0.0
     """For each byte that is loaded: memory is mapped behind addresses."""
     offloaded_byte_seconds: float = 0.0
@@ -94,7 +94,7 @@ class Link:
         )
 
     def seconds_beside(self, loaded_bytes: int, offloaded_bytes: int, skipped_bytes: int) -> float:
-        """What a phase transition takes beside its copies."""
+        """The seconds that a phase transition takes beside its copies."""
         if not (loaded_bytes or offloaded_bytes or skipped_bytes):
             return self.transition_seconds
         loaded, offloaded = loaded_bytes * self.loaded_byte_seconds, offloaded_bytes * self.offloaded_byte_seconds
