@@ -19,6 +19,8 @@ from placement.engines.http import Answer, Server
 from placement.engines.tagged import InFlight, Send, TaggedEngine, checked_in_flight, send_by
 
 _POLL_SECONDS = 0.05
+_ENDED = "ended"
+"""Stands for the time at which a server was started that has ended."""
 _SAVER = "SGLang moves its memory only with --enable-memory-saver (enable_memory_saver=True), and reports success even without it."
 
 
@@ -79,9 +81,21 @@ class SglangServer(_Sglang):
         self._take_settings(info.get("enable_memory_saver"), info.get("enable_weights_cpu_backup"))
 
     def assume(self, *, offloaded: Collection[str]) -> None:
-        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted."""
-        self._started = self._info().get("startup_time")
+        """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted.
+
+        Where the server has ended, everything is offloaded. It is lost then: a later load raises `EngineLost`.
+
+        Raises:
+            EngineError: nobody answers, although something is said to be on the device.
+        """
+        try:
+            started = self._info().get("startup_time")
+        except EngineError:
+            if not {*self.residency.tags} <= {*offloaded}:
+                raise
+            started = _ENDED
         super().assume(offloaded=offloaded)
+        self._started = started
 
     def drain(self) -> None:
         """Let requests finish or cut them off, and keep new ones waiting in the server until `admit`.
@@ -107,6 +121,8 @@ class SglangServer(_Sglang):
         Raises:
             EngineLost: the server was restarted, or does not answer.
         """
+        if self._started == _ENDED:
+            raise EngineLost(f"{self!r} had ended: restart it and register it anew")
         if self._info().get("startup_time") != self._started:
             raise EngineLost(f"{self!r} was restarted since it was registered: {', '.join(self.residency.offloaded)} is back on the device")
         self._done(self._server.ask("POST", "/resume_memory_occupation", body={"tags": [*tags]}))

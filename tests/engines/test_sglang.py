@@ -101,6 +101,33 @@ def test_a_server_that_was_restarted_has_released_nothing(shared: Path, started:
 
 
 @every_sglang
+def test_the_trainer_goes_on_without_a_server_that_has_ended(kind: Any, shared: Path, started: list[StandIn]) -> None:
+    """What it held is free, and nobody can be asked. It never comes back under this registration, whoever answers at its address."""
+    job = start(kind, shared, started)
+    handle = job.register()
+    with job.manager.phase("weight_sync") as step:
+        job.publish()
+        step.switch("rollout")
+        job.server.is_dead = True
+        with pytest.raises(EngineLost):
+            step.switch("train")
+        with pytest.raises(EngineError):
+            job.engine.assume(offloaded=["kv_cache"])  # what is on the device only the server can know
+        assert handle.broken is not None
+        job.engine.assume(offloaded=ALL)
+        step.switch("train")
+        assert handle.state is State.CPU_OFFLOADED
+    job.server.is_dead = False
+    with pytest.raises(EngineLost, match="had ended: restart it and register it anew"):
+        job.manager.phase("weight_sync").__enter__()
+    job.engine.assume(offloaded=ALL)
+    job.manager.unregister("rollout")
+    with job.manager.phase("log_prob"):
+        assert job.manager.handles["actor"].state is State.GPU_RESIDENT
+    assert_nothing_resident(job.manager)
+
+
+@every_sglang
 def test_a_server_that_dies_of_a_release(kind: Any, shared: Path, started: list[StandIn]) -> None:
     """A request that came past the pause: the scheduler's assertion takes the parent down, and the connection breaks."""
     job = start(kind, shared, started)

@@ -11,16 +11,11 @@ import torch
 
 from placement import EngineError, State
 from placement.engines.sglang import SglangInProcess
+from tests.gpu.sglang.server import options
 from tests.gpu.vllm import models
-from tests.gpu.vllm.job import KV_CACHE_BYTES, Job, assert_bytes, ended
+from tests.gpu.vllm.job import Job, assert_bytes, ended
 
 _engines: list[Any] = []
-
-
-def _bytes_per_token() -> int:
-    config = models.config()
-    head_size = config.hidden_size // config.num_attention_heads
-    return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size)
 
 
 def build(folder: str, keeps_weights: bool, moves: bool = True) -> None:
@@ -32,15 +27,8 @@ def build(folder: str, keeps_weights: bool, moves: bool = True) -> None:
             model_path=folder,
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            context_length=models.CONTEXT,
-            mem_fraction_static=0.2,
-            max_total_tokens=KV_CACHE_BYTES // _bytes_per_token(),
-            max_running_requests=16,
-            chunked_prefill_size=2048,
-            attention_backend="triton",
-            sampling_backend="pytorch",
-            grammar_backend="none",
             disable_cuda_graph=True,
+            **options(),
             enable_memory_saver=moves,
             enable_weights_cpu_backup=keeps_weights and moves,
         )

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from tests.gpu.sglang import in_process
-from tests.gpu.vllm import models
 from tests.gpu.vllm.apart import Apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed: pip install sglang==0.5.14")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # another version of transformers than that of the other tests
-        return models.save(tmp_path_factory.mktemp("sglang") / "model")
 
 
 def started(folder: str, *, keeps_weights: bool, moves: bool = True) -> Iterator[Apart]:

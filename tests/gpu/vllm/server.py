@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,7 @@ def running(folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool 
         gpus: the numbers of its GPUs. Over several it is tensor parallel.
         sleeps: with sleep mode.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    port = free_port()
     environment = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": _visible(gpus), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     options = {"model": folder, "served-model-name": "model", "host": "127.0.0.1", "port": port, "dtype": "bfloat16"}
@@ -102,13 +100,21 @@ def running(folder: str, log: Path, *, gpus: Sequence[int] = (0,), sleeps: bool 
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--skip-tokenizer-init"]
     command += ["--enable-sleep-mode"] if sleeps else []
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with started(command, {**environment, "PYTHONPATH": os.pathsep.join(paths)}, f"http://127.0.0.1:{port}", log) as found:
+        yield found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> Iterator[tuple[str, int]]:
+    """A server's process, from when the server answers. Gives its address and the number of its process group."""
     with log.open("wb") as written:
         process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, env={**os.environ, **environment}, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         _await(process, url, log)
