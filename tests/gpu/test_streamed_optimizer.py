@@ -70,6 +70,40 @@ def test_five_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     manager.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STEPPED)
+def test_slices_of_a_large_parameter_are_the_whole_step(name: str, dtype: torch.dtype) -> None:
+    """Its size is odd, so that kernels take other elements together in slices than in the whole."""
+    from placement.devices.cuda.device import CudaDevice
+
+    torch.manual_seed(0)
+    nets = [nn.ParameterList([nn.Parameter(torch.randn(size, device="cuda").to(dtype)) for size in (37, 24_000_001, 5)])]
+    nets.append(copy.deepcopy(nets[0]))
+    optimizers = [STEPPED[name](net.parameters()) for net in nets]
+    device = CudaDevice(0, chunk_bytes=BUCKET_BYTES // 4)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=BUCKET_BYTES // 2)
+    actor = manager.register("actor", nets[0], role="actor")
+    handle = manager.register("adam", optimizers[0])
+    for step in range(4):
+        with manager.phase("train"):
+            draw = torch.Generator("cuda").manual_seed(step)
+            for ours, plain in zip(*nets, strict=True):
+                gradient = torch.randn(plain.shape, generator=draw, device="cuda").to(dtype)
+                ours.grad, plain.grad = gradient.clone(), gradient
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert handle.streamed is not None
+    assert len(handle.streamed._parts.of(optimizers[0], nets[0][1])) > 2
+    assert handle.streamed.window_bytes < 3 * BUCKET_BYTES
+    assert_same({key: value.cpu() for key, value in actor.state_dict().items()}, {k: v.cpu() for k, v in nets[1].state_dict().items()})
+    found, wanted = handle.state_dict()["state"], optimizers[1].state_dict()["state"]
+    for index, entry in wanted.items():
+        assert_same({k: v.cpu() for k, v in found[index].items()}, {k: v.cpu() for k, v in entry.items()})
+    assert_nothing_resident(manager)
+    manager.close()
+
+
 def test_the_first_step_and_the_next_stay_within_the_window() -> None:
     """By the driver: torch counts the addresses of offloaded state as allocated where a pool of its allocator has them."""
     from placement.devices.cuda.device import CudaDevice
