@@ -23,6 +23,7 @@ from tests.unit.test_saving import Changing
 
 IS_SWEEP = os.environ.get("SWEEP") == "all"
 WIDTH, LAYERS = 24, 8
+LARGE = 4
 PHASES = ("train", "train", "train", "optimizer_step", "log_prob", "rollout", "checkpoint", "restore")
 ACTIONS = (
     *("step", "step", "step", "step", "step of some", "full device", "tight device", "read", "write", "write", "write"),
@@ -35,11 +36,12 @@ Step = tuple[str, dict[str, int], list[tuple[str, int]]]
 
 
 class Net(nn.Module):
-    """Layers of which a step may use some."""
+    """Layers of which a step may use some. The state of one is larger than a bucket, and stepped in slices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH * (1 + index % 3)) for index in range(LAYERS))
+        widths = [WIDTH * (8 if index == LARGE else 1 + index % 3) for index in range(LAYERS)]
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, width) for width in widths)
 
     def forward(self, used: Sequence[int], seed: int) -> torch.Tensor:
         batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -138,13 +140,17 @@ class Program:
 
 @pytest.mark.timeout(3000 if IS_SWEEP else 120)
 @settings(max_examples=4000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=STEPS, chunks=st.sampled_from([68, 90, 400]), bucket_chunks=st.sampled_from([1, 3]))
+@given(steps=STEPS, chunks=st.sampled_from([84, 110, 400]), bucket_chunks=st.sampled_from([1, 3]))
 def test_random_programs_compute_the_same_bits(steps: list[Step], chunks: int, bucket_chunks: int) -> None:
     program = Program(chunks, bucket_chunks)
     for step in steps:
         program.run(*step)
     program.leave()
     (adam,) = [each for each in program.manager.snapshot().handles if each.name == "adam"]
+    assert program.adam.streamed is not None
+    large = program.net.layers[LARGE].weight
+    is_sliced = len(program.adam.streamed._parts.of(program.optimizer, large)) > 1
+    event("one parameter is sliced" if is_sliced else "no parameter is sliced")
     event("some buckets came early" if adam.prefetch_used_bytes else "nothing came early")
     program.held.clear()
     gc.collect(0)
