@@ -56,7 +56,10 @@ def refusal(root: Any) -> str | None:
 
 def refusal_now(optimizer: Any) -> str | None:
     """Why the next step cannot be made in parts although the optimizer's can, and what to do; None if it can."""
-    if any(p.grad is not None and p.grad.layout is not torch.strided for group in optimizer.param_groups for p in group["params"]):
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if len(stepped) > len({id(p) for p in stepped}):
+        return "a parameter stands twice in its groups, and would be stepped twice: give each parameter once, or use optimizer_in='train'"
+    if any(p.grad.layout is not torch.strided for p in stepped):
         return "it has sparse gradients, whose state changes its size: use optimizer_in='train'"
     if torch.is_inference_mode_enabled():
         return "it is called in inference mode, in which no state can be made: call it outside"

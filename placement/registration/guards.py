@@ -7,6 +7,7 @@ would be full of poison.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
@@ -132,16 +133,29 @@ class ForwardGuard(_Guard):
 class StepGuard(_Guard):
     """Pre-hook of an optimizer's step."""
 
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Check now, and once more when a closure returns, which may have left the phase. Returns what torch is to call the step with."""
         handle = self.handle()
         if handle is None:
-            return
+            return None
         try:
             self._check(handle)
         except PlacementError as error:
             if undo_initial_step():
                 error.add_note(f"Torch made this step to create state for a state dict. Use state_dict() of handle {handle.name!r}.")
             raise
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": functools.partial(self._checked, closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], functools.partial(self._checked, args[1]), *args[2:]), kwargs
+        return None
+
+    def _checked(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        handle = self.handle()
+        if handle is not None:
+            self._check(handle)
+        return loss
 
     def _check(self, handle: Handle) -> None:
         for each in (handle, *handle.owners):
@@ -186,6 +200,22 @@ class LoadGuard(_Guard):
             holding.forget_writes()
             advice += ". The values that torch wrote before this error are lost, and every value is as it was"
         refuse(handle, "given a state dict", advice)
+
+
+class CopyGuard(_Guard):
+    """Stands in front of an optimizer's `__getstate__`, which `copy`, `pickle` and `torch.save` call.
+
+    They copy its state and the parameters that it steps, and either would be poison while it is offloaded.
+    """
+
+    def __call__(self, *_: Any) -> None:
+        handle = self.handle()
+        if handle is None:
+            return
+        for each in (handle, *handle.owners):
+            if is_off(each):
+                do = f"copy {handle.name!r} inside a phase that has it and what it steps on the device, or use its handle.state_dict()"
+                refuse(each, "copied or pickled", do)
 
 
 class MergeGuard(_Guard):
@@ -322,13 +352,14 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) 
         hooks.append(target.register_step_pre_hook(StepGuard(handle)))
         hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
         hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
-        guards: dict[str, Callable[..., None]] = {"load_state_dict": LoadGuard(handle)}
+        guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
     else:
         guards = {"step": StepGuard(handle), "load_state_dict": LoadGuard(handle)}
         hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
     fields = getattr(target, "__dict__", {})
     if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
         hooks.append(StateDictCall(_Guard(handle).handle, target))
+        hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
         plain = getattr(type(target), name, None)
         if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:

@@ -1,7 +1,7 @@
 """The steps of an optimizer that stays on the host: `optimizer.step()`, unchanged, streams the state through the device.
 
 The call that stands in for `step` is put in place when a plan first wants the steps streamed; while it does not, it calls the method
-that was there. Step hooks, a closure and a learning rate scheduler see one step, as always.
+that was there. Step hooks, a closure and a learning rate scheduler see one step, as always; the state itself is offloaded for hooks, too.
 """
 
 from __future__ import annotations
@@ -168,6 +168,8 @@ class StreamedOptimizer:
         if self._tells_scheduler:
             optimizer._opt_called = True  # as the scheduler's own wrapper does, which this call stands in for
         with torch.no_grad(), self._streaming.lock():
+            if not self.is_wanted:
+                self._refuse("a closure or a hook of the step has left the phase. Nothing was stepped")
             began = time.monotonic()
             with without_modes():
                 self._make_sound()

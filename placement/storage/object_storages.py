@@ -6,7 +6,7 @@ Nothing here decides which side has the authoritative bytes; `ManagedStorage` do
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 
@@ -249,15 +249,13 @@ class ObjectStorages:
         """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
         return self._scanner.take_in(self.new_storages().stay, False)
 
-    def take_in_born(self, leaving: Iterable[Range] = ()) -> Range | None:
+    def take_in_born(self, besides: Set[int] = frozenset()) -> Range | None:
         """Like `take_in_to_stay`, for state that comes bucket by bucket: the host memory reserved for all of it is cut into parts.
 
         Args:
-            leaving: ranges into which state of earlier buckets has still to move. That is left out.
+            besides: storages (`_cdata`) to leave out.
         """
-        known = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
-        born = [claim for claim in self.new_storages().stay if claim.storage._cdata not in known]
-        return self._scanner.take_in_part(born)
+        return self._scanner.take_in_part([claim for claim in self.new_storages().stay if claim.storage._cdata not in besides])
 
     def take_in_new(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.

@@ -9,7 +9,7 @@ parameters that are stepped, with their new state, and others that are not, with
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from placement.core.errors import HostMemoryError
@@ -60,16 +60,16 @@ def settle(holding: HeldStorage, chunk_pool: ChunkPool) -> None:
     holding.is_stepping = False
 
 
-def take_in_born(holding: HeldStorage, leaving: Iterable[Range] = ()) -> Range | None:
+def take_in_born(holding: HeldStorage, besides: Set[int] = frozenset()) -> Range | None:
     """Start copying state that a step has created in torch's memory to the host. Returns the range into which it has still to move.
 
     None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
 
     Args:
-        leaving: the ranges that earlier calls returned and whose bytes are still being copied.
+        besides: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use.
     """
     try:
-        return holding.storages.take_in_born(leaving)
+        return holding.storages.take_in_born(besides)
     except HostMemoryError as error:
         _logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", holding.name, error)
         return None

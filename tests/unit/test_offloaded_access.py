@@ -246,6 +246,11 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             lambda world: pickle.dumps(world.model),
             lambda world: _saved(world.model),
         ),
+        "`copy.deepcopy`, `pickle` or `torch.save` of the optimizer": (
+            lambda world: copy.deepcopy(world.adam),
+            lambda world: pickle.dumps(world.adam),
+            lambda world: _saved({"optimizer": world.adam}),
+        ),
     },
     "`IntegrityError` at the next transition that loads it; every value is as it was": {
         "a parameter, buffer or state written in place: `mul_`, `copy_`, `out=`, a foreach function, a view": (

@@ -542,6 +542,51 @@ class TestRefusals:
             net.zero_grad()
         manager.close()
 
+    def test_a_parameter_that_stands_twice(self) -> None:
+        """Torch warns, and steps it twice. Where it has moments of several buckets its state would leave between the two."""
+        net = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(CHUNK))])
+        with pytest.warns(UserWarning, match="duplicate"):
+            optimizer = torch.optim.AdamW([net[0], net[1], net[1]], foreach=False)
+        manager = manager_of()
+        actor = manager.register("actor", net, role="actor")
+        manager.register("adam", optimizer)
+        with manager.phase("train"):
+            net[0].grad, net[1].grad = torch.ones(8), torch.ones(CHUNK)
+            with pytest.raises(PhaseError, match=r"a parameter stands twice in its groups.*optimizer_in='train'"):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert not any(value.any() for value in actor.state_dict().values())
+        manager.close()
+
+    @pytest.mark.parametrize("policy", ["streamed", "train"])
+    def test_a_closure_that_leaves_the_phase(self, policy: Any) -> None:
+        pair = Pair(adamw, policy=Colocated(policy))
+        pair.step(0)
+        hold = pair.manager.hold("train")
+        pair.net(words(1)).backward()
+
+        def closure() -> torch.Tensor:
+            hold.release()
+            return torch.zeros(())
+
+        for call in (lambda: pair.optimizer.step(closure), lambda: pair.optimizer.step(closure=closure)):
+            with pytest.raises(NotResidentError, match=r"cannot be stepped"):
+                call()
+        pair.net.zero_grad()
+        pair.check()
+
+    def test_a_hook_that_leaves_the_phase(self) -> None:
+        pair = Pair(adamw)
+        pair.step(0)
+        hold = pair.manager.hold("train")
+        pair.net(words(1)).backward()
+        hook = pair.optimizer.register_step_pre_hook(lambda *_: hold.release())
+        with pytest.raises(PhaseError, match=r"a closure or a hook of the step has left the phase. Nothing was stepped"):
+            pair.optimizer.step()
+        hook.remove()
+        pair.net.zero_grad()
+        pair.check()
+
     def test_outside_of_training_a_step_is_refused_as_always(self) -> None:
         pair = Pair(adamw)
         pair.step(0)

@@ -14,6 +14,7 @@ from torch import nn
 
 import placement
 from placement.ownership.slices import sliceable_state
+from placement.policies import Colocated
 from tests.support.worker import assert_same
 from tests.unit.test_streamed_optimizer import BUCKET, CHUNK, STEPPED, Pair, adamw, of
 
@@ -121,6 +122,60 @@ def test_a_budget_that_has_no_room_for_a_whole_parameter() -> None:
     placed = placement.Manager(device=pair.device, policy=pair.manager.policy, streamed_bucket_bytes=BUCKET, budget_bytes=room)
     pair.manager, pair.actor = placed, placed.register("actor", pair.net, role="actor")
     pair.handle = placed.register("adam", pair.optimizer)
+    pair.steps(2)
+    pair.check()
+
+
+class Loading(Colocated):
+    """Streams in `train`, and has the optimizer as a whole on the device in the phase "whole"."""
+
+    def plan(self, view: placement.View) -> placement.Plan:
+        if view.phase != "whole":
+            return super().plan(view)
+        return view.total_plan(dict.fromkeys(view.handles, placement.State.GPU_RESIDENT))
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+@pytest.mark.parametrize("phase", ["restore", "whole"])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "switch"])
+def test_a_phase_that_loads_the_optimizer_while_slices_are_early(nested: bool, phase: str, verify: Any) -> None:
+    """The early chunks of the first slices have gaps between them: some of the first moment, some of the second one."""
+    pair = Sliced(adamw, model=Lone((16,), (LARGE,)), policy=Loading("streamed"), verify=verify, phases={"whole": ("actor",)})
+    pair.steps(2)
+
+    def look() -> None:
+        for ours, plain in zip(pair.optimizer.state.values(), pair.other.state.values(), strict=True):
+            assert_same(dict(ours), dict(plain))
+
+    with pair.manager.phase("train") as step:
+        assert pair.handle.prefetched_bytes > 0
+        if nested:
+            with pair.manager.phase(phase):
+                look()
+            pair.one_step(2)
+        else:
+            step.switch(phase)
+            look()
+            step.switch("train")
+            pair.one_step(2)
+    pair.check()
+
+
+@pytest.mark.parametrize("shapes", [[(40, 8), (LARGE // 8, 8)], [(40, 8), *[(1000,)] * 30]], ids=["sliced", "many"])
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_state_that_is_begun_anew_beside_state_that_was_replaced(shapes: list[tuple[int, ...]], has_stepped: bool) -> None:
+    """The step creates the one while later buckets have still to use the other, which lies in torch's memory until the end."""
+    pair = Sliced(adamw, model=Lone(*shapes))
+    pair.steps(2)
+    with pair.manager.phase("train"):
+        if has_stepped:
+            pair.one_step(2)
+        for net, optimizer in pair.both():
+            del optimizer.state[net.weights[0]]
+            last = net.weights[-1]
+            optimizer.state[last]["exp_avg"] = torch.full_like(last, 0.25)
+        pair.one_step(3)
+    pair.check()
     pair.steps(2)
     pair.check()
 

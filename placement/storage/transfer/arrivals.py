@@ -87,8 +87,9 @@ class Arrivals:
         """Bring the next neighbouring chunks of one range. Returns their number (0: memory lacks), and how many of them the driver gave."""
         waiting = self._full or self._tails
         holding, r, first = waiting[0]
-        run = itertools.takewhile(lambda each: each[1] is r, itertools.islice(waiting, longest))
-        wanted = [index for _, _, index in run]
+        # The next chunk of a range is no neighbour where chunks between the two arrived early.
+        places = enumerate(itertools.islice(waiting, longest), first)
+        wanted = [place for place, _ in itertools.takewhile(lambda each: each[1][1:] == (r, each[0]), places)]
         sizes = [r.chunk_sizes[index] for index in wanted]
         served = self._chunk_pool.count(sizes, fresh)
         if not served:

@@ -66,6 +66,9 @@ class StreamedStep:
     """The number of buckets that have memory."""
     _vacated: int = 0
     """The number of buckets that have left."""
+    _before: frozenset[int] = frozenset()
+    """The storages (`_cdata`) of state outside the ranges when the step begins, such as a moment that the user has replaced. A later
+    bucket may have to step with it, so it is taken in at the end."""
     _is_tight: bool = False
     """Whether the device lacks memory for buckets ahead."""
     _to_device_bytes: int = 0
@@ -96,6 +99,9 @@ class StreamedStep:
         try:
             holding.is_consistent = False
             holding.is_stepping = True
+            if any(bucket.unborn_bytes for bucket in self._buckets):
+                with without_modes():
+                    self._before = frozenset(claim.storage._cdata for claim in holding.storages.new_storages().stay)
             self._keep_early(chunk_pool)
             device.order()  # the steps come behind the gradients
             if not self._buckets or not any(_is_early(each) for each in self._buckets[0].chunks):  # else the first step need not wait
@@ -227,7 +233,8 @@ class StreamedStep:
             if bucket.unborn_bytes:
                 with without_modes():
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
-                    bucket.fresh = take_in_born(self.holding, leaving)
+                    copied = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
+                    bucket.fresh = take_in_born(self.holding, copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
             for r, run in runs(bucket.leaving):
