@@ -125,8 +125,8 @@ class Device(abc.ABC):
             start: bytes from `addresses.base`, a multiple of `chunk_bytes`.
 
         Raises:
-            ValueError: `start` or a size is wrong, the range is too short, the end would split a chunk that is mapped there, or
-                this device does not hold a chunk. Nothing has changed.
+            ValueError: `start` or a size is wrong, the range is too short, another chunk is mapped there, or this device does not hold
+                a chunk. Nothing has changed.
             DeviceMemoryError: the driver refused. Poison is behind the addresses.
         """
 

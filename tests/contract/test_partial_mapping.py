@@ -99,6 +99,7 @@ def test_misplaced_parts_are_refused_and_change_nothing(device: Device) -> None:
         (lambda: device.unmap(addresses, step), "in two"),
         (lambda: device.unmap(addresses, size + step), "in two"),
         (lambda: device.map(addresses, [device.create(step)], size), "in two"),
+        (lambda: device.map(addresses, [device.create(size)]), "other memory is behind .* already: unmap it first"),
         (lambda: device.map(elsewhere, [device.create(size)], step), "not a multiple"),
         (lambda: device.map(elsewhere, [device.create(size)], 2 * size), "not within"),
         (lambda: device.map(elsewhere, [device.create(step), device.create(size)]), "each but the last"),

@@ -84,6 +84,9 @@ class Extent:
             old = self._slots.get(index, _EMPTY)
             if old.chunk is not None and end < old.chunk.nbytes:
                 raise ValueError(f"[{start}, {start + nbytes}) cuts the chunk at {index * size} in two")
+            is_taken = old.chunk is not None and old.chunk is not chunk and index not in self._doubtful
+            if chunk is not None and is_taken:
+                raise ValueError(f"other memory is behind [{start}, {start + nbytes}) already: unmap it first")
             if chunk is not None or old.chunk is not None or old.nbytes < end or index in self._doubtful:
                 end = max(end, min(room, old.nbytes))
                 planned[index] = self._slot(index, chunk, end, end == room, poison)

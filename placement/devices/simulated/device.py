@@ -162,6 +162,8 @@ class SimulatedDevice(Device):
             placed[end] = chunk
             end += chunk.nbytes
         beside = around(target, start, end)
+        if any(start <= offset < end and placed.get(offset) is not chunk for offset, chunk in target.chunks.items()):
+            raise ValueError(f"other memory is behind [{start}, {end}) already: unmap it first")
         try:
             for offset, chunk in placed.items():
                 chunk.place = (weakref.ref(target), offset)
