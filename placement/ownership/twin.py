@@ -115,11 +115,17 @@ def _held(parameter: torch.Tensor) -> torch.Tensor:
     return parts[0][1] if len(parts) == 1 else parameter
 
 
+def _twin_of(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """The same on the meta device. A scalar gets a dimension, because meta tensors without one cannot be indexed by a mask (Rprop)."""
+    twin = torch.empty_like(parameter, device="meta")
+    return torch.nn.Parameter(twin if twin.dim() else twin.reshape(1))
+
+
 def _twin_group(group: dict[str, Any]) -> dict[str, Any]:
     twin: dict[str, Any] = {}
     for key, value in group.items():
         if key == "params":
-            twin[key] = [torch.nn.Parameter(torch.empty_like(_held(parameter), device="meta")) for parameter in value]
+            twin[key] = [_twin_of(_held(parameter)) for parameter in value]
         elif key in ("fused", "foreach", "capturable", "differentiable"):
             # The plain implementation makes the same state, and is the only one that runs on meta tensors.
             twin[key] = False

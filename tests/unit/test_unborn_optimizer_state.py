@@ -38,6 +38,19 @@ def registered(
     return model, optimizer, manager.register("adam", optimizer)
 
 
+@pytest.mark.parametrize("name", ["Rprop", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_the_state_of_a_scalar_parameter_is_known_before_its_first_step(name: str) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, handle = registered(manager, [(5,), ()], getattr(torch.optim, name))
+    known = handle.num_bytes
+    assert known > 0
+    for _ in range(2):
+        with manager.phase("train"):
+            step(model, optimizer)
+    assert (handle.num_bytes, model[1].shape) == (known, ())
+    manager.close()
+
+
 def test_the_first_phase_that_does_not_fit_is_refused_and_names_the_optimizer() -> None:
     manager = Manager(device=SimulatedDevice(64 * MIB), budget_bytes=6 * MIB)
     model, optimizer, adam = registered(manager, [(1024, 1024)], torch.optim.AdamW)  # 4 MiB, and 8 for the moments
