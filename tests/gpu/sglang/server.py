@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from tests.gpu.vllm import models
 from tests.gpu.vllm.job import BATCHED_TOKENS, KV_CACHE_BYTES
@@ -62,9 +65,21 @@ def generate(url: str, prompts: models.Tokens) -> models.Tokens:
     return [tokens for tokens, _ in complete(url, prompts)]
 
 
-def num_running(url: str) -> int:
-    """The number of requests that are being answered."""
-    return sum(int(each["num_running_reqs"]) for each in ask(url, "/v1/loads")["loads"])
+def complete_one(url: str, prompt: list[int], num_tokens: int, begun: threading.Event) -> tuple[list[int], str]:
+    """Like `complete`, for one prompt. Sets `begun` when the first tokens are there."""
+    wanted = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": wanted, "stream": True}
+    request = Request(f"{url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+    last: Any = None
+    with urlopen(request, timeout=120) as answer:
+        for line in answer:
+            said = line.decode().removeprefix("data:").strip()
+            if said and said != "[DONE]":
+                last = json.loads(said)
+                begun.set()
+    assert last is not None, "nothing was streamed"
+    assert "output_ids" in last, last
+    return [*last["output_ids"]], last["meta_info"]["finish_reason"]["type"]
 
 
 class Sender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,13 +46,12 @@ def steps(url: str, kind: str) -> None:
         made.manager.check_integrity()
 
 
-def _in_flight(made: Job, url: str, pool: ThreadPoolExecutor, num_tokens: int) -> list[Future[list[Answer]]]:
-    """Requests that the server has begun."""
-    futures = [pool.submit(server.complete, url, [prompt], num_tokens) for prompt in made.asked[:IN_FLIGHT]]
-    until = time.monotonic() + 30
-    while server.num_running(url) < IN_FLIGHT:
-        assert time.monotonic() < until, "the requests are not in flight"
-        time.sleep(0.01)
+def _in_flight(made: Job, url: str, pool: ThreadPoolExecutor, num_tokens: int) -> list[Future[Answer]]:
+    """Requests that the server has begun: of each the first tokens have come."""
+    begun = [threading.Event() for _ in range(IN_FLIGHT)]
+    asked = zip(made.asked, begun, strict=False)
+    futures = [pool.submit(server.complete_one, url, prompt, num_tokens, event) for prompt, event in asked]
+    assert all(event.wait(30) for event in begun), "the requests are not in flight"
     assert not any(future.done() for future in futures)
     return futures
 
@@ -63,7 +63,7 @@ def drained(url: str) -> None:
         with made.manager.phase("rollout") as step:
             futures = _in_flight(made, url, pool, LONG)
             step.switch("log_prob", only=["actor"])
-            answers = [future.result(30)[0] for future in futures]
+            answers = [future.result(30) for future in futures]
             assert [(len(tokens), reason) for tokens, reason in answers] == [(LONG, "length")] * IN_FLIGHT
             models.assert_generated_by(made.module, made.asked, [tokens[: models.NEW_TOKENS] for tokens, _ in answers])
         assert_nothing_resident(made.manager)
@@ -77,7 +77,7 @@ def aborted(url: str) -> None:
             futures = _in_flight(made, url, pool, ENDLESS)
             step.switch("train")
             assert made.rollout.state is State.CPU_OFFLOADED
-            answers = [future.result(30)[0] for future in futures]
+            answers = [future.result(30) for future in futures]
             assert {reason for _, reason in answers} == {"abort"}
             assert max(len(tokens) for tokens, _ in answers) < ENDLESS
         made.step(7)

@@ -25,12 +25,19 @@ START_SECONDS = 240.0
 _SHOWN = 6000
 
 
+class ServerError(RuntimeError):
+    """A server has answered with an error."""
+
+
 def ask(url: str, path: str, body: Any = None, *, timeout: float = 120.0) -> Any:
     """POST a JSON object, or GET where there is none. Returns the answer as JSON, or as text where it is none."""
     payload = None if body is None else json.dumps(body).encode()
     request = Request(f"{url}{path}", data=payload, headers={"Content-Type": "application/json"})
-    with urlopen(request, timeout=timeout) as answer:
-        said = answer.read().decode()
+    try:
+        with urlopen(request, timeout=timeout) as answer:
+            said = answer.read().decode()
+    except HTTPError as error:  # it cannot be pickled, and a case raises in another process
+        raise ServerError(f"{path} was answered with {error.code}: {error.read().decode(errors='replace')[:_SHOWN]}") from None
     try:
         return json.loads(said)
     except ValueError:
@@ -130,7 +137,7 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         try:
             ask(url, "/health", timeout=5)
             return
-        except (URLError, HTTPError, OSError):
+        except (URLError, ServerError, OSError):
             time.sleep(0.2)
     raise AssertionError(f"the server did not start:\n{log.read_text(errors='replace')[-_SHOWN:]}")
 
