@@ -83,15 +83,16 @@ class SglangServer(_Sglang):
     def assume(self, *, offloaded: Collection[str]) -> None:
         """See `TaggedEngine.assume`. The assumption holds for the server process that runs now, until it is restarted.
 
-        Where the server has ended, everything is offloaded. It is lost then: a later load raises `EngineLost`.
+        Where the server has ended, which means that its port refuses or drops the connection, everything is offloaded. It is lost
+        then: a later load raises `EngineLost`.
 
         Raises:
-            EngineError: nobody answers, although something is said to be on the device.
+            EngineError: the server has ended, although something is said to be on the device; or it does not answer.
         """
         try:
             started = self._info().get("startup_time")
-        except EngineError:
-            if not {*self.residency.tags} <= {*offloaded}:
+        except EngineError as error:
+            if not isinstance(error.__cause__, ConnectionError) or not {*self.residency.tags} <= {*offloaded}:
                 raise
             started = _ENDED
         super().assume(offloaded=offloaded)

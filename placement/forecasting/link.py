@@ -43,7 +43,7 @@ class Link:
     loaded_byte_seconds: float = 0.0
     """For each byte that is loaded: memory is mapped behind addresses."""
     offloaded_byte_seconds: float = 0.0
-    """For each byte that is copied to the host: fingerprints are compared, and memory goes back to the driver."""
+    """For each byte that is copied to the host: fingerprints are computed, and memory goes back to the driver."""
     skipped_byte_seconds: float = 0.0
     """For each byte that leaves without a copy: the same."""
 

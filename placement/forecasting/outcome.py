@@ -61,7 +61,7 @@ class Costs:
         to_host_bytes = others.offloaded_bytes - others.saved_bytes + others.late_bytes
         to_device_bytes = others.loaded_bytes - others.prefetched_bytes
         both = self.link.seconds(to_device_bytes, to_host_bytes)
-        both += self.link.seconds_beside(to_device_bytes, to_host_bytes, others.skipped_bytes)
+        both += self.link.seconds_beside(others.loaded_bytes, others.offloaded_bytes, others.skipped_bytes)  # early ones are mapped, too
         return self.link.seconds(0, engines.offloaded_bytes) + both + self.link.seconds(engines.loaded_bytes, 0)
 
 

@@ -1,8 +1,9 @@
 """Optimizers whose step treats each parameter by itself, so that it can be made for some of the parameters and then for the others.
 
 These are classes of torch.optim whose update of a parameter depends on nothing but its gradient, its own state and the options of its
-group. `PartialStep` makes such a step for a part of the parameters. It calls the innermost step function with an object that shares the
-optimizer's state and has other parameter groups. So nobody ever sees the optimizer itself with groups that are not the user's.
+group. `PartialStep` makes such a step for a part of the parameters. It calls the innermost step function with an object that has other
+parameter groups, and shares the optimizer's state, or for a slice has that slice of it. So nobody ever sees the optimizer itself with
+groups that are not the user's.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def _own(cls: Any) -> tuple[Any, Any]:
 
 
 _STEPS = {_own(cls) for cls in _CLASSES}
+_OF_MATRICES = {_own(cls) for cls in _CLASSES if cls.__name__ == "Muon"}
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether the step of a known optimizer computes each element of a parameter by itself."""
+    return _own(type(optimizer)) not in _OF_MATRICES
 
 
 def refusal(root: Any) -> str | None:

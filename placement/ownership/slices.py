@@ -2,20 +2,17 @@
 
 The step functions of torch.optim compute each element from the same element of the parameter, of its gradient and of its state, and from
 counters of the whole parameter. So a parameter whose state is larger than a bucket can be stepped slice by slice, and comes out with the
-same bits. Muon is the exception, because it multiplies whole matrices.
+same bits. Muon is the exception, because it multiplies whole matrices (see `independent.is_elementwise`).
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
 
 from placement.core.loaded_classes import is_a
 from placement.tensors.plain import PLAIN_TYPES
-
-_MUON: Any = getattr(torch.optim, "Muon", None)
 
 
 class ParameterSlice(NamedTuple):
@@ -41,7 +38,7 @@ def sliceable_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tenso
     """The tensors of a parameter's state that have an element for each of its own, flat, on this rank; empty if it cannot be sliced."""
     entry = optimizer.state.get(parameter)
     flat, gradient = _elements(parameter, parameter), parameter.grad
-    if not entry or flat is None or (_MUON is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(_MUON.step)):
+    if not entry or flat is None:
         return []
     if gradient is not None and (gradient.dtype != parameter.dtype or _elements(gradient, parameter) is None):
         return []

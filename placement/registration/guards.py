@@ -146,8 +146,9 @@ class StepGuard(_Guard):
             raise
         if callable(closure := kwargs.get("closure")):
             return args, {**kwargs, "closure": functools.partial(self._checked, closure)}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], functools.partial(self._checked, args[1]), *args[2:]), kwargs
+        first = 1 if args and args[0] is optimizer else 0  # torch's hooks are given the optimizer among the arguments
+        if len(args) > first and callable(args[first]):
+            return (*args[:first], functools.partial(self._checked, args[first]), *args[first + 1 :]), kwargs
         return None
 
     def _checked(self, closure: Callable[[], Any]) -> Any:

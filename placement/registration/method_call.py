@@ -17,7 +17,8 @@ class MethodCall:
     the object is not guarded. If somebody else has put a method on the object itself, that method is called, and `remove` restores it.
 
     Args:
-        guard: called with the object, the positional arguments (tuple) and the keyword arguments (dict); it raises to refuse the call.
+        guard: called with the object, the positional arguments (tuple) and the keyword arguments (dict); it raises to refuse the call,
+            and returns None or other arguments for it.
         target: the object.
         name: the method's name.
     """
@@ -37,8 +38,10 @@ class MethodCall:
         vars(target)[name] = bound
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called in place of the method: run the guard, then the method."""
-        self._guard(target, args, kwargs)
+        """Called in place of the method: run the guard, then the method, with other arguments where the guard returns them."""
+        changed = self._guard(target, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
         return method(*args, **kwargs)
 
     def remove(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from placement.ownership.independent import is_elementwise
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.slices import ParameterSlice, is_counter, sliceable_state
 from placement.storage.managed import ManagedStorage
@@ -49,7 +50,7 @@ class StepParts:
         """The parts of a parameter, in order."""
         entry = optimizer.state.get(parameter)
         whole = Piece(self._chunks_of(entry) if entry else (), self._adapter.unborn_bytes_of(parameter))
-        if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes:
+        if whole.nbytes > self._bucket_bytes and not whole.unborn_bytes and is_elementwise(optimizer):
             slices = self._slices(optimizer, parameter)
             if slices and max(part.piece.nbytes for part in slices) < whole.nbytes:
                 return slices

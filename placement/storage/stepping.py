@@ -3,7 +3,8 @@
 While the steps of an optimizer stream its state, the host copy is authoritative, except for the chunks in `Range.newer`: from before
 their parameters are stepped until their bytes are on the host again, the device has the newer bytes. State that a step has created is
 in torch's own memory until it is taken in. `settle` brings both home. So a step that an exception or an interrupt cut short leaves
-parameters that are stepped, with their new state, and others that are not, with their old state: as an ordinary step does.
+parameters that are stepped, with their new state, and others that are not, with their old state: as an ordinary step does. The same holds
+for the elements of a parameter that is stepped in slices; its counter counts the step once all are.
 """
 
 from __future__ import annotations

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import placement
 from placement import State
-from placement.policies import Cyclic, Resident
+from placement.devices.memory import Copy
+from placement.policies import Colocated, Cyclic, Resident
 from tests.support.kernel_device import KernelDevice, kernels_noted
 from tests.support.worker import Worker, assert_same, learn
 
 pytestmark = pytest.mark.leaves_behind("each case is looked at when it ends")
 
 CHUNK = 4096
+IS_SWEEP = os.environ.get("SWEEP") == "all"
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,63 @@ def test_memory_is_not_taken_away_from_under_a_kernel() -> None:
             wait()
             device.unmap(addresses, CHUNK)
             device.map(addresses, (device.create(CHUNK),))
+
+
+def test_what_one_stream_computes_is_waited_for_by_whoever_is_on_the_other() -> None:
+    device = KernelDevice(16 * CHUNK, chunk_bytes=CHUNK)
+    addresses, slab = device.reserve(CHUNK), device.host(CHUNK)
+    device.map(addresses, (device.create(CHUNK),))
+    out = [Copy(addresses.base, slab.address, CHUNK)]
+    with device.after(device.mark("to_device")):
+        device.view(addresses, 0, CHUNK).add_(1)
+    with pytest.raises(AssertionError, match="copied before they are computed by aten::add_"):
+        device.copy(out, "to_host")
+    device.order()
+    device.copy(out, "to_host")
+    device.wait(device.mark("to_host"))
+    device.unmap(addresses, CHUNK)
+
+
+@settings(max_examples=400 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.sampled_from([16, 75, 250, 500, 1000, 2250, 5001]), min_size=3, max_size=12),
+    later=st.sets(st.integers(0, 11), max_size=4),
+    bucket_chunks=st.sampled_from([1, 1, 2, 3]),
+    steps=st.lists(st.tuples(st.sets(st.integers(0, 11), max_size=4), st.sampled_from([None, 1, 2, 3, 4, 5])), min_size=2, max_size=4),
+)
+@example(sizes=[75, 500, 450], later={1}, bucket_chunks=1, steps=[(set(), 1)])
+def test_steps_that_stream_their_state(
+    sizes: list[int], later: set[int], bucket_chunks: int, steps: list[tuple[set[int], int | None]]
+) -> None:
+    """The state of some parameters is created later, so that it lies in another order than the step takes it; some take no part in a step.
+    The device has now and then room for few buckets, and what one of them keeps for the next ones gives way."""
+    torch.manual_seed(0)
+    nets = [torch.nn.ParameterList(torch.nn.Parameter(torch.randn(size)) for size in sizes)]
+    nets.append(copy.deepcopy(nets[0]))
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    device = KernelDevice(400 * CHUNK, chunk_bytes=CHUNK)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"), streamed_bucket_bytes=bucket_chunks * CHUNK)
+    actor, adam = manager.register("actor", nets[0], role="actor"), manager.register("adam", optimizers[0])
+    for number, (left_out, room) in enumerate([(later, None), (set(), None), *steps]):
+        with manager.phase("train"):
+            for net in nets:
+                for index, parameter in enumerate(net):
+                    parameter.grad = None if index in left_out else torch.full_like(parameter, 0.5 + number)
+            if room is not None:
+                device.run_out_of_memory()
+                device.outside_bytes = max(0, device.memory().free_bytes - room * CHUNK)
+            try:
+                optimizers[0].step()
+            except placement.DeviceMemoryError:
+                return  # a bucket alone was too much
+            finally:
+                device.outside_bytes = 0
+            optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert_same(dict(actor.state_dict()), dict(nets[1].state_dict()))
+    assert_same(adam.state_dict(), optimizers[1].state_dict())
+    manager.close()
 
 
 def close(worker: Worker) -> None:

@@ -35,13 +35,27 @@ class _Kernel(NamedTuple):
     start: int
     end: int
     name: str
+    is_following: bool
+    """Whether it was enqueued inside `after`, and so on a stream of its own."""
+
+
+class _Behind(NamedTuple):
+    """What something comes behind: of each of the two streams, the last kernel that has run before it."""
+
+    current: int = 0
+    following: int = 0
+
+    def has(self, kernel: _Kernel) -> bool:
+        return kernel.number <= (self.following if kernel.is_following else self.current)
+
+    def and_also(self, other: _Behind) -> _Behind:
+        return _Behind(max(self.current, other.current), max(self.following, other.following))
 
 
 class _Mark(Mark):
-    def __init__(self, mark: Mark, number: int) -> None:
+    def __init__(self, mark: Mark, behind: _Behind) -> None:
         self.mark = mark
-        self.number = number
-        """The last kernel that has run once the mark has been waited for."""
+        self.behind = behind
 
 
 class KernelDevice(LateDevice):
@@ -55,8 +69,12 @@ class KernelDevice(LateDevice):
         super().__init__(capacity_bytes, chunk_bytes=chunk_bytes)
         self.num_kernels = 0
         self._kernels: list[_Kernel] = []
-        self._before_copies = 0
-        """The last kernel that the latest copy to the host waits for."""
+        self._is_following = False
+        """Whether work is enqueued inside `after` now."""
+        self._num_ordered = 0
+        """The last kernel before the latest `order`. Since then neither of the two streams has waited for the other."""
+        self._copied = _Behind()
+        """What the latest copy to the host waits for."""
         self._ranges: list[SimulatedRange] = []
         self._slabs: list[HostSlab] = []
         _ALL.add(self)
@@ -69,16 +87,22 @@ class KernelDevice(LateDevice):
                 r.base + offset < end and start < r.base + offset + chunk.nbytes for r in self._ranges for offset, chunk in r.chunks.items()
             ):
                 self.num_kernels += 1
-                self._kernels.append(_Kernel(self.num_kernels, start, end, name))
+                self._kernels.append(_Kernel(self.num_kernels, start, end, name, self._is_following))
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a host copy. A torch copy into it waits, as it does on a GPU without `non_blocking`."""
         start, end = _span(tensor)
         return any(slab.nbytes and slab.address <= start and end <= slab.address + slab.nbytes for slab in self._slabs)
 
-    def have_run(self, number: int | None = None) -> None:
-        """The kernels up to this number have run; None: all."""
-        self._kernels = [] if number is None else [each for each in self._kernels if each.number > number]
+    def have_run(self, behind: _Behind | None = None) -> None:
+        """The kernels that something comes behind have run; None: all."""
+        self._kernels = [] if behind is None else [each for each in self._kernels if not behind.has(each)]
+
+    def _now(self) -> _Behind:
+        """What comes behind everything on the stream on which work is enqueued now."""
+        if self._is_following:
+            return _Behind(self._num_ordered, self.num_kernels)
+        return _Behind(self.num_kernels, self._num_ordered)
 
     def reserve(self, nbytes: int) -> Addresses:
         addresses = super().reserve(nbytes)
@@ -100,31 +124,41 @@ class KernelDevice(LateDevice):
 
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         if direction == "to_host":
-            self._before_copies = self.num_kernels
+            self._copied = self._copied.and_also(self._now())
+            for each in copies:
+                self._refuse("bytes are copied before they are computed by", each.device_address, each.nbytes, self._copied)
         else:
             for each in copies:
                 self._refuse("bytes are copied over", each.device_address, each.nbytes)
         super().copy(copies, direction)
 
     def mark(self, direction: Direction) -> Mark:
-        return _Mark(super().mark(direction), self._before_copies if direction == "to_host" else 0)
+        return _Mark(super().mark(direction), self._copied if direction == "to_host" else _Behind())
 
     def wait(self, mark: Mark) -> None:
         assert isinstance(mark, _Mark)
         super().wait(mark.mark)
-        self.have_run(mark.number)
+        self.have_run(mark.behind)
+
+    def order(self, direction: Direction | None = None) -> None:
+        self._num_ordered = self.num_kernels
+        super().order(direction)
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
         assert isinstance(mark, _Mark)
         with super().after(mark.mark):
-            yield
+            was_following, self._is_following = self._is_following, True
+            try:
+                yield
+            finally:
+                self._is_following = was_following
 
     def ask(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        answer, number = super().ask(values), self.num_kernels
+        answer, behind = super().ask(values), self._now()
 
         def waiting() -> torch.Tensor:
-            self.have_run(number)
+            self.have_run(behind)
             return answer()
 
         return waiting
@@ -137,8 +171,9 @@ class KernelDevice(LateDevice):
         super().sync()
         self.have_run()
 
-    def _refuse(self, what: str, start: int, nbytes: int) -> None:
-        found = [each.name for each in self._kernels if each.start < start + nbytes and start < each.end]
+    def _refuse(self, what: str, start: int, nbytes: int, behind: _Behind = _Behind()) -> None:  # noqa: B008 - immutable
+        running = [each for each in self._kernels if not behind.has(each)]
+        found = [each.name for each in running if each.start < start + nbytes and start < each.end]
         assert not found, f"{what} {', '.join(sorted({*found}))}"
 
 

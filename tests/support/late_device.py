@@ -30,6 +30,17 @@ class LateDevice(Faults):
         self._number = 0
         self.most_waiting_bytes = 0
 
+    @property
+    def outside_bytes(self) -> int:
+        """Capacity that something else has taken; set by a test."""
+        assert isinstance(self.device, SimulatedDevice)
+        return self.device.outside_bytes
+
+    @outside_bytes.setter
+    def outside_bytes(self, nbytes: int) -> None:
+        assert isinstance(self.device, SimulatedDevice)
+        self.device.outside_bytes = nbytes
+
     def copy(self, copies: Sequence[Copy], direction: Direction) -> None:
         self._count("copy")
         with self._lock:

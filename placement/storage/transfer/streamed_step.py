@@ -266,6 +266,9 @@ class StreamedStep:
         """Take the chunks away that stay for buckets after this one, which has no room beside them."""
         device, wanted = self.holding.device, {*bucket.chunks}
         kept = [(r, index) for r in self.holding.ranges for index in sorted(r.chunks) if (r, index) not in wanted]
+        if not kept:
+            return
+        device.order()  # the copies come behind the steps: nothing else waits for a bucket of which no chunk has left
         for r, run in runs(kept):
             device.copy(copies := r.copies(run), "to_host")
             self._to_host_bytes += sum(copy.nbytes for copy in copies)
