@@ -11,8 +11,10 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from placement.ownership.slices import sliceable_state
 from placement.policies import Colocated
 from placement.registration.step_parts import StepParts
 from tests.sharded import fsdp2_worker as worker
@@ -71,6 +73,27 @@ def sliced(kind: str) -> int:
     finally:
         StepParts.of = original  # type: ignore[method-assign]
     return len(parts) - parts.count(1)
+
+
+def sliceable() -> list[int]:
+    """How many tensors of a square weight's state could be sliced with the gradient, or with a moment, laid out in several ways."""
+    mesh, other = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("one", "two"))
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
+    optimizer.step()
+    found = [len(sliceable_state(optimizer, weight))]
+    for strange in (distribute_tensor(torch.ones(8, 8), mesh, [Shard(1)]), distribute_tensor(torch.ones(8, 8), other, [Shard(0)])):
+        kept, optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"], strange
+        found.append(len(sliceable_state(optimizer, weight)))
+        optimizer.state[weight]["exp_avg"] = kept
+    weight.grad = DTensor.from_local(torch.ones(8, 8), mesh, [Partial()])
+    return [*found, len(sliceable_state(optimizer, weight))]
+
+
+def test_parts_of_other_elements_are_not_sliced_together(two_ranks: Ranks) -> None:
+    """As many elements, but others: along another dimension, of another mesh, or summands of a gradient."""
+    assert two_ranks.run(sliceable) == [[2, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])

@@ -16,11 +16,12 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
-from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseError, PlacementError
+import placement
+from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseError, PlacementError, Plan, State, View
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
-from placement.testing import assert_nothing_resident
-from tests.support.worker import OFF, Worker, assert_same, batch, in_a_range, learn, make_manager, net
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
 
 @pytest.fixture
@@ -304,3 +305,21 @@ def test_compiled_wrapper_and_inner_module_are_one_object() -> None:
     manager.unregister("actor")
     for hooks in (wrapper._forward_pre_hooks, model._forward_pre_hooks, model._state_dict_hooks):
         assert not hooks
+
+
+def test_an_optimizer_on_the_device_is_not_copied_with_an_offloaded_model() -> None:
+    """The copy would have the parameters, too, and these are poison."""
+
+    def plan(view: View) -> Plan:
+        return view.total_plan({"adam": State.GPU_RESIDENT} if view.phase == "log_prob" and "adam" in view.handles else {})
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = placement.Manager(device=SimulatedDevice(1 << 24), policy=Scripted(log_prob=plan))
+    manager.register("actor", model, role="actor")
+    adam = manager.register("adam", optimizer)
+    with manager.phase("log_prob"):
+        assert adam.state is State.GPU_RESIDENT
+        with pytest.raises(NotResidentError, match=r"'actor' is CPU_OFFLOADED .* copied or pickled: copy 'adam' inside a phase"):
+            copy.deepcopy(optimizer)
+    manager.close()

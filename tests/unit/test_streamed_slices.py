@@ -180,6 +180,23 @@ def test_state_that_is_begun_anew_beside_state_that_was_replaced(shapes: list[tu
     pair.check()
 
 
+def test_the_chunks_of_a_parameter_are_looked_up_anew_where_its_state_has_moved() -> None:
+    pair = Sliced(adamw, model=Lone((16,), (LARGE,)))
+    pair.steps(2)
+    assert pair.handle.streamed is not None
+    parts = pair.handle.streamed._parts
+    (before,) = [part.piece.chunks for part in parts.of(pair.optimizer, pair.net.weights[0])]
+    for optimizer in (pair.optimizer, pair.other):
+        optimizer.state.clear()
+    pair.steps(1)
+    holding = pair.handle.holding
+    assert holding is not None
+    for weight in pair.net.weights:
+        assert {r for part in parts.of(pair.optimizer, weight) for r, _ in part.piece.chunks} <= {*holding.ranges}
+    assert not {r for r, _ in before} & {*holding.ranges}
+    pair.check()
+
+
 def test_counters_count_once() -> None:
     pair = Sliced(of(torch.optim.NAdam, capturable=False), model=Lone((LARGE,)))
     pair.steps(4)
@@ -252,6 +269,12 @@ def test_state_that_is_not_of_the_parameters_shape_is_stepped_as_a_whole() -> No
     assert len(sliceable_state(optimizer, weight)) == 2
     weight.grad = weight.grad.to_sparse()
     assert sliceable_state(optimizer, weight) == []
+    weight.grad = None
+    assert len(sliceable_state(optimizer, weight)) == 2
+    if hasattr(weight, "grad_dtype"):  # torch 2.10
+        weight.grad_dtype = torch.float64
+        weight.grad = torch.ones(4, 4, dtype=torch.float64)
+        assert sliceable_state(optimizer, weight) == []
 
 
 def test_a_step_that_stops_within_a_parameter_leaves_whole_elements() -> None:
