@@ -20,6 +20,7 @@ from placement.core.loaded_classes import is_a
 from placement.frameworks.known import stepped_for
 from placement.ownership.leaves import find
 from placement.ownership.slices import ParameterSlice, is_counter
+from placement.tensors.plain import PLAIN_TYPES
 
 _NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _CLASSES: tuple[type, ...] = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
@@ -68,9 +69,21 @@ def refusal_now(optimizer: Any) -> str | None:
         return "a parameter stands twice in its groups, and would be stepped twice: give each parameter once, or use optimizer_in='train'"
     if any(p.grad.layout is not torch.strided for p in stepped):
         return "it has sparse gradients, whose state changes its size: use optimizer_in='train'"
+    if any(type(p) not in PLAIN_TYPES and _reduces(p) for p in stepped):
+        return (
+            "gradients have other placements than their parameters (a Partial one is still to be summed), so that the step itself calls "
+            "collectives, which ranks with other buckets would call in another order: redistribute them before the step, "
+            "p.grad = p.grad.redistribute(placements=p.placements), or use optimizer_in='train'"
+        )
     if torch.is_inference_mode_enabled():
         return "it is called in inference mode, in which no state can be made: call it outside"
     return None
+
+
+def _reduces(parameter: Any) -> bool:
+    """Whether a step of a sharded parameter calls collectives for its gradient."""
+    placements = getattr(parameter, "placements", None)
+    return placements is not None and getattr(parameter.grad, "placements", placements) != placements
 
 
 def replaced_step(optimizer: Any) -> str | None:

@@ -11,12 +11,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import placement
 from placement.ownership.slices import sliceable_state
 from placement.policies import Colocated
 from placement.registration.step_parts import StepParts
+from placement.testing import SimulatedDevice
 from tests.sharded import fsdp2_worker as worker
 from tests.sharded import training
 from tests.support.ranks import Ranks
@@ -94,6 +96,37 @@ def sliceable() -> list[int]:
 def test_parts_of_other_elements_are_not_sliced_together(two_ranks: Ranks) -> None:
     """As many elements, but others: along another dimension, of another mesh, or summands of a gradient."""
     assert two_ranks.run(sliceable) == [[2, 0, 0, 0]] * 2
+
+
+def partial_gradients() -> tuple[str, bool]:
+    """A step with a gradient that is still to be summed: the error, and whether a step with the sum is that of the optimizer alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    nets = [nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(64), mesh, [Replicate()]))]) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), foreach=True) for net in nets]
+    device = SimulatedDevice(1 << 22, chunk_bytes=training.CHUNK_BYTES)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"))
+    actor = manager.register("actor", nets[0], role="actor")
+    manager.register("adam", optimizers[0])
+    with manager.phase("train"):
+        for net in nets:
+            net[0].grad = DTensor.from_local(torch.full((64,), 1.0 + dist.get_rank()), mesh, [Partial()])
+        with pytest.raises(placement.PhaseError) as caught:
+            optimizers[0].step()
+        nets[0][0].grad = nets[0][0].grad.redistribute(placements=nets[0][0].placements)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    ours, plain = (net.state_dict()["0"].to_local().clone() for net in nets)
+    assert actor.state_dict().keys() == {"0"}
+    manager.close()
+    return str(caught.value), bool(ours.equal(plain))
+
+
+def test_gradients_that_the_step_would_reduce_are_refused(two_ranks: Ranks) -> None:
+    """Each rank cuts buckets by its own bytes, so the collectives of one would meet others of the other rank."""
+    for error, is_same in two_ranks.run(partial_gradients):
+        assert "redistribute them before the step" in error
+        assert is_same
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])
