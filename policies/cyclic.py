@@ -202,9 +202,8 @@ class _Choice:
                 if nbytes > units[unit].nbytes // _CRUMB:
                     self.early[unit] = nbytes
                     self.room = max(0, self.room - nbytes)
-            elif taken := self._take(unit):
-                self.left |= taken
-                self.beside = max(0, self.beside - units[unit].nbytes)
+            else:
+                self.left |= self._take(unit)
 
     def plan(self, base: Plan) -> Plan:
         """The base plan with what stays, and what arrives early."""
