@@ -71,8 +71,8 @@ def refusal_now(optimizer: Any) -> str | None:
         return "it has sparse gradients, whose state changes its size: use optimizer_in='train'"
     if any(type(p) not in PLAIN_TYPES and _reduces(p) for p in stepped):
         return (
-            "gradients have other placements than their parameters (a Partial one is still to be summed), so that the step itself calls "
-            "collectives, which ranks with other buckets would call in another order: redistribute them before the step, "
+            "gradients have still to be summed over ranks (Partial), or are sharded otherwise than their parameters, so the step itself "
+            "calls collectives, which ranks with other buckets would call in another order: redistribute them before the step, "
             "p.grad = p.grad.redistribute(placements=p.placements), or use optimizer_in='train'"
         )
     if torch.is_inference_mode_enabled():
@@ -81,9 +81,10 @@ def refusal_now(optimizer: Any) -> str | None:
 
 
 def _reduces(parameter: Any) -> bool:
-    """Whether a step of a sharded parameter calls collectives for its gradient."""
-    placements = getattr(parameter, "placements", None)
-    return placements is not None and getattr(parameter.grad, "placements", placements) != placements
+    """Whether a step of a sharded parameter calls collectives for its gradient. Of one that every rank has whole, it takes a part."""
+    mine = getattr(parameter, "placements", ())
+    theirs = getattr(parameter.grad, "placements", mine)
+    return any(own != given and not given.is_replicate() for own, given in zip(mine, theirs, strict=True))
 
 
 def replaced_step(optimizer: Any) -> str | None:
@@ -121,12 +122,13 @@ class PartialStep:
 
     def run(self, parts: Sequence[torch.Tensor | ParameterSlice]) -> None:
         """Step these parameters, and slices of parameters."""
-        for is_slice, those in itertools.groupby(parts, key=lambda each: isinstance(each, ParameterSlice)):
-            if is_slice:
-                for each in those:
-                    self._step_slice(each)  # type: ignore[arg-type]
-            else:
-                self._step_whole([*those])  # type: ignore[list-item]
+        for _, those in itertools.groupby(parts, key=lambda each: isinstance(each, ParameterSlice)):
+            alike = [*those]
+            for each in alike:
+                if isinstance(each, ParameterSlice):
+                    self._step_slice(each)
+            if whole := [each for each in alike if not isinstance(each, ParameterSlice)]:
+                self._step_whole(whole)
 
     def _step_whole(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = []

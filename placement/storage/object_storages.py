@@ -222,7 +222,9 @@ class ObjectStorages:
             self._device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
 
     def _take_in(self, stay: list[Claim], transient: list[Claim]) -> tuple[Range, ...]:
-        return tuple(r for r in (self._scanner.take_in(stay, False), self._scanner.take_in(transient, True)) if r is not None)
+        first = self._scanner.take_in(stay, False)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
+        second = self._scanner.take_in(transient, True)
+        return tuple(r for r in (first, second) if r is not None)
 
     def take_in_from_elsewhere(self) -> tuple[Range, ...]:
         """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU).

@@ -129,6 +129,30 @@ def test_gradients_that_the_step_would_reduce_are_refused(two_ranks: Ranks) -> N
         assert is_same
 
 
+def whole_gradients() -> bool:
+    """Whether steps of a sharded embedding whose gradient every rank has whole are those of the optimizer alone."""
+    mesh = init_device_mesh("cpu", (2,))
+    nets = [nn.ParameterList([nn.Parameter(distribute_tensor(torch.ones(9, 64), mesh, [Shard(0)]))]) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), foreach=True) for net in nets]
+    device = SimulatedDevice(1 << 22, chunk_bytes=training.CHUNK_BYTES)
+    manager = placement.Manager(device=device, policy=Colocated("streamed"))
+    manager.register("actor", nets[0], role="actor")
+    manager.register("adam", optimizers[0])
+    for step in range(2):
+        with manager.phase("train"):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                net[0].grad = DTensor.from_local(torch.arange(576.0).view(9, 64) + step, mesh, [Replicate()])
+                optimizer.step()
+                optimizer.zero_grad()
+    ours, plain = (net.state_dict()["0"].to_local().clone() for net in nets)
+    manager.close()
+    return bool(ours.equal(plain))
+
+
+def test_a_gradient_that_every_rank_has_whole_needs_no_other_rank(two_ranks: Ranks) -> None:
+    assert two_ranks.run(whole_gradients) == [True, True]
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor parallel"])
 def test_slices_of_sharded_parameters(two_ranks: Ranks, kind: str) -> None:
     assert min(two_ranks.run(sliced, kind)) > 10

@@ -12,6 +12,7 @@ busy (H200, chunks of 128 MiB).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -109,6 +110,14 @@ class Exchange:
     def _offload(self, holdings: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         self._begin(holdings, coming)
         leaving = [Leaving(each, dropped=self._dropped(each), early_bytes=self._early_bytes(each)) for each in holdings]
+        try:
+            return self._move_out(leaving, coming)
+        except BaseException:
+            with contextlib.suppress(Exception):  # copies to new slabs may be under way, and only `leaving` and the traceback hold these
+                self._device.sync()
+            raise
+
+    def _move_out(self, leaving: Sequence[Leaving], coming: Sequence[ManagedStorage]) -> dict[ManagedStorage, MoveResult]:
         stays = any(each.early_bytes for each in leaving)
         parts = self._start(leaving, remaps_first=stays)
         # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors, which a
