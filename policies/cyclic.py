@@ -186,6 +186,7 @@ class _Choice:
         for unit in [unit for unit, nbytes in self.early.items() if self.present >> unit & 1 and nbytes == units[unit].nbytes]:
             del self.early[unit]  # it is there, and there is room for the whole of it
             self.kept |= 1 << unit
+            self.beside -= units[unit].nbytes
 
     def leave(self) -> None:
         """Leave on the device what nobody needs the room of, what is needed soonest first.

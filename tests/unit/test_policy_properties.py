@@ -150,3 +150,16 @@ def test_cyclic_stays_within_the_budget_with_what_arrives_early(policy: Cyclic, 
     for name, state in plan.targets.items():  # nothing is on the device that was not there and is not needed
         assert state is need[name] or (state is GPU and given.handles[name].state is not OFF)
     assert policy.reasons(given).keys() == given.handles.keys()
+
+
+def test_what_is_kept_because_it_would_come_early_takes_its_room() -> None:
+    """`d` is there, and the next phase needs it. So it stays, and nothing of `e` is left to be saved in the room that `d` has."""
+    d = HandleView(name="d", kind="module", role="actor", state=GPU, num_bytes=16, resident_bytes=16, readonly=True, can_prefetch=True)
+    e = HandleView(name="e", kind="module", role="actor", state=GPU, num_bytes=1, resident_bytes=1, can_prefetch=True)
+    f = HandleView(name="f", kind="module", role="rollout", state=OFF, num_bytes=12, resident_bytes=0, can_prefetch=True)
+    g = HandleView(name="g", kind="optimizer", role="actor", state=OFF, num_bytes=1, resident_bytes=0, can_prefetch=True)
+    h = HandleView(name="h", kind="optimizer", role="actor", state=OFF, num_bytes=0, resident_bytes=0, can_prefetch=True, owners=("d",))
+    given = View(phase="rollout", handles={each.name: each for each in (d, e, f, g, h)}, budget_bytes=28, worker_role="trainer")
+    plan = Cyclic(cycle=("rollout", "train", "checkpoint"), idle="empty").plan(given)
+    assert plan["d"] is GPU
+    assert given.bytes_of(plan) + sum(plan.prefetch.values()) <= 28
