@@ -212,7 +212,7 @@ class Registry:
         Returns whether the size of all such state is known.
         """
         sizes = adapter.expected_sizes()
-        parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.bucket_bytes)
+        parts = 1 if adapter.kind != "optimizer" else most_buckets(sum(sizes or ()), self._streaming.whole_chunks(self._device))
         try:
             self.admit(handle, holding.storages.host_bytes_for(sizes or (), parts))
             holding.storages.reserve(sizes or (), parts)

@@ -18,6 +18,7 @@ import torch
 from placement.core.errors import PhaseError
 from placement.core.journal import HandleCounters
 from placement.core.torch_modes import without_modes
+from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
 from placement.ownership.independent import PartialStep, refusal, refusal_now, replaced_step
 from placement.ownership.optimizer import OptimizerAdapter
@@ -56,6 +57,10 @@ class Streaming:
     lock: Callable[[], AbstractContextManager[None]]
     note: Callable[[SteppedHandle, Streamed, float], None]
 
+    def whole_chunks(self, device: Device) -> int:
+        """Device bytes of a bucket in whole chunks of this device."""
+        return round_up(max(self.bucket_bytes, 1), device.chunk_bytes)
+
 
 class StreamedOptimizer:
     """The streamed steps of one optimizer handle.
@@ -71,7 +76,7 @@ class StreamedOptimizer:
         self._holding = holding
         self._adapter = adapter
         self._streaming = streaming
-        self._bucket_bytes = round_up(max(streaming.bucket_bytes, 1), holding.device.chunk_bytes)
+        self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._parts = StepParts(holding, adapter, self._bucket_bytes)
         self._window: tuple[tuple[Range, ...], tuple[int, int], int] | None = None
         """The last `window_bytes`, with what it was computed from."""
