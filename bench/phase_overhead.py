@@ -1,6 +1,7 @@
 """What does a phase cost that moves nothing, and is the cost linear in the number of handles?
 
 Every handle is at its target already. The cost is asking the policy, checking the plan, comparing the states and counting the metrics.
+After a training placement also looks whether the steps have created or replaced tensors, which costs more the more tensors there are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,36 @@ def _stack(manager: placement.Manager, repetitions: int) -> tuple[float, float]:
     return statistics.median(nested) * 1e6, statistics.median(switched) * 1e6
 
 
+def _end_of_training(rig: Rig, num_parameters: int, repetitions: int) -> float:
+    """Median microseconds of a switch out of the training of a model with its AdamW, neither of which ever leaves the device."""
+    with rig.torch_device:
+        module = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(num_parameters)))
+    adam = torch.optim.AdamW(module.parameters())
+    manager = placement.Manager(device=rig.placement_device(), policy="resident")
+    manager.register("actor", module, role="actor")
+    manager.register("actor.optimizer", adam)
+    seconds = []
+    with manager.phase("log_prob") as phase:
+        for _ in range(repetitions):
+            phase.switch("train")
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            adam.step()
+            adam.zero_grad()
+            rig.sync()
+            began = time.perf_counter()
+            phase.switch("log_prob")
+            seconds.append(time.perf_counter() - began)
+    manager.close()
+    return statistics.median(seconds) * 1e6
+
+
 def measure(rig: Rig, results: Results) -> None:
+    for num_parameters in (2,) if rig.size == "tiny" else (8, 300, 3_000):
+        scenario = f"{num_parameters:,} parameters and their AdamW"
+        with results.system(scenario, "placement"):
+            ended = _end_of_training(rig, num_parameters, 3 if rig.size == "tiny" else 20)
+            results.add(scenario, "placement", "switch out of a training, nothing moves", ended, "us")
     for num_handles in (2, 6) if rig.size == "tiny" else (6, 100, 1_000):
         scenario = f"{num_handles:,} handles"
         with results.system(scenario, "placement"):

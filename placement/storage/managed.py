@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from placement.core.errors import DeviceMemoryError, IntegrityError
-from placement.storage import stray_references
 from placement.storage.address_map import RANGES
 from placement.storage.held import HeldStorage
 from placement.storage.offloaded.gradient_writes import NOTHING, Found
 from placement.storage.range import Range
+from placement.storage.scanning import stray_references
 from placement.storage.stepping import settle
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.result import MoveResult

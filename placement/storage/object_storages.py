@@ -13,16 +13,18 @@ import torch
 from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
 from placement.devices.memory import HostSlab
-from placement.storage import range_layout, stray_references
+from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
 from placement.storage.gradients import Gradients
 from placement.storage.offloaded.relocated import RelocatedStorages
 from placement.storage.offloaded.state_dict_tensors import StateDictTensors
 from placement.storage.offloaded.writes import WritesWhileOffloaded
-from placement.storage.places import NewStorages
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.range_layout import Claim
-from placement.storage.scanner import StorageScanner
+from placement.storage.scanning import stray_references
+from placement.storage.scanning.places import NewStorages
+from placement.storage.scanning.scanner import StorageScanner
+from placement.storage.scanning.unadopted import Unadopted
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
@@ -50,6 +52,7 @@ class ObjectStorages:
         """Whether any range ever had addresses for early chunks. Spares most objects the question, which every phase transition asks."""
         self.unadopted_bytes = 0
         """Owned bytes in torch's own memory (gradients, and state created since the last offload), as of the last look."""
+        self._unadopted = Unadopted(adapter)
         self.unborn_bytes = 0
         """Device bytes for state that steps have still to create, as of the last look, as far as their size can be told."""
         self.born_bytes = 0
@@ -144,7 +147,7 @@ class ObjectStorages:
 
     def look(self) -> None:
         """Measure what the object owns in torch's memory, what steps have still to create, and what the framework keeps."""
-        self.unadopted_bytes = sum(claim.storage.nbytes() for claims in self.new_storages()[:2] for claim in claims)
+        self.unadopted_bytes = self._unadopted.measure(self.ranges, self.new_storages)
         self.look_at_unborn()
         self.look_at_framework_memory()
 

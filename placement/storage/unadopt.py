@@ -10,7 +10,7 @@ from placement.devices.base import Device
 from placement.storage import range_layout
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
-from placement.storage.scanner import borrowed, stepped
+from placement.storage.scanning.scanner import borrowed, stepped
 from placement.tensors.owned import Adapter, Owned
 from placement.tensors.sparse import follow
 

@@ -442,7 +442,9 @@ class TestMemory:
 
     def test_a_bucket_smaller_than_a_chunk_reserves_no_more_host_memory(self) -> None:
         tiny, chunk = (Pair(adamw, streamed_bucket_bytes=nbytes) for nbytes in (1, CHUNK))
-        assert [each.host_bytes for each in tiny.manager.snapshot().handles] == [each.host_bytes for each in chunk.manager.snapshot().handles]
+        assert [each.host_bytes for each in tiny.manager.snapshot().handles] == [
+            each.host_bytes for each in chunk.manager.snapshot().handles
+        ]
 
     def test_options_can_be_written_in_settings(self) -> None:
         manager = Manager.from_settings({"device": "simulated:64MiB", "policy": "colocated('streamed')", "streamed_bucket_bytes": "512KiB"})

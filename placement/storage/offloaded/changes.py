@@ -15,10 +15,10 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import POISON_WORD
-from placement.storage.places import Place
 from placement.storage.range import Range
 from placement.storage.range_layout import Claim
-from placement.storage.scanner import Versions
+from placement.storage.scanning.places import Place
+from placement.storage.scanning.scanner import Versions
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBERS = sorted(

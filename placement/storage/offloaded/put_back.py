@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from placement.devices.base import Device
-from placement.storage.places import Form, Place, Relocated, form_of
 from placement.storage.range_layout import Claim, exchange
+from placement.storage.scanning.places import Form, Place, Relocated, form_of
 from placement.tensors.plain import Outline, parts_of, restore
 
 

@@ -16,9 +16,9 @@ from placement.storage.offloaded.changes import Changes, computed_from_poison
 from placement.storage.offloaded.gradient_writes import Found, GradientWrites
 from placement.storage.offloaded.put_back import bring_back, put_back, renew_empty
 from placement.storage.offloaded.state_dict_tensors import StateDictTensors
-from placement.storage.places import NewStorages
 from placement.storage.range import Range, RangesByAddress
-from placement.storage.scanner import StorageScanner, Versions
+from placement.storage.scanning.places import NewStorages
+from placement.storage.scanning.scanner import StorageScanner, Versions
 from placement.tensors.owned import Adapter
 
 

@@ -28,7 +28,7 @@ from placement.storage.address_map import Owner
 from placement.storage.range import Range, used_bytes
 from placement.storage.replicated.range import SharedRange, own_spans
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.scanner import StorageScanner, byte_view
+from placement.storage.scanning.scanner import StorageScanner, byte_view
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
 

@@ -16,7 +16,7 @@ import torch
 from placement.core.errors import IntegrityError
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.scanner import byte_view
+from placement.storage.scanning.scanner import byte_view
 from placement.storage.transfer.fingerprint import fingerprints
 
 Verify = Literal["always", "sample", "off"]

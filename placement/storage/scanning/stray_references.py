@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 
 from placement.storage.range import PlacedStorage, Range, storage_use_count
-from placement.storage.scanner import alias_tables, known_aliases
+from placement.storage.scanning.scanner import alias_tables, known_aliases
 
 _WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
 """The waits for stray references to go away before they are reported, in processes with a process group."""

@@ -19,8 +19,8 @@ from placement.devices.host.part import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
-from placement.storage.places import NewStorages, Places, Relocated
 from placement.storage.range import Range, storage_use_count, used_bytes
+from placement.storage.scanning.places import NewStorages, Places, Relocated
 from placement.tensors.owned import Adapter, Owned
 from placement.tensors.sparse import is_sparse
 

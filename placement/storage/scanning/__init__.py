@@ -1,0 +1,1 @@
+"""Find out what tensors an object owns, where they lie, and who else uses them."""
