@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from placement.core.summary import readable
 from placement.devices.base import Device
 from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect
 from placement.devices.select import select_device
+from placement.forecasting.cycles import CYCLES
 
 _CYCLES = 4
 """How often phase transitions are timed, after one cycle that warms up."""
 _TENSORS = 8
+_CACHE_BYTES = 64 << 20
+"""More than a core's share of the processor's caches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,48 +67,88 @@ def examine(device: Device, nbytes: int = MEASURED_BYTES) -> Inspection:
 
 
 def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeconds:
-    """Load and offload a tiny model and one of `nbytes`, changed and unchanged."""
-    tiny, (alone, *least) = _timed(device, 1)
-    used_bytes, (_, *most) = _timed(device, nbytes)
+    """Load and offload a tiny model and one of `nbytes`, changed and unchanged, and train one that stays on the device."""
+    alone = _nothing_moves(device)
+    tiny, least = _timed(device, 1)
+    used_bytes, most = _timed(device, nbytes)
     more_bytes = max(1, used_bytes - tiny)
     copying = (more_bytes / link.to_device_bytes_per_second, more_bytes / link.to_host_bytes_per_second, 0.0)
     seconds = zip(most, least, copying, strict=True)
     loaded, offloaded, skipped = (max(0.0, large - small - copy) / more_bytes for large, small, copy in seconds)
-    moving = statistics.median(least)
+    moving = max(alone, statistics.median(least))
     return TransitionSeconds(alone=alone, moving=moving, loaded_byte=loaded, offloaded_byte=offloaded, skipped_byte=skipped)
 
 
 def _timed(device: Device, nbytes: int) -> tuple[int, list[float]]:
-    """The bytes of a model's host copy, and the median seconds of phase transitions: nothing moves, load, offload, unchanged offload."""
-    with torch.no_grad():
-        size = max(1, nbytes // _TENSORS // 2)
-        ones = (torch.ones(size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(_TENSORS))
-        model = torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in ones)
+    """The bytes of a model's host copy, and the median seconds of phase transitions: load, offload, unchanged offload."""
+    model = _model(device, nbytes)
     manager = placement.Manager(device=device, policy="colocated")
     actor = manager.register("actor", model, role="actor")
 
-    def seconds(move: Callable[[], object]) -> float:
-        device.sync()
-        began = time.perf_counter()
-        move()
-        device.sync()
-        return time.perf_counter() - began
-
     def cycle() -> list[float]:
-        loaded = seconds(lambda: manager.enter("log_prob"))
-        alone = seconds(lambda: manager.switch("log_prob"))
-        skipped = seconds(manager.leave)
+        loaded = _seconds(device, lambda: manager.enter("log_prob"))
+        skipped = _seconds(device, manager.leave)
         manager.enter("log_prob")
         with torch.no_grad():
             for parameter in model:
                 parameter.neg_()
-        return [alone, loaded, seconds(manager.leave), skipped]
+        return [loaded, _seconds(device, manager.leave), skipped]
 
     try:
         cycle()
         return actor.host_bytes, [statistics.median(each) for each in zip(*(cycle() for _ in range(_CYCLES)), strict=True)]
     finally:
         manager.close()
+
+
+def _nothing_moves(device: Device) -> float:
+    """The mean seconds of a phase transition in a training step where everything stays on the device.
+
+    Some work lies before each of them, as in a job: without it they are twice as fast, because all that they need is in the caches.
+    """
+    model, frozen = _model(device, 1), _model(device, 1)
+    manager = placement.Manager(device=device, policy="resident")
+    manager.register("actor", model, role="actor")
+    manager.register("ref", frozen, role="ref", readonly=True)
+    adam = torch.optim.AdamW(model.parameters())
+    manager.register("actor.optimizer", adam)
+    work = torch.ones(_CACHE_BYTES, dtype=torch.uint8, device="cpu")
+
+    def cycle() -> list[float]:
+        seconds = []
+        for index, phase in enumerate(CYCLES["grpo"]):
+            work.neg_()
+            go = manager.switch if index else manager.enter
+            seconds.append(_seconds(device, functools.partial(go, phase)))
+            if phase == "train":
+                for parameter in model:
+                    parameter.grad = torch.ones_like(parameter)
+                adam.step()
+                adam.zero_grad()
+        work.neg_()
+        return [*seconds, _seconds(device, manager.leave)]
+
+    try:
+        cycle()
+        return statistics.median(statistics.mean(cycle()) for _ in range(_CYCLES))
+    finally:
+        manager.close()
+
+
+def _model(device: Device, nbytes: int) -> torch.nn.ParameterList:
+    with torch.no_grad():
+        size = max(1, nbytes // _TENSORS // 2)
+        ones = (torch.ones(size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(_TENSORS))
+        return torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in ones)
+
+
+def _seconds(device: Device, move: Callable[[], object]) -> float:
+    """From an idle device to an idle device."""
+    device.sync()
+    began = time.perf_counter()
+    move()
+    device.sync()
+    return time.perf_counter() - began
 
 
 def table(found: Inspection) -> str:
