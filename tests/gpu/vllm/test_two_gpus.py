@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -23,9 +24,10 @@ def ranks() -> Iterator[Ranks]:
 
 
 def test_an_engine_on_each_gpu(ranks: Ranks, folder: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with ExitStack() as servers:
-        logs = tmp_path_factory.mktemp("each")
-        urls = [servers.enter_context(running(folder, logs / f"log{gpu}", gpus=[gpu]))[0] for gpu in (0, 1)]
+    logs = tmp_path_factory.mktemp("each")
+    with ExitStack() as servers, ThreadPoolExecutor(2) as both:  # each takes a minute to start
+        starting = both.map(lambda gpu: servers.enter_context(running(folder, logs / f"log{gpu}", gpus=[gpu])), (0, 1))
+        urls = [url for url, _ in starting]
         ranks.run(two_ranks.an_engine_each, urls, 1, deadline_seconds=DEADLINE_SECONDS)
 
 
