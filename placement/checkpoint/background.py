@@ -38,21 +38,27 @@ def held(handles: Iterable[Handle]) -> Iterator[list[HostReadLock]]:
         raise
 
 
-def frozen(handle: Handle, value: Any) -> Any:
-    """A copy of a state dict that does not change. Its tensors use the host copy, or new host memory where that has no place for them."""
-    if isinstance(value, torch.Tensor):
-        with torch.inference_mode(False), torch.no_grad():
-            return rewrapped(value.detach(), functools.partial(_frozen_part, handle))
-    if isinstance(value, dict):
-        return {key: frozen(handle, each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(frozen(handle, each) for each in value)
-    return copy.deepcopy(value)
+class Frozen:
+    """Makes copies of a handle's state dict that do not change. Their tensors use the host copy, or new host memory where that has no
+    place for them."""
 
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
-def _frozen_part(handle: Handle, part: torch.Tensor) -> torch.Tensor:
-    shown = handle.storage.over_mirror(part)
-    return part.detach().to("cpu", copy=True) if shown is None else shown
+    def copy(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            with torch.inference_mode(False), torch.no_grad():
+                return rewrapped(value.detach(), self._copy_part)
+        if isinstance(value, dict):
+            return {key: self.copy(each) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(each) for each in value)
+        return copy.deepcopy(value)
+
+    def _copy_part(self, part: torch.Tensor) -> torch.Tensor:
+        shown = self._handle.storage.over_mirror(part, self._storages)
+        return part.detach().to("cpu", copy=True) if shown is None else shown
 
 
 def submit(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:

@@ -97,7 +97,7 @@ def async_save(
         state = _collect(manager, only, process_group)
         group = background.group_for(process_group)
         with background.held(manager.handles[name] for name in state) as host_read_locks:
-            frozen = {name: background.frozen(manager.handles[name], values) for name, values in state.items()}
+            frozen = {name: background.Frozen(manager.handles[name]).copy(values) for name, values in state.items()}
 
             def write() -> None:
                 try:

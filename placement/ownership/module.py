@@ -14,7 +14,17 @@ from placement.frameworks.base import Framework
 from placement.frameworks.known import frameworks_of
 from placement.ownership.detect import refuse_module
 from placement.tensors.owned import Adapter, Owned, Seen
-from placement.tensors.plain import has_bytes, is_plain, nested_tensors, parts_of, problem_of, reference, with_index
+from placement.tensors.plain import (
+    LAZY_VIEW,
+    has_bytes,
+    is_lazy_view,
+    is_plain,
+    nested_tensors,
+    parts_of,
+    problem_of,
+    reference,
+    with_index,
+)
 from placement.tensors.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
 from placement.tensors.steady import Steady
 
@@ -288,6 +298,8 @@ class ModuleAdapter(Adapter):
             elif not self._stays(path, part):
                 if not is_plain(part, self._device):
                     raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
+                if not transient and is_lazy_view(part):  # a gradient moves with its range, and is in no state dict
+                    raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard may be a view of padding, which has to move
                     found.append(Owned(path, part, transient, wrapper))
         if tensor.is_leaf and (gradient := tensor.grad) is not None:

@@ -16,7 +16,7 @@ from placement.ownership.leaves import WRAPPING, Leaf, find, is_all_born, is_bor
 from placement.ownership.main_parameters import main_parameters, storages_of
 from placement.ownership.twin import Unborn, unborn_state
 from placement.tensors.owned import Adapter, Owned, Seen
-from placement.tensors.plain import is_plain, parts_of, plain_parts, problem_of, reference, with_index
+from placement.tensors.plain import LAZY_VIEW, is_lazy_view, is_plain, parts_of, plain_parts, problem_of, reference, with_index
 from placement.tensors.sparse import is_sparse, problem_of_sparse, sparse_parts
 from placement.tensors.steady import SteadyState
 
@@ -154,6 +154,8 @@ class OptimizerAdapter(Adapter):
         """Yield a tensor to move; nothing if it has no bytes, or if they are in one of these storages. Refuse one that cannot be moved."""
         if not is_plain(owned.tensor, self._device):
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
+        if is_lazy_view(owned.tensor):
+            raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
         if not owned.tensor.numel():
             return
         if owned.tensor.untyped_storage()._cdata in storages:

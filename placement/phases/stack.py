@@ -134,9 +134,11 @@ class PhaseStack:
                 raise
 
     def leave(self, phase: Opener, error: BaseException | None) -> None:
+        if error is not None and os.getpid() != self.lock.pid:
+            return  # a forked child ends in a phase of its parent, and its own error says why
         with self.lock.transition():
-            if isinstance(error, GeneratorExit) and self._is_around_others(phase):
-                return
+            if isinstance(error, GeneratorExit) and (phase._open not in self.open_phases or self._is_around_others(phase)):
+                return  # it was left already, by an error that passed through a phase around it
             if error is not None:
                 self._leave_inner(phase)
             opened = self._require_leavable(phase)

@@ -58,15 +58,19 @@ class DiskTier(HostTier):
 
     Args:
         handles: the manager's handles; read at each call.
+        give_up_early: gives up all chunks that arrived early. The host copies that have some stay in host memory.
         within: the folder in which the manager makes its own.
 
     Raises:
         ValueError: the folder cannot be used.
     """
 
-    def __init__(self, device: Device, handles: Mapping[str, Handle], limit_bytes: int, within: str) -> None:
+    def __init__(
+        self, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None], limit_bytes: int, within: str
+    ) -> None:
         self._device = device
         self._handles = handles
+        self._give_up_early = give_up_early
         self._limit_bytes = limit_bytes
         self._directory = SpillDirectory(within)
         self._keeper = Keeper(limit_bytes)
@@ -87,11 +91,20 @@ class DiskTier(HostTier):
         if held + nbytes <= self._limit_bytes:
             return
         self._keeper.hold()  # else it would read ahead into the room that it makes
-        if not self._keeper.make_room(unarranged + nbytes):
+        if not self._keeper.make_room(unarranged + nbytes) and not self._make_room_of_early(unarranged + nbytes):
             raise HostMemoryError(
                 f"{handle.name!r} needs {mib(nbytes)} more of host memory, host_limit_bytes is {mib(self._limit_bytes)}, and not enough of "
                 f"the other host copies could leave for {self._directory.path}.\n{host_table(handle.name, nbytes, shares)}"
             )
+
+    def _make_room_of_early(self, nbytes: int) -> bool:
+        """Make room as the keeper does, after early chunks have been given up."""
+        if not any(r.has_early for handle in self._handles.values() if handle.holding is not None for r in handle.holding.ranges):
+            return False
+        self._give_up_early()
+        self._arrange()
+        self._keeper.hold()
+        return self._keeper.make_room(nbytes)
 
     def prepare(self, plan: Plan) -> None:
         self._keeper.hold()
@@ -109,6 +122,10 @@ class DiskTier(HostTier):
         by_name = {handle.name: handle.holding for handle in self._handles.values() if handle.holding is not None}
         used = {name for name, holding in by_name.items() if any(r.spill is None or r.spill.is_used for r in holding.ranges)}
         self._uses.note(phase, frozenset(used))
+        self._arrange()
+
+    def _arrange(self) -> None:
+        by_name = {handle.name: handle.holding for handle in self._handles.values() if handle.holding is not None}
         order: list[Spill] = []
         fixed_bytes = 0
         for name in by_need(by_name, self._uses.upcoming(), self._uses.age):
@@ -162,11 +179,11 @@ class DiskTier(HostTier):
         self._directory.close()
 
 
-def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle]) -> HostTier:
-    """The limit that the settings ask for."""
+def host_tier_for(settings: Settings, device: Device, handles: Mapping[str, Handle], give_up_early: Callable[[], None]) -> HostTier:
+    """The limit that the settings ask for. `give_up_early`: see `DiskTier`."""
     if settings.host_limit_bytes is None or settings.disk_directory is None:
         return HostTier()
-    return DiskTier(device, handles, settings.host_limit_bytes, settings.disk_directory)
+    return DiskTier(device, handles, give_up_early, settings.host_limit_bytes, settings.disk_directory)
 
 
 def _whole(slab: HostSlab) -> HostSlab:

@@ -90,15 +90,19 @@ class Prefetcher:
             self._prefetch.prepare(storage)
         return Ahead(staying, partial(self._begin, name, plan)), given
 
-    def give_up(self, name: str) -> None:
-        """Return the memory of all early chunks to the driver. The phase gets half as much from now on."""
+    def discard(self) -> int:
+        """Return the memory of all early chunks to the driver. Returns how many bytes."""
         self.hold()
         chunk_pool, given = ChunkPool(self._device), 0
         for handle in self._handles.values():
             if handle.holding is not None:
                 given += handle.holding.give_up_early(0, chunk_pool)
         chunk_pool.release()
-        if given:
+        return given
+
+    def give_up(self, name: str) -> None:
+        """Return the memory of all early chunks to the driver. The phase gets half as much from now on."""
+        if given := self.discard():
             self._most_bytes[name] = given // 2
             logger.warning("out of memory in phase %s: gave up %s early bytes; it gets half as many from now on", name, f"{given:,}")
 

@@ -184,8 +184,17 @@ class Storage(abc.ABC):
         """The same tensor with its bytes in the host copy; None where the host copy has no place for it. Meaningful while offloaded."""
         return None
 
-    def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Like `over_host`, but after `mirror` and in either state; None for a tensor that the host copy does not have now."""
+    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
+        """The same tensor with its bytes in the host copy, for somebody who only reads it, under a lock of `host_read_locks`.
+
+        It is right after `mirror`, in either state. Later moves do not follow it.
+
+        Args:
+            storages: those that were made for the same reader, by address. Tensors that shared a storage share one again.
+
+        Returns:
+            None for a tensor that the host copy does not have now.
+        """
         return None
 
     def wait_for_readers(self) -> None:

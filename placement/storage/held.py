@@ -186,12 +186,18 @@ class HeldStorage(Storage):
             self.storages.state_dict_tensors.note_shown(self.storages.by_address, [host])
         return host
 
-    def over_mirror(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Like `over_host`, but after `mirror` and in either state; None for a tensor that the host copy does not have now."""
+    def over_mirror(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
         place = self.storages.by_address.find(tensor)
         if place is None or (self.on_device and (place[0].transient or place[0].claims is not None)):
             return None
-        return self.over_host(tensor)
+        r, offset = place
+        r.wait_until_saved()
+        # Not by `over_host`: what that makes counts as a user's view, which may be written and must follow the moves.
+        address = r.host.address + offset
+        if address not in storages:
+            storages[address] = r.view(offset, tensor.untyped_storage().nbytes()).untyped_storage()
+        data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return data.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""

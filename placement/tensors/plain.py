@@ -85,6 +85,17 @@ def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None
     return None
 
 
+def is_lazy_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are not those of its bytes, but their conjugates or negatives (`z.conj()`, `z.conj().imag`).
+
+    A tensor over the same bytes elsewhere, such as that of a state dict, would have other values.
+    """
+    return tensor.is_conj() or tensor.is_neg()
+
+
+LAZY_VIEW = "is a lazily conjugated or negated view, so its bytes are not its values: assign its resolve_conj() or resolve_neg() instead"
+
+
 def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in `value`, through nested lists, tuples and mappings of any depth, in their order."""
     stack: list[tuple[str, Any]] = [(name, value)]

@@ -238,3 +238,15 @@ def test_what_hooks_compute_is_saved_as_it_was_at_the_call(phase: str, busy: Bus
     saved.result(SECONDS)
     checkpoint.load(other.manager, tmp_path, only=["actor"])
     assert_same(dict(other.actor.state_dict()), wanted)
+
+
+def test_what_is_being_written_is_no_view_of_the_users(busy: Busy, tmp_path: Path) -> None:
+    worker = trained()
+    with worker.manager.phase("log_prob"):
+        pass
+    before = worker.actor.counters.offloaded_bytes
+    for number in range(2):
+        checkpoint.async_save(worker.manager, tmp_path / str(number))
+        with worker.manager.phase("log_prob"):
+            assert worker.manager.audit().ok
+    assert worker.actor.counters.offloaded_bytes == before  # nothing has changed, and nobody could have written it

@@ -153,3 +153,28 @@ def test_no_framework_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("make", [lambda z: z.conj(), lambda z: z.conj().imag, lambda z: z.conj().imag.unsqueeze(0)])
+def test_values_that_are_not_those_of_the_bytes_are_refused(make: Any) -> None:
+    """A tensor over the same bytes elsewhere, such as that of a state dict, would have other values."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("freqs", make(torch.tensor([1 + 2j, 3 + 4j])))
+    with pytest.raises(RegistrationError, match=r"'freqs' is a lazily conjugated or negated view.*resolve_conj\(\) or resolve_neg\(\)"):
+        adapt(net)
+    net.freqs = net.freqs.resolve_conj().resolve_neg()
+    assert "freqs" in [each.name for each in adapt(net).owned()]
+
+
+def test_such_values_in_an_optimizers_state_are_refused_too() -> None:
+    adam = optim.Adam(nn.Linear(2, 2).parameters())
+    first = adam.param_groups[0]["params"][0]
+    adam.state[first]["exp_avg"] = torch.zeros(2, 2, dtype=torch.complex64).conj()
+    with pytest.raises(RegistrationError, match=r"'state.0.exp_avg' is a lazily conjugated"):
+        adapt(adam)
+
+
+def test_a_gradient_may_be_such_a_view() -> None:
+    net = nn.Linear(2, 2, dtype=torch.complex64)
+    net.weight.grad = torch.zeros(2, 2, dtype=torch.complex64).conj()
+    assert "weight.grad" in [each.name for each in adapt(net).owned()]

@@ -421,3 +421,44 @@ def test_snapshots_and_metrics_have_the_disk(worker: Worker) -> None:
     figures = snapshot.since(snapshot)
     assert figures["placement/disk_bytes"] == sum(handle.disk_bytes for handle in snapshot.handles)
     assert figures["placement/disk_wait_seconds"] == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EAGAIN])
+def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    leave(worker, "critic")
+
+    def refused(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", refused)
+        with pytest.raises(HostMemoryError, match="'critic' cannot be read from the disk now"):
+            worker.handles["critic"].state_dict()
+    assert worker.handles["critic"].broken is None
+    with worker.manager.phase("values"):
+        assert worker.handles["critic"].state is State.GPU_RESIDENT
+    worker.step()
+    worker.check_values()
+
+
+def test_early_chunks_make_way_for_a_registration(tmp_path: Path) -> None:
+    """A host copy some of whose chunks are early stays in host memory, so none would have had room for the third model."""
+    limit_bytes = 5 * MODEL_BYTES - PAGE
+    manager = placement.Manager(
+        device=SimulatedDevice(8 * MIB, chunk_bytes=CHUNK), policy="cyclic", host_limit_bytes=limit_bytes, disk_directory=tmp_path
+    )
+    models = [model(seed) for seed in range(3)]
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
+    for index in range(2):
+        manager.register(f"model{index}", models[index], role="actor")
+        manager.register(f"adam{index}", optimizers[index])
+        with manager.phase("train", only=[f"model{index}"]):
+            models[index](torch.ones(2, 128)).square().mean().backward()
+            optimizers[index].step()
+            optimizers[index].zero_grad()
+    assert sum(handle.storage.prefetched_bytes for handle in manager.handles.values()) >= 2 * MODEL_BYTES
+    manager.register("model2", models[2], role="actor")
+    assert sum(handle.host_bytes for handle in manager.handles.values()) <= limit_bytes
+    with manager.phase("log_prob", only=["model2"]):
+        assert torch.equal(models[2](torch.ones(2, 128)), model(2)(torch.ones(2, 128)))
+    manager.close()

@@ -806,3 +806,19 @@ def test_the_journal_knows_at_whose_transition_a_state_changed() -> None:
         ("ref", "offload", "log_prob"),
     ]
     assert State.CPU_OFFLOADED is worker.ref.state
+
+
+def test_a_generator_whose_phase_an_error_has_left_closes_quietly() -> None:
+    worker = Worker()
+    generator = steps(worker)
+
+    def fails() -> None:
+        with worker.manager.phase("rollout"):
+            next(generator)
+            raise ValueError("the user's")
+
+    with pytest.raises(ValueError, match="the user's"):
+        fails()
+    assert worker.manager.phase_name == "idle"
+    generator.close()  # type: ignore[attr-defined]
+    assert_nothing_resident(worker.manager)

@@ -187,3 +187,12 @@ def test_the_exit_code_is_the_programs(programs: Programs, code: str, status: in
         assert "Exception ignored" not in done.errors
     else:
         assert done.errors == ""
+
+
+def test_a_forked_child_that_ends_inside_a_phase_ends_as_it_wants() -> None:
+    worker = Worker()
+    phase = worker.manager.phase("train")
+    with phase:
+        in_child(lambda: phase.__exit__(SystemExit, SystemExit(5), None))
+        in_child(lambda: refused(lambda: phase.__exit__(None, None, None)))
+    assert_nothing_resident(worker.manager)

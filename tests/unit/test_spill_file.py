@@ -242,3 +242,27 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
             owner.wait()
             assert owner.stdout is not None
             owner.stdout.close()
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_without_threads_the_calling_one_does_the_rest(directory: SpillDirectory, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) >= most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(spill_file.BackgroundThread, "start", limited)
+    round_trip(directory, 5 * BLOCK + 3)
+    assert len(started) == most
+
+
+def test_an_advice_that_is_refused_is_no_error(directory: SpillDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+    round_trip(directory, 2 * BLOCK)

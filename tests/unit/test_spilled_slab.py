@@ -126,3 +126,20 @@ def test_released_memory_is_promised_to_nobody() -> None:
     renew(slab)
     slab.ready.wait()
     assert promised_bytes() == before
+
+
+def test_a_fill_that_fails_leaves_it_released_and_pins_nothing() -> None:
+    pinned: dict[int, int] = {}
+    slab = Slab(MIB, pinned.__setitem__, pinned.pop)
+    slab.ready.wait()
+    release(slab)
+
+    def broken() -> bool:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        renew(slab, broken)
+    assert (slab.held_bytes, resident_bytes(slab), pinned) == (0, 0, {})
+    renew(slab, lambda: True)
+    assert slab.ready.wait(10)
+    assert sum(pinned.values()) == slab.pinned_bytes == slab.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -89,7 +90,7 @@ class SpillFile:
         os.fdatasync(self._file)  # reports what buffered writes could not report
         if (found := os.fstat(self._file).st_size) < self.nbytes:
             raise OSError(errno.EIO, f"{self.nbytes:,} bytes were written, but the file has {found:,}", self.path)
-        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._leave_cache()
         return True
 
     def read(self, address: int, goes_on: GoesOn = always, look: Look | None = None) -> bool:
@@ -111,8 +112,12 @@ class SpillFile:
                 look(offset, nbytes)
 
         done = _in_parallel(self._blocks(), read, goes_on, DEPTH if look is None else DEPTH + _LOOKING)
-        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._leave_cache()
         return done
+
+    def _leave_cache(self) -> None:
+        with contextlib.suppress(OSError):  # an advice
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _blocks(self) -> list[tuple[int, int]]:
         return [(offset, min(BLOCK_BYTES, self.nbytes - offset)) for offset in range(0, self.nbytes, BLOCK_BYTES)]
@@ -174,8 +179,9 @@ def _in_parallel(blocks: Sequence[tuple[int, int]], work: Callable[[int, int], N
     threads = [BackgroundThread("placement-disk-io", take_all) for _ in range(min(num_threads, len(blocks)) - 1)]
     was_stopped = False
     try:
-        for thread in threads:
-            thread.start()
+        with contextlib.suppress(RuntimeError):  # the machine gives no more threads: those that run do all blocks
+            for thread in threads:
+                thread.start()
         while take():
             if left and not goes_on():
                 left.clear()

@@ -42,21 +42,21 @@ def renew(slab: Slab, fill: Callable[[], bool] | None = None) -> bool:
 
     Raises:
         HostMemoryError: there is not enough memory now. The slab stays as it was.
-        Exception: `fill` failed. The slab has its memory.
+        Exception: `fill` failed. The slab stays as it was.
     """
     size = round_up(slab.nbytes, PAGE)
     available = max(0, available_bytes() - promised_bytes())
     if size > available:
         raise HostMemoryError(f"host memory: asked for {size:,} bytes of a host copy that had left it, {available:,} available")
     slab.is_released = False
-    is_filled = True
+    is_filled = False
     try:
         is_filled = fill is None or fill()
     finally:
-        if is_filled:
-            slab.pin_again(is_touched=fill is not None)
-    if not is_filled:
-        slab.is_released = _dropped(slab)
+        if not is_filled:
+            slab.is_released = _dropped(slab)
+    if is_filled:
+        slab.pin_again(is_touched=fill is not None)
     return is_filled
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import bisect
 import ctypes
 import enum
+import errno
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from placement.core.errors import IntegrityError
+from placement.core.errors import HostMemoryError, IntegrityError
 from placement.core.journal import HandleCounters, logger
 from placement.devices.host.slab import Slab, tensor_at
 from placement.devices.host.spill_directory import SpillDirectory
@@ -25,6 +26,8 @@ from placement.devices.memory import HostSlab
 from placement.storage.disk.checksum import partial_checksum
 
 _NAN = 0xFF
+_FOR_NOW = (errno.ENOMEM, errno.EAGAIN)
+"""Errors of a read that tell of the kernel's memory, and nothing of the file."""
 
 
 class Place(enum.Enum):
@@ -253,6 +256,8 @@ class Spill:
             if not self._file.read(r.host.address, goes_on, self._look(r, found)):
                 return False
         except OSError as error:
+            if error.errno in _FOR_NOW:
+                raise HostMemoryError(f"the host copy of {self._name!r} cannot be read from the disk now: {error.strerror}") from error
             self._lost(r, range(len(r.starts)), f"could not be read from {self._file.path}: {error.strerror}")
             return True
         self._counters.disk_read_bytes += r.nbytes
