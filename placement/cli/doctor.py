@@ -75,7 +75,7 @@ def _transitions(device: Device, nbytes: int, link: LinkRates) -> TransitionSeco
     copying = (more_bytes / link.to_device_bytes_per_second, more_bytes / link.to_host_bytes_per_second, 0.0)
     seconds = zip(most, least, copying, strict=True)
     loaded, offloaded, skipped = (max(0.0, large - small - copy) / more_bytes for large, small, copy in seconds)
-    moving = max(alone, statistics.median(least))
+    moving = max(alone, statistics.median(least))  # these are timed with warm caches
     return TransitionSeconds(alone=alone, moving=moving, loaded_byte=loaded, offloaded_byte=offloaded, skipped_byte=skipped)
 
 

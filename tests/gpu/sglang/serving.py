@@ -51,13 +51,11 @@ def _in_flight(made: Job, url: str, pool: ThreadPoolExecutor, num_tokens: int) -
     begun = [threading.Event() for _ in range(IN_FLIGHT)]
     asked = zip(made.asked, begun, strict=False)
     futures = [pool.submit(server.complete_one, url, prompt, num_tokens, event) for prompt, event in asked]
-    until = time.monotonic() + 30
-    while not all(event.is_set() for event in begun):
-        answers = [future.result() for future in futures if future.done()]  # raises what a request met
-        assert not answers, f"answered already: {answers}"
-        assert time.monotonic() < until, "the requests are not in flight"
-        time.sleep(0.01)
-    assert not any(future.done() for future in futures)
+    for future, event in zip(futures, begun, strict=True):
+        future.add_done_callback(lambda _, event=event: event.set())  # one that fails is not waited for
+    assert all(event.wait(30) for event in begun), "the requests are not in flight"
+    answers = [future.result() for future in futures if future.done()]  # raises what a request met
+    assert not answers, f"answered already: {answers}"
     return futures
 
 
