@@ -130,7 +130,7 @@ class _Benchmark:
             recording = _timeline.recorded(
                 uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", self._folder / f"{_file_name(system)}.samples"
             )
-        with recording as timeline, self._output_kept(system):
+        with recording as timeline, self._record_kept(system):
             job = _verl_job.run(
                 self._folder / _file_name(system),
                 self._inputs,
@@ -148,14 +148,16 @@ class _Benchmark:
         return job
 
     @contextlib.contextmanager
-    def _output_kept(self, system: str) -> Iterator[None]:
-        """Keep what a run printed, beside the results, if it fails: vLLM's own errors come long before the end."""
+    def _record_kept(self, system: str) -> Iterator[None]:
+        """Keep what a run printed and wrote down, beside the results, if it fails: vLLM's own errors come long before the end."""
         try:
             yield
         except RuntimeError:
             self._results.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = self._results.path.with_name(f"{self._results.path.stem}_{_file_name(system)}.txt")
-            shutil.copy(self._folder / _file_name(system) / "output.txt", kept)
+            for name in ("output.txt", "steps.jsonl", "events.jsonl"):
+                file = self._folder / _file_name(system) / name
+                if file.exists():
+                    shutil.copy(file, self._results.path.with_name(f"{self._results.path.stem}_{_file_name(system)}_{name}"))
             raise
 
     def _write_steps(self, scenario: str, system: str, job: Job) -> None:
