@@ -15,7 +15,7 @@ from torch import nn, optim
 from placement import Manager, RegistrationError
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import assert_same
+from tests.support.worker import Worker, assert_same
 
 CPU = torch.device("cpu")
 CHUNK = 16384
@@ -593,3 +593,23 @@ def test_memory_of_a_parameter_for_that_of_its_state_is_refused_and_nothing_is_l
     with manager.phase("train"):
         assert_same(values(scene), expected)
     assert_nothing_resident(manager)
+
+
+def test_memory_of_two_modules_that_changed_places_is_refused_until_it_changes_back() -> None:
+    worker = Worker()
+    mine, its = worker.net[0].weight, worker.critic_net[0].weight
+
+    def swap() -> None:
+        mine.data, its.data = its.data, mine.data
+
+    worker.manager.enter("train")
+    expected = [mine.detach().clone(), its.detach().clone()]
+    swap()
+    with pytest.raises(RegistrationError, match=r"'0\.weight' of 'actor' lies in a storage that belongs to 'critic'"):
+        worker.manager.leave()
+    with pytest.raises(RegistrationError, match="belongs to 'critic'"), worker.manager.phase("train"):
+        assert_same([its, mine], expected)
+    swap()
+    with worker.manager.phase("train"):
+        assert_same([mine, its], expected)
+    assert_nothing_resident(worker.manager)
