@@ -47,7 +47,7 @@ class Unadopted:
         self._last = None
         new = walk()
         storages = [claim.storage for claim in (*new.stay, *new.transient)]
-        if storages and not new.relocated:
+        if storages:
             self._last = self._look(ranges, {*map(_CDATA, storages)})
         return _sum_of_bytes(storages)
 
