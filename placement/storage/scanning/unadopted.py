@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from placement.storage.range import Range
 from placement.storage.scanning.places import NewStorages
 from placement.tensors.owned import Adapter
 
@@ -20,7 +19,6 @@ _CDATA = operator.attrgetter("_cdata")
 
 
 class _Look(NamedTuple):
-    ranges: tuple[Range, ...]
     keys: list[int]
     """The storage of each tensor (`_cdata`)."""
     addresses: list[int]
@@ -36,30 +34,31 @@ class Unadopted:
         self._last: _Look | None = None
         """The last walk, if a quick look can tell that its result still holds."""
 
-    def measure(self, ranges: tuple[Range, ...], walk: Callable[[], NewStorages]) -> int:
+    def measure(self, walk: Callable[[], NewStorages]) -> int:
         """The bytes now.
 
         Args:
             walk: finds the storages that are not at their places, by a walk of all tensors.
         """
-        if self._last is not None and (found := self._again(self._last, ranges)) is not None:
+        if self._last is not None and (found := self._again(self._last)) is not None:
             return found
         self._last = None
         new = walk()
         storages = [claim.storage for claim in (*new.stay, *new.transient)]
         if storages:
-            self._last = self._look(ranges, {*map(_CDATA, storages)})
+            self._last = self._look({*map(_CDATA, storages)})
         return _sum_of_bytes(storages)
 
-    def _look(self, ranges: tuple[Range, ...], unadopted: set[int]) -> _Look | None:
+    def _look(self, unadopted: set[int]) -> _Look | None:
         if (found := self._adapter.unchanged()) is None:
             return None
         keys = _keys(_storages(found.tensors))
-        return _Look(ranges, keys, found.addresses, [number for number, key in enumerate(keys) if key in unadopted])
+        return _Look(keys, found.addresses, [number for number, key in enumerate(keys) if key in unadopted])
 
-    def _again(self, last: _Look, ranges: tuple[Range, ...]) -> int | None:
+    def _again(self, last: _Look) -> int | None:
         """The bytes, if the object owns the same tensors as at that look, in the same storages; else None."""
-        if last.ranges is not ranges or (found := self._adapter.unchanged()) is None or found.addresses != last.addresses:
+        # An offload would have given what lies in torch's own memory other addresses.
+        if (found := self._adapter.unchanged()) is None or found.addresses != last.addresses:
             return None
         storages = _storages(found.tensors)
         # A storage at a freed one's address may be larger, or another one.
