@@ -17,7 +17,7 @@ from placement.devices.cuda.pool_plan import plan as pool_plan
 from placement.forecasting.cycles import cycle_of
 from placement.forecasting.layout import ALONE, Layout
 from placement.forecasting.link import Link
-from placement.forecasting.models import Head, Part, module_of, parts_of
+from placement.forecasting.models import Head, Part, module_of, parts_of, remarks, undivided
 from placement.forecasting.optimizers import state_sizes
 from placement.forecasting.outcome import Costs, in_the_steady_state
 from placement.forecasting.ranges import RangedHandle, StorageSize
@@ -166,12 +166,16 @@ def forecast(
     if unknown := [name for name in costs.work_seconds if name not in {each.name for each in entered}]:
         raise ValueError(f"work seconds are given for {', '.join(map(repr, unknown))}, which the cycle does not have")
     budget = None if budget_bytes is None else _bytes(budget_bytes)
-    notes = []
+    notes: list[str] = []
     if budget is None and found is not None and found.free_bytes is not None:
         budget = int(found.free_bytes * (1 - _HEADROOM))
         notes.append(f"no budget was given: 80 % of the {found.free_bytes:,} free bytes of the device is used")
     sizing = device or (_Cuda() if found is None or found.chunk_bytes is None else _Cuda(chunk_bytes=found.chunk_bytes))
-    simulated = [each for name, given in handles.items() for each in _handles(name, given, layout, sizing)]
+    simulated: list[SimulatedHandle] = []
+    for name, given in handles.items():
+        made, remarked = _handles(name, given, layout, sizing)
+        simulated += made
+        notes += [each for each in remarked if each not in notes]
     limit = None if host_limit_bytes is None else _bytes(host_limit_bytes)
     notes += _notes(handles, simulated, layout, found, limit)
     return in_the_steady_state(
@@ -197,15 +201,16 @@ def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch
     return sum(part.nbytes for part in parts_of(module_of(source, _dtype(dtype), "lm"), ALONE, _dtype(dtype)))
 
 
-def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) -> list[SimulatedHandle]:
-    """The handles of one model: its own, and its optimizer's."""
+def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) -> tuple[list[SimulatedHandle], list[str]]:
+    """The handles of one model, its own and its optimizer's; and notes on what is not in their bytes."""
     if isinstance(given, Rollout):
-        return [EngineHandle(_facts(name, "engine", given.role, tags=given.tags), keeps_weights=given.keeps_weights)]
+        return [EngineHandle(_facts(name, "engine", given.role, tags=given.tags), keeps_weights=given.keeps_weights)], []
     role = given.role or (name if name in ROLES else None)
     dtype = _dtype(given.dtype)
     head = given.head or ("value" if role in _VALUE_ROLES else "lm")
     divided = ALONE if given.replicated or not given.sharded else layout
-    parts = parts_of(module_of(given.source, dtype, head), divided, dtype)
+    built = module_of(given.source, dtype, head)
+    parts, notes = parts_of(built, divided, dtype), [*remarks(given.source, dtype), *undivided(built, divided)]
     if not parts:
         raise ValueError(f"{name!r} has no tensors")
     module = RangedHandle(
@@ -217,10 +222,10 @@ def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) 
         shared_by=layout.ranks_per_node if given.replicated else 1,
     )
     if given.optimizer is None:
-        return [module]
+        return [module], notes
     state = state_sizes(given.optimizer, [each for part in parts for each in part.parameters], given.optimizer_options)
     facts = _facts(f"{name}.optimizer", "optimizer", role, owners=(name,))
-    return [module, RangedHandle(facts, sizing, unborn=state)]
+    return [module, RangedHandle(facts, sizing, unborn=state)], notes
 
 
 def _storage(part: Part, *, is_trained: bool) -> StorageSize:

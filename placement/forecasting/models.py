@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,11 @@ from placement.forecasting.layout import ALONE, Layout
 
 Head = Literal["lm", "value"]
 """The end of a model that a configuration describes: a language model's head, or one number a token (a critic, a reward model)."""
+_AUTO_CLASSES: Mapping[Head, Sequence[str]] = {
+    "lm": ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM"),
+    "value": ("AutoModelForTokenClassification", "AutoModelForSequenceClassification"),
+}
+"""The classes of transformers that build a model with such a head; the first one that knows the architecture is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +50,83 @@ def module_of(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dty
     """
     if isinstance(source, torch.nn.Module):
         return source
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    _check(path)
+    path = _config_file(source)
+    content = _content(path)
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(f"reading {path} needs transformers: pip install transformers, or give an nn.Module made on the meta device")
     transformers = importlib.import_module("transformers")
+    if content.get("auto_map") and content["model_type"] not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{path} describes a model whose code comes with its checkpoint (auto_map), and that code is not run; "
+            "build the model on the meta device and give it to placement.forecast"
+        )
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
+        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         if head == "value":
             config.num_labels = 1
-            auto = transformers.AutoModelForTokenClassification
-        else:
-            auto = _class_of(transformers, config)
+        auto = _class_of(transformers, config, head)
         dtype = dtype or getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         with torch.device("meta"):
-            module: torch.nn.Module = auto.from_config(config, dtype=dtype)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"transformers {transformers.__version__} cannot build a model from {path}: {error}") from error
+            module: torch.nn.Module = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # wrong numbers fail anywhere in the model's code, with every kind of exception
+        raise ValueError(f"transformers {transformers.__version__} cannot build a model from {path}: {_reason(error)}") from error
     return module
 
 
-def _check(path: Path) -> None:
+def remarks(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | None) -> list[str]:
+    """Sentences on what a configuration says and the bytes of its model do not show; none for a module.
+
+    Args:
+        dtype: of the weights, as it was asked for; None: as the configuration says.
+    """
+    if isinstance(source, torch.nn.Module):
+        return []
+    path = _config_file(source)
+    content, found = _content(path), []
+    named = content.get("dtype") or content.get("torch_dtype")
+    if quantization := content.get("quantization_config"):
+        method = quantization.get("quant_method", "quantized") if isinstance(quantization, Mapping) else quantization
+        found.append(f"{path} has a quantization_config ({method}); the weights are counted as if they were not quantized")
+    if dtype is None and not named:
+        found.append(f"{path} has no dtype; the weights of models that keep its dtype are counted in float32")
+    return found
+
+
+def _config_file(source: str | os.PathLike[str]) -> Path:
+    path = Path(source)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _content(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no model configuration {path}; give a config.json or a folder with one") from None
+        raise FileNotFoundError(
+            f"there is no model configuration {path}; give a config.json or a folder with one (names of a hub are not fetched)"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    missing = [key for key in ("model_type", "architectures") if not (isinstance(content, Mapping) and content.get(key))]
-    if missing:
-        raise ValueError(f"{path} names no {' and no '.join(missing)}, so it is no configuration of a transformers model")
+    if not isinstance(content, Mapping) or not isinstance(content.get("model_type"), str):
+        raise ValueError(f"{path} names no model_type, so it is no configuration of a transformers model")  # noqa: TRY004  # the file is wrong
+    return content
 
 
-def _class_of(transformers: Any, config: Any) -> Any:
-    """The class that builds the architecture: the auto class for text, else one for text and images."""
-    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+def _reason(error: Exception) -> str:
+    """The first paragraph of an error in one line, with the error's class where that says something."""
+    text = " ".join(str(error).split("\n\n")[0].split())
+    return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _class_of(transformers: Any, config: Any, head: Head) -> Any:
+    """The auto class that builds the architecture with such a head."""
+    for name in _AUTO_CLASSES[head]:
         auto = getattr(transformers, name, None)
         if auto is not None and type(config) in auto._model_mapping:
             return auto
-    raise ValueError(f"its architecture {', '.join(config.architectures)} generates no text; give an nn.Module on the meta device")
+    what = "that generates text" if head == "lm" else "with one number a token (a critic, a reward model)"
+    raise ValueError(
+        f"it has no class {what} for model_type {config.model_type!r}; build the model on the meta device and give it to placement.forecast"
+    )
 
 
 def parts_of(module: torch.nn.Module, layout: Layout = ALONE, dtype: torch.dtype | None = None) -> list[Part]:
@@ -130,6 +172,27 @@ def _tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
+_WHOLE = ("replicate", "sequence", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params")
+"""The beginnings of the styles of transformers that divide no parameter."""
+_EMBEDDINGS = {"embedding_rowwise": 0, "embedding_colwise": 1}
+
+
+def undivided(module: torch.nn.Module, layout: Layout) -> list[str]:
+    """A sentence where tensor parallelism leaves most of a model whole on every rank, because the model's plan does not name it."""
+    if layout.tensor_parallel == 1:
+        return []
+    splits, whole, total = _Splits(module, layout), 0, 0
+    for path, parameter in module.named_parameters():
+        total += parameter.nbytes
+        whole += parameter.nbytes if splits.dimension(path, parameter) is None else 0
+    if 2 * whole <= total:
+        return []
+    divided, model = f"{1 - whole / total:.0%}", type(module).__name__
+    return [
+        f"tensor parallelism divides {divided} of the weights of {model}, as its plan in transformers says; every rank has the others whole"
+    ]
+
+
 class _Splits:
     """The dimension of each parameter that tensor parallelism divides, from the plan that transformers gives a model."""
 
@@ -151,12 +214,16 @@ class _Splits:
                 raise ValueError(f"tensor_parallel {layout.tensor_parallel} does not divide the model's {name}, {heads}; choose a divisor")
 
     def dimension(self, name: str, parameter: torch.nn.Parameter) -> int | None:
+        """The dimension that is divided; None: every rank holds the whole parameter. A style of the parameter's own comes first."""
         module, _, own_name = name.rpartition(".")
-        style = next((style for pattern, style in self._styles if pattern.fullmatch(module) or pattern.fullmatch(name)), None)
-        if style is None or style.startswith(("replicate", "sequence")):
+        style = next((style for each in (name, module) for pattern, style in self._styles if pattern.fullmatch(each)), None)
+        if style is None or style.startswith(_WHOLE):
             return None
-        if parameter.dim() <= 2 and style.startswith(("colwise", "packed_colwise", "local_colwise", "embedding_rowwise")):
-            return 0
-        if parameter.dim() <= 2 and style.startswith(("rowwise", "packed_rowwise", "local_rowwise")):
-            return 1 if own_name != "bias" and parameter.dim() == 2 else None
+        style, dimensions = style.removeprefix("local_").removeprefix("packed_"), parameter.dim()
+        if style.startswith("colwise"):
+            return max(dimensions - 2, 0)  # of fused experts, (experts, out, in), the second one
+        if style.startswith("rowwise"):
+            return None if own_name == "bias" or dimensions < 2 else dimensions - 1
+        if style in _EMBEDDINGS:
+            return _EMBEDDINGS[style]
         raise ValueError(f"it is not known how tensor parallelism of the style {style!r} divides {name!r}; use tensor_parallel=1")

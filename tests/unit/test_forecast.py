@@ -173,9 +173,14 @@ def test_a_configuration_is_divided_as_its_own_plan_says(tmp_path: Path) -> None
     [
         (None, "there is no model configuration"),
         ("{", "is not JSON"),
-        ("[]", "names no model_type and no architectures"),
-        (json.dumps({"model_type": "qwen2"}), "names no architectures"),
+        ("[]", "names no model_type"),
+        (json.dumps({"architectures": ["Qwen2ForCausalLM"]}), "names no model_type"),
         (json.dumps(config(model_type="no-such-model")), "cannot build a model"),
+        (json.dumps(config(hidden_size=-64)), "cannot build a model .*: RuntimeError: .*negative dimension -64"),
+        (json.dumps(config(hidden_size="wide")), "cannot build a model .*'hidden_size'"),
+        (json.dumps(config(num_attention_heads=0)), "cannot build a model .*: ZeroDivisionError"),
+        (json.dumps(config(hidden_act="no-such-function")), "cannot build a model .*: KeyError: 'no-such-function'"),
+        (json.dumps(config(model_type="own", auto_map={"AutoConfig": "own.Config"})), "whose code comes with its checkpoint"),
     ],
 )
 def test_what_is_no_configuration_is_said(content: str | None, message: str, tmp_path: Path) -> None:
@@ -184,6 +189,59 @@ def test_what_is_no_configuration_is_said(content: str | None, message: str, tmp
         (tmp_path / "config.json").write_text(content)
     with pytest.raises((OSError, ValueError), match=message):
         placement.forecast({"actor": Model(tmp_path / "config.json")})
+
+
+def test_a_configuration_that_transformers_saves_before_there_is_a_model_is_enough(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    given = transformers.Qwen2Config(**{name: config()[name] for name in names})
+    given.save_pretrained(tmp_path)
+    assert "architectures" not in json.loads((tmp_path / "config.json").read_text())
+    made = transformers.AutoModelForCausalLM.from_config(given, dtype=torch.float32)
+    assert [part.nbytes for part in parts_of(module_of(tmp_path, None, "lm"))] == [part.nbytes for part in parts_of(made)]
+    (note,) = placement.forecast({"actor": Model(tmp_path)}).notes
+    assert note.endswith("has no dtype; the weights of models that keep its dtype are counted in float32")
+    assert not placement.forecast({"actor": Model(tmp_path, dtype="bf16")}).notes
+
+
+def test_weights_of_a_quantized_configuration_are_counted_whole_and_the_forecast_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = []
+    for more in ({}, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}):
+        (tmp_path / "config.json").write_text(json.dumps(config(dtype="bfloat16", **more)))
+        found.append(placement.forecast({name: Model(tmp_path, readonly=True) for name in ("ref", "reward")}))
+    assert found[0].host_bytes == found[1].host_bytes
+    assert not found[0].notes
+    assert len(found[1].notes) == 1
+    assert "quantization_config (gptq)" in found[1].notes[0]
+
+
+def test_the_models_of_a_head(tmp_path: Path) -> None:
+    """Not every architecture has every class: which one is taken, and what is said where there is none."""
+    pytest.importorskip("transformers")
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
+    kinds = {
+        "t5": {"model_type": "t5", **sizes},
+        "gemma": {**config(head_dim=16), "model_type": "gemma3_text"},
+        "mamba": {"model_type": "mamba", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1},
+    }
+    for name, content in kinds.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert type(module_of(tmp_path / "t5.json", None, "lm")).__name__ == "T5ForConditionalGeneration"
+    assert type(module_of(tmp_path / "gemma.json", None, "value")).__name__ == "Gemma3TextForSequenceClassification"
+    with pytest.raises(ValueError, match=r"no class with one number a token .* for model_type 'mamba'") as caught:
+        module_of(tmp_path / "mamba.json", None, "value")
+    assert len(str(caught.value)) < 300  # transformers' own message names every architecture that it has
+
+
+def test_a_plan_that_leaves_most_weights_whole_is_noted() -> None:
+    module = mlp()
+    module.tp_plan = {"0": "colwise"}  # type: ignore[assignment]
+    assert not placement.forecast({"actor": Model(module)}, layout=Layout(tensor_parallel=2)).notes
+    module.append(nn.Linear(256, 1024, bias=False, device="meta"))
+    (note,) = placement.forecast({"actor": Model(module)}, layout=Layout(tensor_parallel=2)).notes
+    assert note.startswith("tensor parallelism divides 33% of the weights of Sequential, ")
+    assert not placement.forecast({"actor": Model(module)}).notes
 
 
 def test_without_transformers_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,3 +281,63 @@ def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert [part.nbytes for part in told if part.parameters] == has
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        transformers.GPTNeoXConfig(vocab_size=768, hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4),
+        transformers.MixtralConfig(
+            vocab_size=768,
+            hidden_size=96,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        ),
+        transformers.DeepseekV3Config(
+            vocab_size=768,
+            hidden_size=96,
+            intermediate_size=192,
+            moe_intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) -> None:
+    """Dense models, fused experts, and attention whose projections the plan leaves whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ours = pytest.importorskip("transformers.distributed.tensor_parallel")
+    distributed = pytest.importorskip("transformers.distributed.configuration_utils")
+    if not hasattr(ours, "apply_tensor_parallelism") or not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
+        pytest.skip("this transformers divides its models in another way")
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    told = [each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters]
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        plan, _, _ = made._resolve_parallel_plans(distributed.DistributedConfig(tp_size=2))
+        with torch.device("meta"):
+            ours.apply_tensor_parallelism(made, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        has = [each.to_local().shape if isinstance(each, DTensor) else each.shape for each in made.parameters()]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert told == has
