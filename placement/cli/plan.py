@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from placement.core.errors import PlacementError
 from placement.core.settings import Settings, parse_bytes
 from placement.core.states import ROLES, WORKER_ROLES
 from placement.core.summary import readable
@@ -24,12 +25,18 @@ from placement.forecasting.table import comparison, table
 from placement.planning.policy_lookup import policy_names
 
 _TRAINED = ("actor", "critic")
+_OF_A_JOB = (
+    *("roles", "model_of", "dtype", "optimizer", "gradients", "replicated", "kv_cache", "rollout_weights", "rollout_tensor_parallel"),
+    *("discard_weights", "data_parallel", "shards", "tensor_parallel", "gpus_per_node", "cycle", "work", "steps", "host_limit"),
+    "worker_role",
+)
+"""Options that a trace has the facts for."""
 _DEFAULT_ROLES = {"grpo": "actor,ref", "ppo": "actor,critic,ref,reward"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one")
+    add("model", nargs="?", metavar="CONFIG", help="the actor's config.json of transformers, or a folder with one; nothing is downloaded")
     add("--from", dest="trace", metavar="TRACE", help="a trace of placement's own: what would that run have cost otherwise?")
     add("--worker", help="the worker's name, in a trace of several")
     add("--roles", help="which models there are (default actor,ref; for the cycle ppo actor,critic,ref,reward)")
@@ -44,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--discard-weights", action="store_true", help="the engine drops its weights when it sleeps (level 2)")
     for name, text in (("data-parallel", "replicas"), ("shards", "ranks that share each parameter (FSDP2)"), ("tensor-parallel", "")):
         add(f"--{name}", type=int, default=1, metavar="N", help=text or "ranks that share each layer")
-    add("--gpus-per-node", type=int, default=8, metavar="N")
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a machine; each rank has one (default 8)")
     add("--cycle", default="grpo", help=f"{', '.join(CYCLES)}, or phases: rollout,log_prob[actor+ref],train (default grpo)")
     add("--work", default="", metavar="PHASE=SECONDS,...", help="the duration of each phase without moves; a prefetch needs it")
     add(
@@ -70,12 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if (arguments.model is None) is (arguments.trace is None):
             raise ValueError("give a model's configuration, or --from with a trace; one of the two")
-        if arguments.trace is not None and arguments.host_limit:
-            raise ValueError("--host-limit is for a job that is planned; a trace does not say what was on the disk")
+        if arguments.trace is not None and (given := _given(arguments, _OF_A_JOB)):
+            raise ValueError(f"{given} describes a job that is planned; --from takes the job as the trace has it, so leave it out")
+        if arguments.trace is None and arguments.worker:
+            raise ValueError("--worker chooses a worker of a trace: give it with --from")
         if arguments.link and arguments.rate:
             raise ValueError("give --link or --rate, not both")
         settings = Settings.from_any(arguments.settings or {})
         chosen = _policies(arguments.compare or arguments.policy or settings.policy)
+        if not chosen:
+            raise ValueError(f"--compare names no policy; write some of {', '.join(policy_names())}, with commas between them")
         if any(":" in policy for policy in chosen) and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a console script does not search the working directory for modules
         forecast, lines = _job(arguments, settings) if arguments.trace is None else _recording(arguments, settings)
@@ -85,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = forecasts if arguments.trace is None else [by_phase(each) for each in forecasts]
         if arguments.chart:
             chart.write(Path(arguments.chart), shown)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, PlacementError) as error:
         print(f"placement plan: {error}", file=sys.stderr)
         return 2
     if arguments.json:
@@ -94,6 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join([*lines, comparison(shown) if len(shown) > 1 else table(shown[0])]))
     return int(not all(each.fits for each in forecasts))
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
+    """The first of these options that is not as it is by default; "" if there is none."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = parser.parse_args([])
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != getattr(defaults, name)), "")
 
 
 def _policies(text: str) -> list[str]:
@@ -148,6 +167,8 @@ def _job(arguments: argparse.Namespace, settings: Settings) -> tuple[Callable[[s
     models: dict[str, Any] = _models(arguments)
     if arguments.kv_cache or arguments.rollout_weights:
         models["rollout"] = _engine(arguments, models)
+    elif given := _given(arguments, ("rollout_tensor_parallel", "discard_weights")):
+        raise ValueError(f"{given} describes a rollout engine, and the job has none; give --kv-cache or --rollout-weights, too")
     work, steps = _work(arguments.work), _steps(arguments.steps)
     budget, link = _budget(arguments, settings), _link(arguments)
 
@@ -181,6 +202,8 @@ def _models(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"{option}: {', '.join(unknown)} is not among the job's roles; choose from {', '.join(ROLES)} and name them in --roles"
             )
+    if trained := [role for role in replicated if role in _TRAINED or role == "rollout"]:
+        raise ValueError(f"--replicated: {', '.join(trained)} is written to, and only readonly models share a host copy; leave it out")
     models: dict[str, Any] = {}
     for role in roles:
         is_trained = role in _TRAINED
@@ -201,9 +224,11 @@ def _engine(arguments: argparse.Namespace, models: Mapping[str, Any]) -> Any:
 
     if "rollout" in models:
         raise ValueError("--kv-cache and --rollout-weights describe the rollout engine: leave the role rollout out of --roles")
+    if arguments.rollout_tensor_parallel < 1:
+        raise ValueError(f"--rollout-tensor-parallel must be 1 or more, not {arguments.rollout_tensor_parallel}")
     whole = parse_bytes(arguments.rollout_weights) if arguments.rollout_weights else None
     if whole is None:
-        whole = -(-weights_bytes(arguments.model, "bfloat16") // max(1, arguments.rollout_tensor_parallel))
+        whole = -(-weights_bytes(arguments.model, "bfloat16") // arguments.rollout_tensor_parallel)
     return Rollout(whole, arguments.kv_cache or 0, keeps_weights=not arguments.discard_weights)
 
 

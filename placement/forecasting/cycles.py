@@ -36,7 +36,7 @@ def cycle_of(cycle: str | Sequence[str | SimulatedPhase], own: OwnPhases | None 
     phases = tuple(each if isinstance(each, SimulatedPhase) else _phase(each) for each in cycle)
     for each in phases:
         if each.name not in known:
-            near = difflib.get_close_matches(each.name, known, n=1)
+            near = difflib.get_close_matches(each.name.lower(), (*known, *CYCLES) if len(phases) == 1 else known, n=1)
             hint = f", did you mean {near[0]!r}?" if near else ";"
             raise ValueError(f"unknown phase {each.name!r}{hint} known: {', '.join(known)}. Declare your own in Settings.phases")
     while phases and phases[-1].name == IDLE:  # the step ends there anyway

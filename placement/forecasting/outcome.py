@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -40,7 +41,7 @@ class Costs:
         self.counts = counts or StepCounts()
         self.work_seconds = dict(work_seconds or {})
         for phase, seconds in self.work_seconds.items():
-            if not seconds >= 0:
+            if not 0 <= seconds < math.inf:
                 raise ValueError(f"the work seconds of phase {phase!r} must be 0 or more, not {seconds}")
 
     def arriving_bytes(self, phase: str) -> int:
@@ -86,7 +87,7 @@ def in_the_steady_state(
     Raises:
         PhaseError: a phase's `only` names a handle that there is not.
     """
-    simulation = Simulation(policy, handles, budget_bytes or NO_LIMIT, worker_role, own_phases, costs.arriving_bytes)
+    simulation = Simulation(policy, handles, _limit(budget_bytes), worker_role, own_phases, costs.arriving_bytes)
     host = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
     steps = _registered(simulation, host)
     of_phase = _row_maker(handles, costs)
@@ -103,6 +104,10 @@ def in_the_steady_state(
         steps += cycles[-1]
     notes = [*notes, *_over_the_limit([*rows[0], *rows[-1]], host_limit_bytes)]
     return summed_up(policy.name, budget_bytes, rows[-1], steps, handles, ranks_per_node, first=rows[0], notes=notes)
+
+
+def _limit(budget_bytes: int | None) -> int:
+    return NO_LIMIT if budget_bytes is None else budget_bytes
 
 
 def _over_the_limit(phases: Sequence[PhaseForecast], limit_bytes: int | None) -> list[str]:
@@ -144,7 +149,7 @@ def once(
     def arriving_bytes(_: str) -> int:
         return 0 if link is None else int(seconds * link.to_device_bytes_per_second)
 
-    simulation = Simulation(policy, handles, budget_bytes or NO_LIMIT, worker_role, own_phases, arriving_bytes)
+    simulation = Simulation(policy, handles, _limit(budget_bytes), worker_role, own_phases, arriving_bytes)
     costs = Costs(link)
     of_phase = _row_maker(handles, costs)
     steps = [*simulation.register()]

@@ -89,6 +89,12 @@ def test_a_job_that_does_not_fit_says_where_and_by_how_much(model: str, capsys: 
     assert f"({refused['over_bytes']:,} bytes) too many" in capsys.readouterr().out
 
 
+def test_a_budget_of_nothing_is_a_budget(model: str, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([model], ["--from", trace]):
+        assert main(["plan", *words, "--budget", "0"]) == 1
+        assert "it does not fit" in capsys.readouterr().out
+
+
 def test_policies_side_by_side(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = tmp_path / "plan.svg"
     policies = "colocated(drop_gradients=True, stream_sync=False),resident"
@@ -143,7 +149,18 @@ def test_a_run_that_was(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["MODEL", "--tensor-parallel", "3", "--gpus-per-node", "3"], "does not divide the model's num_attention_heads, 8"),
         (["MODEL", "--shards", "0"], "shards must be a whole number from 1 on"),
         (["MODEL", "--chart", "plan.png"], "give a name that ends in .svg"),
-        (["--from", "trace.json", "--host-limit", "1GiB"], "--host-limit is for a job that is planned"),
+        (["--from", "trace.json", "--host-limit", "1GiB"], "--host-limit describes a job that is planned"),
+        (["--from", "trace.json", "--shards", "8"], "--shards describes a job that is planned"),
+        (["MODEL", "--worker", "rank0"], "--worker chooses a worker of a trace"),
+        (["MODEL", "--compare", ","], "--compare names no policy"),
+        (["MODEL", "--policy", "colocatd"], "Did you mean 'colocated'"),
+        (["MODEL", "--cycle", "train[nobody]"], "no handle 'nobody'"),
+        (["MODEL", "--cycle", "GRPO"], "did you mean 'grpo'"),
+        (["MODEL", "--replicated", "actor"], "--replicated: actor is written to"),
+        (["MODEL", "--work", "train=inf"], "must be 0 or more, not inf"),
+        (["MODEL", "--kv-cache", "1GiB", "--rollout-tensor-parallel", "0"], "--rollout-tensor-parallel must be 1 or more, not 0"),
+        (["MODEL", "--rollout-tensor-parallel", "4"], "--rollout-tensor-parallel describes a rollout engine, and the job has none"),
+        (["MODEL", "--discard-weights"], "--discard-weights describes a rollout engine, and the job has none"),
         (["MODEL", "--roles", "actor,rollout", "--kv-cache", "1GiB"], "leave the role rollout out"),
         (["--from", "absent.json"], "there is no trace absent.json"),
     ],
@@ -168,7 +185,7 @@ def test_bad_input_is_said(
 def test_what_is_no_trace_is_said(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
-    assert main(["plan", "--from", str(path)]) == 1
+    assert main(["plan", "--from", str(path)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -183,4 +200,4 @@ def test_a_trace_of_several_workers_needs_a_name(trace: str, tmp_path: Path) -> 
     with pytest.raises(placement.PlacementError, match="several workers: choose one; it has rank1, rank2"):
         Recording.read(path)
     assert Recording.read(path, "rank2").worker == "rank2"
-    assert main(["plan", "--from", str(path), "--worker", "rank3"]) == 1
+    assert main(["plan", "--from", str(path), "--worker", "rank3"]) == 2
