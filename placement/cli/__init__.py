@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from placement.core.errors import PlacementError
+from placement.core.version import __version__
 
 COMMANDS = {
     "dashboards": "write Grafana dashboards, Prometheus rules and a configuration for both",
@@ -34,9 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words and words[0] == name:
             modules[name] = importlib.import_module(f"placement.cli.{name}")
             modules[name].add_arguments(subparser)
+    parser.add_argument("--version", action="version", version=f"placement {__version__}")
     parsed = parser.parse_args(words)
     try:
-        return int(modules[parsed.command].run(parsed))
+        status = int(modules[parsed.command].run(parsed))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it flushes at its end
+        return 1
+    except KeyboardInterrupt:
+        return 130  # as shells say it
     except PlacementError as error:
         print(f"placement {parsed.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    return status

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 
 import placement
+from placement.core.errors import PlacementError
 from placement.core.settings import parse_bytes
 from placement.core.summary import readable
 from placement.devices.base import Device
@@ -35,18 +37,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _bytes(text: str) -> int:
     try:
-        return parse_bytes(text)
+        nbytes = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if not nbytes:
+        raise argparse.ArgumentTypeError("no rate can be measured with 0 bytes; write 64MiB or more")
+    return nbytes
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the inspection. Returns 1 if something is not as it should be.
+    """Print the inspection. Returns 1 if something is not as it should be, 2 for a device's name that is none.
 
     Raises:
         PlacementError: the device does not exist, or has no room for the copies.
     """
-    device = select_device(arguments.device)
+    try:
+        device = select_device(arguments.device)
+    except ValueError as error:
+        print(f"placement doctor: --device: {error}", file=sys.stderr)
+        return 2
+    except PlacementError as error:
+        raise PlacementError(f"{error} For this command: placement doctor --device simulated:1GiB") from error
     try:
         found = examine(device, arguments.bytes)
     finally:
@@ -173,9 +184,10 @@ def table(found: Inspection) -> str:
 
 def _beside(found: TransitionSeconds) -> str:
     gib = 1e3 * (1 << 30)
-    parts = {"loaded": found.loaded_byte, "offloaded": found.offloaded_byte, "left unchanged": found.skipped_byte}
-    more = ", ".join(f"{gib * each:.2f} {name}" for name, each in parts.items())
-    return f"{1e3 * found.alone:.2f} ms, {1e3 * found.moving:.2f} if anything moves; beside the copies, ms a GiB: {more}"
+    parts = {"loaded": found.loaded_byte, "copied back": found.offloaded_byte, "offloaded without a copy": found.skipped_byte}
+    more = ", ".join(f"{gib * each:.2f} ms {name}" for name, each in parts.items())
+    alone, moving = (f"{1e3 * seconds:.2f} ms" for seconds in (found.alone, found.moving))
+    return f"{alone} where nothing moves, {moving} if anything moves; and for each GiB, on top of its copy: {more}"
 
 
 def _rate(bytes_per_second: float) -> str:

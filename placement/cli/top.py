@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _STYLES = {"CPU_OFFLOADED": "dim", "GPU_RESIDENT": "blue", "SYNCING": "cyan", "TRAINING": "yellow"}
+_LONG = ("handles on the device", "trouble", "remarks")
+"""Columns that are cut first where the terminal is narrow."""
 _HELP = "q quit   ↑ ↓ choose   enter show one worker's handles   s sort"
 _KEYS = {b"\x1b[A": "up", b"\x1bOA": "up", b"k": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"j": "down", b"\r": "enter", b"\n": "enter"}
 
@@ -100,7 +102,8 @@ class Screen:
 
         shown = next((view for view in self.views if view["name"] == self.detail), None)
         bad = sum(bool(trouble_of(view)) for view in self.views)
-        head = Text(f"placement top   {len(self.views)} workers, {bad} with trouble   by {SORTINGS[self.sorting].title}", style="bold")
+        count = f"{len(self.views)} worker{'s' * (len(self.views) != 1)}"
+        head = Text(f"placement top   {count}, {bad} with trouble   by {SORTINGS[self.sorting].title}", style="bold")
         if shown is not None and "snapshot" in shown:
             return Group(head, self._workers([shown], None), self._handles(shown), Text(_HELP, style="dim"))
         room = max(height - 6, 1)
@@ -128,14 +131,14 @@ def _table(columns: Sequence[str]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=column not in _LONG)
     return table
 
 
 def _text(cell: str) -> Any:
     from rich.text import Text
 
-    return Text(cell)  # not markup, because names come from users
+    return Text(cell, no_wrap=True, overflow="ellipsis")  # not markup, because names come from users
 
 
 def _live(places: Sequence[str], screen: Screen, interval: float, pool: concurrent.futures.Executor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +18,21 @@ from placement.observe.discovery import Target
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workers", nargs="+", metavar="WORKER", help="a worker's URL, a discovery URL, or a folder of discovery files")
     parser.add_argument("-o", "--output", default="placement-trace.json", help="the file to write (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="write only the last SECONDS")
+    parser.add_argument("--seconds", type=_seconds, help="write only the last SECONDS")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the trace, and print how many events it has.
 
     Raises:
-        PlacementError: a worker does not answer.
+        PlacementError: a worker does not answer, or the file cannot be written.
     """
     workers = find_targets(arguments.workers)
     query = "" if arguments.seconds is None else f"?seconds={arguments.seconds}"
@@ -33,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         count = _write(partial, workers, query)
         partial.replace(target)
+    except OSError as error:
+        raise PlacementError(f"cannot write {target}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
     print(f"{target}: {count:,} events of {len(workers)} worker{'s' * (len(workers) != 1)}; open it in https://ui.perfetto.dev")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +29,11 @@ def ask(url: str, *, timeout_seconds: float = ASK_SECONDS) -> bytes:
         with _OPENER.open(url, timeout=timeout_seconds) as answer:
             body: bytes = answer.read()
             return body
+    except urllib.error.HTTPError as error:
+        raise PlacementError(f"{url} answers {error.code} {error.reason}: is this the address of a placement worker?") from error
+    except urllib.error.URLError as error:
+        reason = error.reason.strerror if isinstance(error.reason, OSError) else None
+        raise PlacementError(f"{url} does not answer: {reason or error.reason}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise PlacementError(f"{url} does not answer: {error}") from error
 

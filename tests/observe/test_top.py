@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import io
 import json
 import os
 import pty
@@ -20,7 +22,7 @@ from torch import nn
 import placement
 from placement.cli import main
 from placement.cli.top import Screen, decode
-from placement.cli.workers import trouble_of
+from placement.cli.workers import look, trouble_of
 from placement.observe.discovery import Identity
 from placement.testing import SimulatedDevice
 
@@ -123,6 +125,21 @@ def test_an_empty_run_can_be_looked_at() -> None:
         assert screen.press(key)
     assert screen.detail is None
     assert screen.render(24) is not None
+
+
+def test_a_terminal_of_80_columns_shows_names_phases_and_sizes_whole(workers: list[placement.Manager], tmp_path: Path) -> None:
+    console = pytest.importorskip("rich.console").Console(width=80, file=io.StringIO())
+    screen = Screen("name")
+    with workers[1].phase("log_prob"), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        screen.take(look([str(tmp_path)], pool))
+    screen.views.append({"name": "node0/rank11", "labels": {}, "error": "http://127.0.0.1:9/workers does not answer: Connection refused"})
+    console.print(screen.render(24))
+    lines = console.file.getvalue().splitlines()
+    assert "3 workers, 1 with trouble" in lines[0]
+    (row,) = [line for line in lines if "node0/rank10" in line]
+    assert row.split()[1:4] == ["log_prob", "8", "KiB"]
+    (row,) = [line for line in lines if "node0/rank11" in line]
+    assert "…" in row
 
 
 @pytest.mark.parametrize(

@@ -178,5 +178,18 @@ def test_the_command_puts_workers_side_by_side(manager: placement.Manager, tmp_p
     assert "of 2 workers" in capsys.readouterr().out
     assert {event["pid"] for event in events_of(path, "X")} == {1, 2}
     assert main(["trace", one.url, "-o", str(tmp_path / "gone.json")]) == 1
-    assert "does not answer" in capsys.readouterr().err
+    assert "does not answer: Connection refused\n" in capsys.readouterr().err
+
+
+def test_mistakes_in_the_command_are_said(manager: placement.Manager, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with manager.serve() as server:
+        assert main(["trace", server.url, "-o", str(tmp_path / "absent/trace.json")]) == 1
+        assert f"cannot write {tmp_path / 'absent/trace.json'}: No such file" in capsys.readouterr().err
+        assert main(["trace", f"{server.url}/metrics", "-o", str(tmp_path / "trace.json")]) == 1
+        assert "answers 404 Not Found: is this the address of a placement worker?" in capsys.readouterr().err
+    for seconds in ("-3", "0", "nan", "long"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["trace", "http://127.0.0.1:9", "--seconds", seconds])
+        assert "--seconds" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
     assert not (tmp_path / "gone.json").exists()

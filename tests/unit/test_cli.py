@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+import placement
 from placement.cli import COMMANDS, main
 from placement.cli.grpo import Characters, Recipe, grpo_loss, judge, positions_of
 from placement.cli.timeline import PhaseRow, Span, Style, mebibytes, phase_table, timeline
@@ -131,6 +135,33 @@ def test_an_error_of_placement_is_one_line_and_exits_1(capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert error.startswith("placement demo: PolicyError: ")
     assert "Traceback" not in error
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"placement {placement.__version__}\n"
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("placement.cli.status.run", interrupted)
+    assert main(["status"]) == 130
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "placement", "explain"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_characters_pad_on_the_left_and_come_back() -> None:

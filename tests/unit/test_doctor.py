@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from placement import DeviceMemoryError, PlacementError
 from placement.cli import main
@@ -143,5 +144,17 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--bytes", "3x"])
     assert "'3x'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--device", "simulated:64MiB", "--bytes", "0"])
+    assert "no rate can be measured with 0 bytes" in capsys.readouterr().err
+    for name, message in (("simulated", "write how much memory it has"), ("bogus", "'bogus' is not known")):
+        assert main(["doctor", "--device", name]) == 2
+        assert message in capsys.readouterr().err
     assert main(["doctor", "--device", "simulated:256KiB"]) == 1
     assert "DeviceMemoryError" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_command_says_which_option_goes_without(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 1
+    assert "placement doctor --device simulated:1GiB" in capsys.readouterr().err
