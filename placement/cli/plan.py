@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = [each.model_dump(mode="json") for each in forecasts]
         print(json.dumps(found if arguments.compare else found[0], indent=1))
     else:
-        print("\n".join([*lines, comparison(shown) if len(shown) > 1 else table(shown[0])]))
+        print("\n".join([*lines, comparison(shown, chosen) if len(shown) > 1 else table(shown[0])]))
     return int(not all(each.fits for each in forecasts))
 
 

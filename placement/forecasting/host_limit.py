@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from placement.core.errors import HostMemoryError
 from placement.core.states import State
-from placement.planning.host_need import UseHistory, by_need
+from placement.planning.host_need import HostShare, UseHistory, by_need, check_fits_host
 from placement.planning.simulated_handles import Moved, SimulatedHandle
 from placement.planning.simulation import Step
 from placement.storage.disk.room import HostCopy, next_step
@@ -68,10 +69,20 @@ class HostLimit:
         """The handles, soonest needed first, as of the last phase transition."""
         self._written_bytes = self._read_bytes = self._most_bytes = 0
 
-    def admit(self, handle: SimulatedHandle) -> None:
-        """Make room for a handle that is registered now."""
+    def admit(self, handle: SimulatedHandle) -> str:
+        """Make room for a handle that is registered now. Returns why a manager refuses the registration; "" where it does not."""
+        shares = {
+            name: HostShare(copy.nbytes, copy.nbytes if copy.is_fixed else 0, copy.nbytes if copy.place == "memory" else 0)
+            for name, copy in self._copies.items()
+        }
+        try:
+            check_fits_host(handle.name, handle.host_bytes, handle.facts.owners, shares, self._limit_bytes)
+            refused = ""
+        except HostMemoryError as error:
+            refused = str(error).partition("\n")[0]
         self._make_room(handle.host_bytes, ())
         self._copies[handle.name] = _Copy(handle)
+        return refused
 
     def follow(self, step: Step) -> tuple[Step, DiskUse]:
         """Follow a phase transition that the simulation has just made.

@@ -89,7 +89,7 @@ def in_the_steady_state(
     """
     simulation = Simulation(policy, handles, _limit(budget_bytes), worker_role, own_phases, costs.arriving_bytes)
     host = None if host_limit_bytes is None else HostLimit(host_limit_bytes)
-    steps = _registered(simulation, host)
+    steps, refused = _registered(simulation, host)
     of_phase = _row_maker(handles, costs)
     cycles: list[list[Step]] = []
     rows: list[tuple[PhaseForecast, ...]] = []
@@ -103,7 +103,7 @@ def in_the_steady_state(
         rows.append(tuple(found))
         steps += cycles[-1]
     notes = [*notes, *_over_the_limit([*rows[0], *rows[-1]], host_limit_bytes)]
-    return summed_up(policy.name, budget_bytes, rows[-1], steps, handles, ranks_per_node, first=rows[0], notes=notes)
+    return summed_up(policy.name, budget_bytes, rows[-1], steps, handles, ranks_per_node, first=rows[0], notes=notes, refused=refused)
 
 
 def _limit(budget_bytes: int | None) -> int:
@@ -118,14 +118,15 @@ def _over_the_limit(phases: Sequence[PhaseForecast], limit_bytes: int | None) ->
     return [f"in {names} so much is needed at once that host memory goes over the limit, up to {most:,} bytes"]
 
 
-def _registered(simulation: Simulation, host: HostLimit | None) -> list[Step]:
-    """Register the handles one after the other."""
+def _registered(simulation: Simulation, host: HostLimit | None) -> tuple[list[Step], list[str]]:
+    """Register the handles one after the other. Returns also why the limit on host memory refuses some of them."""
     handles, steps, registering = simulation.handles, [], simulation.register()
+    refused = []
     for handle in handles:
         if host is not None:
-            host.admit(handle)
+            refused.append(host.admit(handle))
         steps.append(_follow(next(registering), host)[0])
-    return steps
+    return steps, [each for each in refused if each]
 
 
 def _follow(step: Step, host: HostLimit | None) -> tuple[Step, DiskUse]:
@@ -211,6 +212,7 @@ def summed_up(
     *,
     first: tuple[PhaseForecast, ...] = (),
     notes: Sequence[str] = (),
+    refused: Sequence[str] = (),
 ) -> Forecast:
     stalls = [each.stall_seconds for each in phases if each.stall_seconds is not None]
     found = tuple(_handle(each, ranks_per_node) for each in handles)
@@ -229,7 +231,8 @@ def summed_up(
         node_host_bytes=(host_bytes - shared_bytes) * ranks_per_node + sum(each.host_bytes_of_all for each in shared),
         disk_bytes=disk_bytes,
         node_disk_bytes=disk_bytes * ranks_per_node,
-        fits=not any(step.is_refused for step in steps),
+        fits=not (refused or any(step.is_refused for step in steps)),
+        refused_registrations=tuple(refused),
         over_bytes=max(step.over_bytes for step in steps),
         stall_seconds=sum(stalls) if len(stalls) == len(phases) else None,
         loaded_bytes=sum(each.loaded_bytes for each in phases),

@@ -90,7 +90,9 @@ class Forecast(_Frozen):
     node_disk_bytes: int = 0
     """Bytes of the files of all ranks of a node."""
     fits: bool
-    """Whether every phase fits, the first cycle included."""
+    """Whether every registration and every phase fits, the first cycle included."""
+    refused_registrations: tuple[str, ...] = ()
+    """Why the limit on host memory refuses registrations, a sentence for each; empty where it refuses none."""
     over_bytes: int = 0
     """Bytes by which the largest phase misses the budget."""
     stall_seconds: float | None

@@ -22,32 +22,39 @@ def table(forecast: Forecast) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def comparison(forecasts: Sequence[Forecast]) -> str:
-    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums."""
-    first = forecasts[0]
+def comparison(forecasts: Sequence[Forecast], heads: Sequence[str] = ()) -> str:
+    """Several forecasts side by side: the device bytes and the stall of each phase, then the sums.
+
+    Args:
+        heads: of the columns, such as policies with their options; empty: the policies' names.
+    """
+    first, heads = forecasts[0], heads or [each.policy for each in forecasts]
+    widths = [max(24, len(head) + 2) for head in heads]
     left = max(len("phase"), *(len(_name(each)) for each in first.phases), len("host, this rank")) + 2
-    lines = [f"budget {_budget(first)}", "", _row("", left, [each.policy for each in forecasts])]
-    lines.append(_row("phase", left, ["device     stall s"] * len(forecasts)))
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        return f"{name:<{left}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    lines = [f"budget {_budget(first)}", "", row("", heads)]
+    lines.append(row("phase", ["device     stall s"] * len(forecasts)))
     for index, phase in enumerate(first.phases):
-        lines.append(_row(_name(phase), left, [_device_and_stall(each.phases[index]) for each in forecasts]))
+        lines.append(row(_name(phase), [_device_and_stall(each.phases[index]) for each in forecasts]))
     lines.append("")
-    lines.append(_row("peak", left, [readable(each.peak_bytes) for each in forecasts]))
-    lines.append(_row("loaded", left, [readable(each.loaded_bytes) for each in forecasts]))
-    lines.append(_row("offloaded", left, [readable(each.offloaded_bytes) for each in forecasts]))
-    lines.append(_row("host, this rank", left, [readable(each.host_bytes) for each in forecasts]))
+    lines.append(row("peak", [readable(each.peak_bytes) for each in forecasts]))
+    lines.append(row("loaded", [readable(each.loaded_bytes) for each in forecasts]))
+    lines.append(row("offloaded", [readable(each.offloaded_bytes) for each in forecasts]))
+    lines.append(row("host, this rank", [readable(each.host_bytes) for each in forecasts]))
     if any(each.disk_bytes for each in forecasts):
-        lines.append(_row("disk, this rank", left, [_size(each.disk_bytes) for each in forecasts]))
-    lines.append(_row("stall", left, [_seconds(each.stall_seconds, " s") for each in forecasts]))
-    lines.append(_row("fits", left, ["yes" if each.fits else f"no, {readable(each.over_bytes)} over" for each in forecasts]))
+        lines.append(row("disk, this rank", [_size(each.disk_bytes) for each in forecasts]))
+    lines.append(row("stall", [_seconds(each.stall_seconds, " s") for each in forecasts]))
+    lines.append(row("fits", [_fits(each) for each in forecasts]))
+    notes = dict.fromkeys(note for each in forecasts for note in (*each.refused_registrations, *each.notes))
+    lines += [f"note: {note}" for note in notes]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _line(name: str, left: int, cells: Sequence[str]) -> str:
     return f"{name:<{left}}" + "".join(f"{cell:>11}" for cell in cells)
-
-
-def _row(name: str, left: int, cells: Sequence[str]) -> str:
-    return f"{name:<{left}}" + "".join(f"{cell:>24}" for cell in cells)
 
 
 def _name(phase: PhaseForecast) -> str:
@@ -82,6 +89,8 @@ def _troubles_at_first(forecast: Forecast) -> list[str]:
     """Lines about phases that fail in the first step alone, or at registration."""
     if forecast.fits or any(not each.fits for each in forecast.phases):
         return []
+    if forecast.refused_registrations:
+        return ["", "registration is refused:", *forecast.refused_registrations]
     troubles = [f"{_name(each)}: {text}" for each in forecast.first_phases if not each.fits for text in _troubles(each)]
     return ["", "in the first step, or at registration:", *(troubles or [f"{readable(forecast.over_bytes)} too many"])]
 
@@ -103,10 +112,16 @@ def _sums(forecast: Forecast) -> list[str]:
     lines.append(f"moved {per:<15} {readable(forecast.loaded_bytes)} loaded, {readable(forecast.offloaded_bytes)} offloaded")
     stall = forecast.stall_seconds
     lines.append(f"stall {per:<15} {_seconds(stall, ' s')}" + (" (no link given: see placement doctor --json)" if stall is None else ""))
-    verdict = "everything fits" if forecast.fits else f"it does not fit: {readable(forecast.over_bytes)} too many"
-    if forecast.budget_bytes is None:
-        verdict = "no budget given"
+    verdict = "everything fits" if forecast.budget_bytes is not None else "no budget given"
+    if not forecast.fits:
+        verdict = f"it does not fit: {readable(forecast.over_bytes)} too many" if forecast.over_bytes else "it does not fit"
     return [*lines, *(f"note: {note}" for note in forecast.notes), verdict]
+
+
+def _fits(forecast: Forecast) -> str:
+    if forecast.fits:
+        return "yes"
+    return f"no, {readable(forecast.over_bytes)} over" if forecast.over_bytes else "no"
 
 
 def _size(nbytes: int) -> str:

@@ -74,6 +74,28 @@ def forecast(case: Case, *, layout: Layout | None = None) -> placement.Forecast:
     )
 
 
+@pytest.mark.parametrize("limit", [1, 3, 5.9, 6, 7.5])
+@pytest.mark.parametrize("roles", [GRPO, PPO], ids=["GRPO", "PPO"])
+def test_a_registration_that_a_manager_refuses_is_foreseen(limit: float, roles: Mapping[str, bool], tmp_path: Path) -> None:
+    manager = placement.Manager(
+        device=SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES), host_limit_bytes=int(limit * MIB), disk_directory=str(tmp_path)
+    )
+    models = {role: net() for role in roles}
+    optimizers = {role: torch.optim.AdamW(models[role].parameters()) for role, is_trained in roles.items() if is_trained}
+    refused = ""
+    try:
+        for role, is_trained in roles.items():
+            manager.register(role, models[role], role=role, readonly=not is_trained)
+            if is_trained:
+                manager.register(f"{role}.optimizer", optimizers[role])
+    except placement.HostMemoryError as error:
+        refused = str(error).partition("\n")[0]
+    manager.close()
+    told = forecast(Case(limit, roles=roles))
+    assert told.refused_registrations[:1] == ((refused,) if refused else ())
+    assert told.fits is not bool(refused)
+
+
 def measure(case: Case, directory: Path, cycles: int = 8) -> list[list[tuple[object, ...]]]:
     """The phases of each cycle with the bytes that left the device, those that the disk wrote and read, and the bytes of the files."""
     device = SimulatedDevice(1 << 30, chunk_bytes=CHUNK_BYTES)

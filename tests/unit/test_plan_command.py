@@ -65,6 +65,14 @@ def test_a_limit_on_host_memory(model: str, capsys: pytest.CaptureFixture[str]) 
     assert "on disk: none" not in text
     assert main(["plan", model, "--host-limit", "10GiB"]) == 0
     assert "on disk: none" in capsys.readouterr().out
+    assert main(["plan", model, "--host-limit", "100MiB"]) == 1  # a manager refuses to register the optimizer
+    text = capsys.readouterr().out
+    assert "registration is refused:\n'actor.optimizer' together with actor, which it steps, needs" in text
+    assert text.endswith("it does not fit\n")
+    assert main(["plan", model, "--host-limit", "100MiB", "--compare", "colocated,resident"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("actor.optimizer' together with actor") == 1
+    assert "yes" not in text
 
 
 def test_a_job_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +112,7 @@ def test_policies_side_by_side(model: str, tmp_path: Path, capsys: pytest.Captur
     assert "resident" in text
     assert "critic" not in head
     assert out.count("yes") == 2
+    assert text.splitlines()[2].strip().split("                ") == policies.rsplit(",", 1)  # options tell two columns of one policy apart
     assert chart.read_text().startswith("<svg")
     assert main(["plan", *words, "--json"]) == 0
     assert [each["policy"] for each in json.loads(capsys.readouterr().out)] == ["colocated", "resident"]
