@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             import rich  # noqa: F401 (only checks whether it is installed)
         except ImportError as error:
-            raise PlacementError("placement top needs rich: pip install 'placement[top]', or use placement status") from error
+            raise PlacementError("placement top needs rich: pip install rich, or use placement status") from error
         return _live(places, Screen(arguments.sort), arguments.interval, pool)
 
 

@@ -32,7 +32,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise PlacementError("ray is not installed here: pip install 'placement[ray]'") from error
+        raise PlacementError("ray is not installed here: pip install ray") from error
     if not ray.is_initialized():
         raise PlacementError("this process is not connected to a Ray cluster: call ray.init() first")
     return ray

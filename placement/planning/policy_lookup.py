@@ -71,6 +71,13 @@ class _Options(NamedTuple):
         return bool(self.positional or self.named)
 
 
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is none; write True, False, None, a number, or a word in quotes: 'optimizer_step'") from None
+
+
 def _with_options(spec: str) -> tuple[str, _Options]:
     """Split into the name in front of the bracket, and the options inside."""
     name, bracket, rest = spec.partition("(")
@@ -80,8 +87,8 @@ def _with_options(spec: str) -> tuple[str, _Options]:
         call = ast.parse(f"policy({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or any(each.arg is None for each in call.keywords):
             raise ValueError("expected one pair of brackets")
-        positional = tuple(ast.literal_eval(each) for each in call.args)
-        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        positional = tuple(_literal(each) for each in call.args)
+        named = {str(each.arg): _literal(each.value) for each in call.keywords}
     except (SyntaxError, ValueError) as exc:
         raise PolicyError(f"policy {spec!r}: options are literals in brackets, as in 'colocated(drop_gradients=True)': {exc}") from exc
     return name.strip(), _Options(positional, named)

@@ -144,7 +144,8 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("colocated(drop_gradients=true)", "options are literals"),
+            ("colocated(drop_gradients=true)", "options are literals.*: true is none; write True, False"),
+            ("colocated(optimizer_step)", "options are literals.*: optimizer_step is none; .* a word in quotes: 'optimizer_step'"),
             ("colocated(__import__('os').getpid())", "options are literals"),
             ("colocated(**{'stream_sync': True})", "options are literals"),
             ("colocated(*[1])", "options are literals"),

@@ -56,7 +56,7 @@ class Driver:
         except ImportError as exc:
             raise PlacementError(
                 f"cuda:{index}: CUDA virtual memory needs cuda-bindings, which cannot be imported ({exc}). "
-                f"For this torch (CUDA {torch.version.cuda}): pip install 'cuda-bindings=={major}.*', or 'placement[cuda{major}]'"
+                f"For this torch (CUDA {torch.version.cuda}): pip install 'cuda-bindings=={major}.*'"
             ) from exc
         torch.cuda.init()
         torch.cuda.synchronize(index)  # makes the runtime create the primary context now instead of later
