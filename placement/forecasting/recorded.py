@@ -72,9 +72,26 @@ class Recording:
 
         Raises:
             OSError: the file cannot be read.
-            PlacementError: it is no trace of placement's, does not have the worker, or was written after the manager was closed.
+            PlacementError: it is no trace of placement's, does not have the worker, has no phase, or was written after the manager was
+                closed.
         """
-        events = _events(Path(path))
+        try:
+            made = cls._read(Path(path), worker)
+            for facts in made.facts:
+                made._handle(facts)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlacementError(
+                f"{path} is no trace that this version of placement wrote, or it was changed: {type(error).__name__}: {error}"
+            ) from error
+        if not made.phases:
+            raise PlacementError(
+                f"{path} has no phase of the worker {made.worker}: write the trace after a step, before the manager is closed"
+            )
+        return made
+
+    @classmethod
+    def _read(cls, path: Path, worker: str | None) -> Recording:
+        events = _events(path)
         names = {event["pid"]: str(event["args"]["name"]) for event in events if event.get("name") == "process_name"}
         ours = {event["pid"]: event["args"] for event in events if event.get("name") == MANAGER_EVENT}
         if not ours:

@@ -276,7 +276,7 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             lambda world: world.model._apply(lambda t: t.clone()),
             _write(lambda t: setattr(t, "data", t.data * 2)),
         ),
-        "`share_memory()`, parameters sent through a queue (on a GPU `share_memory()` does nothing, and the queue raises torch's own error)": (
+        "`share_memory()`, parameters sent through a queue (on a GPU the first does nothing, and the queue raises torch's own error)": (
             lambda world: world.model.share_memory(),
             _sent_through_a_queue,
         ),

@@ -198,6 +198,29 @@ def test_what_is_no_trace_is_said(content: str, message: str, tmp_path: Path, ca
     assert message in capsys.readouterr().err
 
 
+def test_a_trace_without_phases_is_refused(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event for event in events if event.get("cat") != "phase"]}))
+    assert main(["plan", "--from", str(path)]) == 2
+    assert "write the trace after a step, before the manager is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "inside"), [("ts", False), ("tid", False), ("bytes", True), ("policy", True), ("num_bytes", True)])
+def test_a_trace_that_lacks_something_is_no_traceback(
+    key: str, inside: bool, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    for event in events:
+        arguments = event.get("args", {})
+        for each in (arguments, *arguments.get("handles", ())) if inside else (event,):
+            each.pop(key, None)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert main(["plan", "--from", str(path)]) == 2
+    assert f"is no trace that this version of placement wrote, or it was changed: KeyError: '{key}'" in capsys.readouterr().err
+
+
 def test_a_trace_of_several_workers_needs_a_name(trace: str, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = json.loads(Path(trace).read_text())["traceEvents"]
     both = [{**event, "pid": pid} for pid in (1, 2) for event in events]
