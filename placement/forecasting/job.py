@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from placement.core.settings import Settings, parse_bytes
-from placement.core.states import KV_CACHE, ROLES, WEIGHTS, HandleView, OwnPhases, Policy, State
+from placement.core.states import KV_CACHE, ROLES, WEIGHTS, WORKER_ROLES, HandleView, OwnPhases, Policy, State
 from placement.devices.adoption import Adopter, can_swap
 from placement.devices.cuda.device import CHUNK_BYTES
 from placement.devices.cuda.pool_plan import plan as pool_plan
@@ -91,8 +91,11 @@ class Model:
             raise ValueError("a forecast knows replicated models that are not trained: give readonly=True")
         if self.gradients not in get_args(Gradients):
             raise ValueError(f"gradients must be one of {', '.join(get_args(Gradients))}, not {self.gradients!r}")
-        if self.role is not None and self.role not in ROLES:
-            raise ValueError(f"role {self.role!r} is none of {', '.join(ROLES)}")
+        if self.head is not None and self.head not in get_args(Head):
+            raise ValueError(f"head must be one of {', '.join(get_args(Head))}, or None, not {self.head!r}")
+        if not isinstance(self.optimizer, str | type | None):
+            raise ValueError(f"optimizer is an object of {type(self.optimizer).__name__}; give its class, and optimizer_options")  # noqa: TRY004 - as below
+        _check_role(self.role)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,9 @@ class Rollout:
     keeps_weights: bool = True
     """Whether its sleep keeps the weights on the host (level 1). Else they are dropped, and the next weight sync fills them (level 2)."""
     role: str | None = "rollout"
+
+    def __post_init__(self) -> None:
+        _check_role(self.role)
 
     @property
     def tags(self) -> dict[str, int]:
@@ -152,14 +158,15 @@ def forecast(
         device: whose chunks the bytes are counted in: a `Device`. None: a CUDA device.
 
     Raises:
-        ValueError: a model's file, the layout, the cycle or a number is wrong.
+        ValueError: a model's file, the layout, the cycle, a role or a number is wrong.
+        TypeError: a handle is described by something else than a `Model` or a `Rollout`.
         OSError: a file cannot be read.
         ImportError: transformers is needed and not installed.
         PolicyError: the policy cannot be found or constructed.
         PhaseError: a phase's `only` names a handle that there is not.
     """
-    if not handles:
-        raise ValueError("there is no handle to forecast; give at least one model")
+    _check(handles, worker_role)
+    phases = Settings.from_any({"phases": phases}).phases if phases else None
     found = None if link is None else Link.of(link)
     entered = cycle_of(cycle, phases)
     costs = Costs(found, work_seconds, StepCounts(steps, [each.name for each in entered]))
@@ -190,6 +197,25 @@ def forecast(
         host_limit_bytes=limit,
         notes=notes,
     )
+
+
+def _check(handles: Mapping[str, Model | Rollout], worker_role: str) -> None:
+    if not handles:
+        raise ValueError("there is no handle to forecast; give at least one model")
+    for name, given in handles.items():
+        if not isinstance(given, Model | Rollout):
+            raise TypeError(f"handle {name!r} is described by an object of {type(given).__name__}; give a Model(...) or a Rollout(...)")
+        if isinstance(given, Model) and given.optimizer is not None and f"{name}.optimizer" in handles:
+            raise ValueError(
+                f"the optimizer of {name!r} becomes the handle '{name}.optimizer'; give the other handle of this name another one"
+            )
+    if worker_role not in WORKER_ROLES:
+        raise ValueError(f"worker_role must be one of {', '.join(WORKER_ROLES)}, not {worker_role!r}")
+
+
+def _check_role(role: str | None) -> None:
+    if role is not None and role not in ROLES:
+        raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
 
 
 def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch.dtype | str | None = None) -> int:
@@ -265,7 +291,9 @@ def _is_shared(handles: Mapping[str, Model | Rollout]) -> bool:
 
 
 def _bytes(given: int | str) -> int:
-    nbytes = parse_bytes(given) if isinstance(given, str) else given
+    nbytes: object = parse_bytes(given) if isinstance(given, str) else given
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool):
+        raise ValueError(f'{nbytes!r} is no number of bytes; write a whole number, or text such as "12GiB"')  # noqa: TRY004 - as below
     if nbytes < 0:
         raise ValueError(f"a number of bytes must be 0 or more, not {nbytes}")
     return nbytes
@@ -274,7 +302,7 @@ def _bytes(given: int | str) -> int:
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     if given is None or isinstance(given, torch.dtype):
         return given
-    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(given, given), None)
+    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(given, str(given)), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{given!r} is no dtype of torch; write bfloat16, float16 or float32")  # noqa: TRY004  # the text is wrong
     return found

@@ -297,11 +297,25 @@ def test_the_state_of_optimizers() -> None:
         (lambda: placement.forecast({"actor": Model(mlp())}, work_seconds={"train": -1}), "must be 0 or more"),
         (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes="lots"), "not a number of bytes"),
         (lambda: placement.forecast({"actor": Model(nn.Identity())}), "has no tensors"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=cast("Any", 1.5)), "1.5 is no number of bytes"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, budget_bytes=True), "True is no number of bytes"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, worker_role="boss"), "worker_role must be one of trainer"),
+        (lambda: placement.forecast({"actor": Model(mlp())}, phases={"distill": ("boss",)}), "unknown role 'boss'"),
+        (lambda: placement.forecast({"actor": Model(mlp(), dtype=cast("Any", 3))}), "3 is no dtype"),
+        (lambda: placement.forecast({"a": Model(mlp(), optimizer="sgd"), "a.optimizer": Model(mlp())}), "becomes the handle 'a.optimizer'"),
+        (lambda: Model(mlp(), head=cast("Any", "tail")), "head must be one of lm, value"),
+        (lambda: Model(mlp(), optimizer=cast("Any", torch.optim.SGD([torch.zeros(1)]))), "an object of SGD; give its class"),
+        (lambda: Rollout(1, 1, role="boss"), "role 'boss' is none of"),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_module_instead_of_a_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"'actor' is described by an object of Sequential; give a Model"):
+        placement.forecast({"actor": cast("Any", mlp())})
 
 
 def test_only_is_for_handles_that_there_are() -> None:
