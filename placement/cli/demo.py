@@ -23,6 +23,7 @@ import placement
 from placement.cli.grpo import Characters, OpenPhase, Recipe, StepResult, Tokenizer, Worker, build_actor
 from placement.cli.recorder import PeakMeter, Recorder
 from placement.cli.timeline import Style, mebibytes, phase_table, timeline
+from placement.cli.workers import port
 from placement.devices.base import Device
 from placement.engines import TorchEngine
 from placement.testing import SimulatedDevice
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="colocated", help="an entry point's name or package.module:Class")
     parser.add_argument("--steps", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", type=int, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
+    parser.add_argument("--serve", type=port, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
     parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
     parser.add_argument("--model", type=_directory, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, rewards, phases and the audit")

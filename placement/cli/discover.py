@@ -8,6 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
+from placement.cli.workers import port
 from placement.core.errors import PlacementError
 from placement.observe.discovery import reap, targets_in
 from placement.observe.fleet import DiscoveryServer
@@ -15,7 +16,7 @@ from placement.observe.fleet import DiscoveryServer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="the folder in which the workers announce themselves (PLACEMENT_DISCOVERY)")
-    parser.add_argument("--port", type=int, default=9400, help="the port to serve on; 0 takes a free one (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=9400, help="the port to serve on; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--address", default="127.0.0.1", help="any but loopback is reachable from outside (default: %(default)s)")
 
 
@@ -30,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlacementError(f"{str(folder)!r} is not a folder; workers create it when they announce themselves")
     with DiscoveryServer(functools.partial(targets_in, folder), port=arguments.port, address=arguments.address) as server:
         server.do_regularly(functools.partial(reap, folder))
-        print(f"{len(targets_in(folder))} workers; for Prometheus: {server.url}/targets; status page: {server.url}/", flush=True)
+        count = len(targets_in(folder))
+        print(f"{count} worker{'s' * (count != 1)}; for Prometheus: {server.url}/targets; status page: {server.url}/", flush=True)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         try:

@@ -183,6 +183,7 @@ def _keys() -> Iterator[Any]:
 
 def decode(sent: bytes) -> str:
     """The name of the key for the bytes that the terminal sent; of several keys, the first."""
-    if sent in _KEYS:
-        return _KEYS[sent]
+    for sequence, key in _KEYS.items():
+        if sent.startswith(sequence):
+            return key
     return "escape" if sent[:1] == b"\x1b" else sent[:1].decode("ascii", "ignore")

@@ -51,6 +51,13 @@ def add_places(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
 
 
+def port(text: str) -> int:
+    """A port on the command line; 0 takes a free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 1 to 65535, or 0 for a free one")
+    return int(text)
+
+
 def places_of(arguments: argparse.Namespace) -> list[str]:
     """The places on the command line, or the discovery folder from the environment.
 

@@ -184,7 +184,8 @@ def audit(
     lines += [f"foreign: {handle}: {name} ({nbytes:,} bytes) stays on the device" for handle, name, nbytes in kept_by_framework]
     lines += outside.report()
     lines += [f"{f.what}: {f.handle or 'device'}: {f.detail}" for f in findings]
-    lines.append(f"{resident:,} bytes of handles on {device.name}, {'no findings' if not findings else f'{len(findings)} findings'}")
+    count = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
+    lines.append(f"{resident:,} bytes of handles on {device.name}, {count}")
     return Audit(
         ok=not findings,
         findings=tuple(findings),

@@ -144,7 +144,17 @@ def test_a_terminal_of_80_columns_shows_names_phases_and_sizes_whole(workers: li
 
 @pytest.mark.parametrize(
     ("sent", "key"),
-    [(b"\x1b[A", "up"), (b"\x1bOB", "down"), (b"\r", "enter"), (b"\x1b", "escape"), (b"s", "s"), (b"qq", "q"), (b"\xc3\xa4", "")],
+    [
+        (b"\x1b[A", "up"),
+        (b"\x1bOB", "down"),
+        (b"\r", "enter"),
+        (b"\x1b", "escape"),
+        (b"s", "s"),
+        (b"qq", "q"),
+        (b"\xc3\xa4", ""),
+        (b"\x1b[B\x1b[B", "down"),
+        (b"\rq", "enter"),
+    ],
 )
 def test_keys(sent: bytes, key: str) -> None:
     assert decode(sent) == key

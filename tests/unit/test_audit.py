@@ -56,6 +56,7 @@ def test_drift_is_named_with_its_bytes(phase: str | None) -> None:
     worker.net[0].bias.untyped_storage()._swap_data_ptr_(fresh.untyped_storage())  # what a framework that places by itself does
     audit = worker.manager.audit()
     assert ("actor", "drift") in findings(audit)
+    assert audit.report.endswith(f"{len(audit.findings)} finding{'s' if len(audit.findings) > 1 else ''}")
     assert "0.bias (256 bytes)" in next(f.detail for f in audit.findings if f.what == "drift")
     assert worker.manager.snapshot().handles[0].drift_bytes == 256
     assert "drift: actor: 0.bias" in audit.report

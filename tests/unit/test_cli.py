@@ -120,6 +120,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["demo", "--nonsense"],
         ["demo", "--device", "tpu"],
         ["demo", "--steps", "0"],
+        ["demo", "--serve", "99999"],
+        ["discover", ".", "--port", "99999"],
+        ["discover", ".", "--port", "-1"],
         ["demo", "--model", "no/such/directory"],
     ],
 )
