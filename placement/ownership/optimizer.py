@@ -14,7 +14,7 @@ from placement.frameworks.known import answering, holds_optimizers, optimizer_sc
 from placement.ownership.detect import external_optimizer, refuse_optimizer
 from placement.ownership.leaves import WRAPPING, Leaf, find, is_all_born, is_born, parameters_of, state_of, wrapper_of
 from placement.ownership.main_parameters import main_parameters, storages_of
-from placement.ownership.twin import Unborn, unborn_state
+from placement.ownership.twin import Unborn, stepped_by, unborn_state
 from placement.tensors.owned import Adapter, Owned, Seen
 from placement.tensors.plain import LAZY_VIEW, is_lazy_view, is_plain, parts_of, plain_parts, problem_of, reference, with_index
 from placement.tensors.sparse import is_sparse, problem_of_sparse, sparse_parts
@@ -262,6 +262,8 @@ class OptimizerAdapter(Adapter):
         given = stepped_for(objects)
         for leaf in leaves:
             if is_all_born(leaf.optimizer, given):
+                if not leaf.wraps:  # more parameters may come
+                    found.append(Unborn(leaf.optimizer, {}, stepped_by(leaf.optimizer, given)))
                 continue
             unborn = None if leaf.wraps else unborn_state(leaf.optimizer, self._device, given)
             if unborn is not None:
@@ -272,7 +274,12 @@ class OptimizerAdapter(Adapter):
         return self.unborn_sizes()
 
     def unborn_sizes(self) -> Sequence[int]:
+        self.follow_groups()
         return [size for unborn in self._unborn for size in unborn.sizes()]
+
+    def follow_groups(self) -> bool:
+        given = stepped_for(self._look()[0]) if self._unborn else {}
+        return True in [unborn.follow(self._device, given) for unborn in self._unborn]  # each is asked
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of state that the first step of one parameter will create, as far as they could be predicted."""

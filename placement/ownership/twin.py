@@ -19,13 +19,35 @@ class Unborn:
 
     Args:
         sizes: bytes of each storage of the state, by identity of its parameter.
+        stepped: see `stepped_by`, when these were computed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[int, Sequence[int]], stepped: Sequence[int]) -> None:
         self._optimizer = reference(optimizer)
-        self._by_parameter = sizes
+        self._by_parameter: dict[int, Sequence[int]] = {**dict.fromkeys(stepped, ()), **sizes}
+        """The sizes for each parameter in the groups that is stepped, or was before it was frozen."""
+        self._stepped = stepped
         self._num_entries = -1
         self._is_all_born = False
+
+    def follow(self, compute_device: torch.device, given: Container[int] = ()) -> bool:
+        """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen.
+
+        Args:
+            compute_device: see `unborn_state`, as for `given`.
+
+        Returns:
+            Whether they are others than before.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or (stepped := stepped_by(optimizer, given)) == self._stepped:
+            return False
+        if new := [each for each in stepped if each not in self._by_parameter]:
+            self._by_parameter |= {**dict.fromkeys(new, ()), **(_predicted(optimizer, compute_device, new) or {})}
+        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._by_parameter = {key: sizes for key, sizes in self._by_parameter.items() if key in present}
+        self._stepped, self._is_all_born = stepped, False
+        return True
 
     @property
     def num_entries(self) -> int:
@@ -45,7 +67,7 @@ class Unborn:
         if optimizer is None or (self._is_all_born and num_entries == self._num_entries):
             return []
         born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
-        missing = [size for key, sizes in self._by_parameter.items() if key not in born for size in sizes]
+        missing = [size for key in self._stepped if key not in born for size in self._by_parameter[key]]
         self._num_entries, self._is_all_born = num_entries, not missing
         return missing
 
@@ -59,26 +81,39 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
     Args:
         given: identities of parameters that get a gradient without autograd (main parameters).
     """
+    stepped = stepped_by(optimizer, given)
+    sizes = _predicted(optimizer, compute_device, stepped)
+    return None if sizes is None else Unborn(optimizer, sizes, stepped)
+
+
+def stepped_by(optimizer: torch.optim.Optimizer, given: Container[int]) -> list[int]:
+    """Identities of the parameters that may get a gradient, each once, in the order of the groups."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [*dict.fromkeys([id(parameter) for parameter in parameters if parameter.requires_grad or id(parameter) in given])]
+
+
+def _predicted(optimizer: torch.optim.Optimizer, compute_device: torch.device, stepped: Sequence[int]) -> dict[int, list[int]] | None:
+    """Bytes of each storage of the state of these parameters (by identity). None if they cannot be told."""
     python_state = random.getstate()
     devices = [compute_device] if compute_device.type == "cuda" else []
     try:
         # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
-            return Unborn(optimizer, _step_twin(optimizer, given))
+            return _step_twin(optimizer, frozenset(stepped))
     except Exception:  # a user's class may do anything in a step; its state is then measured once it exists
         return None
     finally:
         random.setstate(python_state)
 
 
-def _step_twin(optimizer: torch.optim.Optimizer, given: Container[int]) -> dict[int, list[int]]:
+def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dict[int, list[int]]:
     """Bytes of each storage of the state, by identity of the optimizer's parameter."""
     groups = [_twin_group(group) for group in optimizer.param_groups]
     cls: Any = type(optimizer)
     twin = cls(groups)
     for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
         for parameter, source in zip(group["params"], original["params"], strict=True):
-            if source.requires_grad or id(source) in given:
+            if id(source) in stepped:
                 parameter.grad = torch.empty_like(parameter)
     for name, value in vars(optimizer).items():  # options of the constructor that are not in the groups (a block size)
         if type(value) in (bool, int, float, str) and type(vars(twin).get(name)) is type(value):

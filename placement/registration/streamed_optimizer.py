@@ -78,7 +78,7 @@ class StreamedOptimizer:
         self._streaming = streaming
         self._bucket_bytes = streaming.whole_chunks(holding.device)
         self._parts = StepParts(holding, adapter, self._bucket_bytes)
-        self._window: tuple[tuple[Range, ...], tuple[int, int], int] | None = None
+        self._window: tuple[tuple[Range, ...], tuple[int, int, int], int] | None = None
         """The last `window_bytes`, with what it was computed from."""
         self._is_installed = False
         self._tells_scheduler = False
@@ -102,7 +102,7 @@ class StreamedOptimizer:
         if self.refusal is not None:
             return 0
         parameters = self._parameters()
-        ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters))
+        ranges, known = self._holding.ranges, (self._adapter.num_entries(), len(parameters), self._holding.unborn_bytes)
         if self._window is None or self._window[0] is not ranges or self._window[1] != known:
             self._window = (
                 ranges,
@@ -194,6 +194,8 @@ class StreamedOptimizer:
     def _make_sound(self) -> None:
         """Finish what an interrupted step has left, and report values that were written while they were offloaded."""
         holding, chunk_pool = self._holding, ChunkPool(self._holding.device)
+        if self._adapter.follow_groups():
+            holding.storages.look_at_unborn()
         try:
             holding.make_consistent(chunk_pool)
             holding.storages.writes.new_unless_changed()

@@ -134,9 +134,11 @@ class HeldStorage(Storage):
         return self.adapter.kept_by_framework()
 
     def measure(self) -> None:
-        """Update `born_bytes`: see whether an optimizer's steps have created state. Looks at no tensor."""
+        """See whether an optimizer's steps have created state (`born_bytes`), or will step other parameters. Looks at no state."""
         if self.on_device:
             self.storages.measure_births()
+        elif self.adapter.follow_groups():
+            self.storages.look_at_unborn()
 
     def measure_unadopted(self) -> None:
         self.storages.look()

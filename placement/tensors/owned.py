@@ -157,6 +157,10 @@ class Adapter(abc.ABC):
         """The sizes of `expected_sizes` whose storages do not exist yet. May look at every parameter."""
         return ()
 
+    def follow_groups(self) -> bool:
+        """Whether an optimizer steps other parameters than at the last call. From now on `unborn_sizes` is about these."""
+        return False
+
     def num_entries(self) -> int:
         """A number that changes when some of these storages are created. Costs nothing."""
         return 0

@@ -184,6 +184,39 @@ def test_the_device_holds_the_model_and_three_buckets_at_most() -> None:
     assert adam.offloaded_bytes == 3 * sum(r.nbytes for r in pair.handle.holding.ranges)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("when", ["between phases", "in the phase"])
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_the_state_of_parameters_that_come_later_is_taken_in_bucket_by_bucket(how: str, when: str) -> None:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(16)))
+
+    def first_ones(net: Any) -> torch.optim.Optimizer:
+        if how == "unfrozen":
+            net[1:].requires_grad_(False)
+        return torch.optim.AdamW((net if how == "unfrozen" else net[0]).parameters(), lr=1e-2)
+
+    def come(net: Any, optimizer: torch.optim.Optimizer) -> None:
+        if how == "added":
+            optimizer.add_param_group({"params": [*net[1:].parameters()], "lr": 3e-2})
+        net.requires_grad_()
+
+    pair = Pair(first_ones, model=layers)
+    for step in range(4):
+        if step == 2 and when == "between phases":
+            for each in pair.both():
+                come(*each)
+        with pair.manager.phase("train"):
+            for net, optimizer in pair.both():
+                if step == 2 and when == "in the phase":
+                    come(net, optimizer)
+                optimizer.zero_grad()
+                net(torch.ones(2, WIDTH) * step).square().mean().backward()
+                optimizer.step()
+        pair.check()
+    assert pair.handle.holding is not None
+    assert pair.handle.num_bytes > 10 * BUCKET
+    assert max(r.nbytes for r in pair.handle.holding.ranges) <= BUCKET
+
+
 def test_the_states_say_where_the_bytes_are() -> None:
     pair = Pair(adamw)
     pair.step(0)

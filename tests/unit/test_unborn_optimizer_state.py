@@ -181,6 +181,64 @@ def test_state_that_was_cleared_is_awaited_again() -> None:
     assert (adam.num_bytes, adam.resident_bytes) == (2 * PAGE, 0)
 
 
+def _replaced(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
+    """What `load_state_dict(assign=True)` or a resized embedding leaves, once the optimizer is told."""
+    optimizer.state.clear()
+    for index, old in enumerate([*model]):
+        model[index] = nn.Parameter(old.detach().clone())
+    optimizer.param_groups[0]["params"] = [*model]
+
+
+def _removed(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+    optimizer.param_groups[0]["params"] = [model[0]]
+
+
+def _frozen(model: nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+    model[1].requires_grad_(False)
+
+
+@pytest.mark.parametrize(("change", "pages"), [(_replaced, 4), (_removed, 2), (_frozen, 2)])
+@pytest.mark.parametrize("is_born", [False, True], ids=["before the first step", "after it"])
+def test_parameters_that_are_stepped_no_longer_are_not_awaited(
+    change: Callable[[nn.ParameterList, torch.optim.Optimizer], None], pages: int, is_born: bool
+) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, adam = registered(manager, [(PAGE // 4,)] * 2, torch.optim.AdamW)
+    if is_born:
+        with manager.phase("train"):
+            step(model, optimizer)
+    with manager.phase("train"):
+        change(model, optimizer)
+    for _ in range(2):
+        with manager.phase("train"):
+            step([each for each in optimizer.param_groups[0]["params"] if each.requires_grad], optimizer)
+        assert (adam.num_bytes, adam.holding.unborn_bytes if adam.holding else None) == (pages * PAGE, 0)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("is_born", [False, True], ids=["before the first step", "registered with all state"])
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_parameters_that_come_later_count_before_their_first_step(how: str, is_born: bool) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB), budget_bytes=MIB)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in (PAGE // 4, 100 * PAGE // 4)])
+    model[1].requires_grad_(how == "added")
+    adam = torch.optim.AdamW([model[0]] if how == "added" else [*model])
+    if is_born:
+        step([model[0]], adam)
+    manager.register("actor", model, role="actor")
+    handle = manager.register("adam", adam)
+    with manager.phase("train"):
+        step([model[0]], adam)
+    if how == "added":
+        adam.add_param_group({"params": [model[1]]})
+    model[1].requires_grad_()
+    with pytest.raises(DeviceMemoryError, match=rf"adam +0 +{202 * PAGE:,}\n"), manager.phase("train"):
+        raise AssertionError("entered")
+    assert handle.num_bytes == 202 * PAGE
+
+
 class WithTorch(SimulatedDevice):
     """A device on which torch's allocator holds something, as it does on a GPU."""
 
