@@ -424,6 +424,48 @@ def test_gradients_that_are_dropped_or_replaced_while_offloaded_are_no_wrong_wri
         assert_nothing_resident(program.manager)
 
 
+def _replace(program: Program) -> None:
+    for parameter in program.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25, device="cpu")
+
+
+GOING: dict[str, Callable[[Program], object]] = {
+    "zero_grad": lambda program: program.adam.zero_grad(),
+    "one": lambda program: setattr(program.model[0].weight, "grad", None),
+    "replaced": _replace,
+}
+
+
+@pytest.mark.parametrize("device", [SimulatedDevice, lambda nbytes: compared()], ids=["pages", "bytes"])
+@pytest.mark.parametrize("how", GOING)
+def test_gradients_that_are_zeroed_and_then_dropped_while_offloaded_are_no_wrong_write(
+    how: str, device: Callable[[int], SimulatedDevice]
+) -> None:
+    program = Program(device(CAPACITY))
+    for _ in range(2):
+        program.train()
+        program.model.zero_grad(set_to_none=False)
+        GOING[how](program)
+        wanted = [None if p.grad is None else p.grad.shape for p in program.model.parameters()]
+        with program.manager.phase("train"):
+            assert [None if p.grad is None else p.grad.shape for p in program.model.parameters()] == wanted
+            assert all((grad == (0.25 if how == "replaced" else 0)).all() for grad in one_actor(program))
+        assert program.manager.snapshot().wrong_writes == 0
+        assert_nothing_resident(program.manager)
+
+
+def test_a_wrong_write_beside_gradients_that_are_zeroed_and_then_dropped_is_still_found() -> None:
+    for device in (SimulatedDevice(CAPACITY), compared()):
+        program = Program(device)
+        program.train()
+        program.model.zero_grad(set_to_none=False)
+        program.model.zero_grad()
+        program.model[1].running_mean.data.fill_(1)
+        with pytest.raises(IntegrityError, match="something wrote into the memory"), program.manager.phase("train"):
+            pass
+        assert program.manager.snapshot().wrong_writes == 1
+
+
 def test_gradients_bound_to_the_same_memory_anew_are_no_wrong_write() -> None:
     program = Program()
     values = program.train()

@@ -10,12 +10,14 @@ padding in between that nobody zeroes. These share a counter, too. So if one of 
 the others.
 
 A write that raises no counter (a foreach over DTensors) is treated as a wrong write. All offloaded memory may share its poison, so
-zero bytes alone prove nothing.
+zero bytes alone prove nothing. Only where a gradient has gone since its offload (`zero_grad()`) they are believed: it was zeroed before
+that, its counter is gone with it, and its value no longer matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -54,21 +56,26 @@ class GradientWrites:
         self._versions: dict[int, int] | None = None
         """The version counters as of the offload, by `id` of the tensor; None while on the device. Without gradients it is empty and costs
         nothing."""
+        self._places: dict[int, tuple[weakref.ref[Range], int, int]] = {}
+        """Where each of these lies. Weak, because a range outlives its gradients only while the object is offloaded."""
 
     def note(self, ranges: Sequence[Range]) -> None:
         """Called when the object is offloaded: remember the version counters of its transient tensors, if none are remembered yet."""
         if self._versions is None:
-            self._versions = {id(owned.tensor): owned.version for owned, _ in self._transient(ranges)}
+            found = [(id(owned.tensor), owned.version, place) for owned, place in self._transient(ranges)]
+            self._places = {key: (weakref.ref(place.range), place.offset, place.nbytes) for key, _, place in found}
+            self._versions = {key: version for key, version, _ in found}
 
     def forget(self) -> None:
         """Called when the object is on the device: forget the version counters."""
-        self._versions = None
+        self._versions, self._places = None, {}
 
     def find(self, ranges: Sequence[Range]) -> Found:
         """The gradients that were written since `note`. Changes nothing: objects may share poison, so all are asked before any `take`."""
         if not (noted := self._versions):
             return NOTHING
-        changed = [(owned, place) for owned, place in self._transient(ranges) if owned.version != noted.get(id(owned.tensor))]
+        present = [*self._transient(ranges)]
+        changed = [(owned, place) for owned, place in present if owned.version != noted.get(id(owned.tensor))]
         zeroed = [(owned, place) for owned, place in changed if not self._shown(place).any()]
         counted = {owned.tensor.untyped_storage()._cdata for owned, _ in zeroed}
         written = [
@@ -76,7 +83,17 @@ class GradientWrites:
             for owned, _ in changed
             if owned.version > noted.get(id(owned.tensor), owned.version) and owned.tensor.untyped_storage()._cdata not in counted
         ]
-        return Found([place for _, place in zeroed], written)
+        erased = self._erased({id(owned.tensor) for owned, _ in present}, ranges)
+        return Found([*(place for _, place in zeroed), *erased], written)
+
+    def _erased(self, present: Set[int], ranges: Sequence[Range]) -> list[GradientPlace]:
+        """The places of gradients that have gone, as far as they read zero."""
+        found = [(alive(), offset, nbytes) for key, (alive, offset, nbytes) in self._places.items() if key not in present]
+        gone = [GradientPlace(r, offset, nbytes) for r, offset, nbytes in found if r is not None and r in ranges]
+        if not gone:
+            return []
+        firsts = torch.cat([self._shown(place)[:1] for place in gone]).tolist()  # no byte of poison is zero, so most need no further look
+        return [place for place, first in zip(gone, firsts, strict=True) if first == 0 and not self._shown(place).any()]
 
     def take(self, found: Found, ranges: Sequence[Range]) -> None:
         """Zero the host copies of the gradients that were zeroed, restore their poison, and do not report the other writes again."""
