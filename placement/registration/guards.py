@@ -97,6 +97,11 @@ def _advise(handle: Handle, advice: str, *phases: str) -> str:
     )
 
 
+_TRAINED_WITHOUT = (
+    "this phase trains without it. With optimizer_in='optimizer_step', step() belongs into manager.phase('optimizer_step') inside this "
+    "one; after phase.done_with() the optimizer comes back in the next phase that needs it"
+)
+"""Advice for the step of an optimizer that is offloaded although the phase trains what it steps."""
 _NUMBERS = itertools.count()
 
 
@@ -161,6 +166,8 @@ class StepGuard(_Guard):
     def _check(self, handle: Handle) -> None:
         for each in (handle, *handle.owners):
             advice = _advise(each, "call step() inside manager.phase('train')", "train")
+            if each is handle and handle.owners and all(owner.state is State.TRAINING for owner in handle.owners):
+                advice = _TRAINED_WITHOUT
             if is_off(each) and not (each is handle and handle.is_streaming):
                 refuse(each, "stepped", advice)
             if each.state is not State.TRAINING:

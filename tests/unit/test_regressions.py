@@ -12,6 +12,7 @@ import torch
 
 from placement import Handle, IntegrityError, NotResidentError
 from placement.devices.memory import Addresses
+from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
 
@@ -201,6 +202,20 @@ def test_who_stepped_an_optimizer_that_only_leaves_out_was_told_to_open_the_phas
     with worker.manager.phase("train", only=["critic"]), pytest.raises(NotResidentError, match="only=") as stepped:
         worker.adam.step()
     assert "phase('train')" not in str(stepped.value)
+
+
+def test_who_stepped_in_train_an_optimizer_that_comes_for_its_steps_was_told_to_register_it() -> None:
+    worker = Worker(policy=Colocated(optimizer_in="optimizer_step"))
+    with worker.manager.phase("train"):
+        with pytest.raises(NotResidentError, match=r"manager.phase\('optimizer_step'\)"):
+            worker.adam.step()
+        with worker.manager.phase("optimizer_step"):
+            worker.adam.step()
+    worker = Worker()
+    with worker.manager.phase("train") as phase:
+        phase.done_with("actor.optimizer")
+        with pytest.raises(NotResidentError, match="done_with"):
+            worker.adam.step()
 
 
 @pytest.mark.parametrize("was_loaded", [True, False])
