@@ -186,7 +186,9 @@ class Manager:
             role: the purpose of the object, for the policy: actor, ref, critic, reward, teacher or rollout. An optimizer has its
                 owner's role.
             owner: the module handle whose parameters an optimizer steps; needed only where placement cannot tell from the parameters.
-            readonly: the values never change. They are never copied back to the host; a change is reported as an `IntegrityError`.
+            readonly: the values never change. They are never copied back to the host; a write in place is reported as an
+                `IntegrityError`. New tensors in place of registered ones (`half()`, `load_state_dict(assign=True)`, `.data =`), which are
+                put in while it is on the device, are its values from then on.
             external: the object's framework moves its bytes. placement tracks and guards it, and never moves it.
             replicated: for a module that is the same on every rank of the group, with all ranks on one machine. The ranks share one host
                 copy of a readonly module, or of the frozen parameters of a trained one (LoRA); each of N ranks loads 1/N over its own link
@@ -367,6 +369,9 @@ class Manager:
         Looks at every tensor, so it is not for every step. The result's `ok` tells whether everything agrees; `findings` lists what
         does not (drift, leaks, stray references, writes into offloaded memory), and `report` is a table for people. A write into
         offloaded memory is reported by every audit until the next phase transition raises it.
+
+        Call it where the models are used, not in a thread beside: it looks at gradients, and torch may crash if one thread looks at a
+        gradient while another frees it. `snapshot` and `serve` look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
             plan, writes = self._stack.base_plan(), self._stack.executor.writes
