@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from placement.core.errors import IntegrityError
+from placement.core.errors import IntegrityError, RegistrationError
 from placement.core.snapshot import Audit, CommunicatorSnapshot, Finding, HandleSnapshot, Snapshot
 from placement.core.states import IDLE, Plan
 from placement.planning.plan_checks import still_meant
@@ -214,7 +214,11 @@ def _findings(handle: Handle, belongs_on_device: bool) -> Iterable[Finding]:
     holding = handle.holding
     if holding is None:
         return
-    drifted = holding.drifted()
+    try:
+        drifted = holding.drifted()
+    except RegistrationError as error:  # a tensor of it lies in another handle's memory
+        yield Finding(handle=handle.name, what="drift", detail=str(error))
+        return
     handle.drift_bytes = sum(nbytes for _, nbytes in drifted)
     for name, nbytes in drifted:
         detail = f"{name} ({nbytes:,} bytes) is no longer at its address: something outside placement moved or replaced it"

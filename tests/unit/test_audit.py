@@ -9,7 +9,7 @@ import pydantic
 import pytest
 import torch
 
-from placement import Audit, IntegrityError, State
+from placement import Audit, IntegrityError, RegistrationError, State
 from placement.storage.scanning.scanner import known_aliases
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, Worker, batch, learn
@@ -214,3 +214,17 @@ def test_audits_and_snapshots_are_immutable_and_json() -> None:
         record = next(iter(worker.manager.journal))
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.handle = "other"
+
+
+def test_a_tensor_in_another_handles_memory_is_a_finding() -> None:
+    worker = Worker()
+    own = worker.critic_net[0].weight
+    with pytest.raises(RegistrationError, match="belongs to 'actor' already"), worker.manager.phase("values"):
+        worker.critic_net[0].weight = worker.net[0].weight
+    found = worker.manager.audit().findings
+    (finding,) = [each for each in found if (each.handle, each.what) == ("critic", "drift")]
+    assert "'0.weight' of 'critic' lies in a storage that belongs to 'actor' already" in finding.detail
+    worker.critic_net[0].weight = own
+    with worker.manager.phase("values"):
+        pass
+    assert worker.manager.audit().ok
