@@ -3,6 +3,7 @@
 One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
+   Where ranks may have come apart (see `asks_to_confer`), they then confer: what merely stays on some devices leaves them.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
 4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
@@ -49,6 +50,11 @@ _POLL_SECONDS = (0.0005, 0.05)
 """Pause between two looks of rank 0 at the votes: the first pause, and the longest."""
 _GRACE = (0.1, 1.0)
 """Extra wait for ranks that are about to write: a share of the deadline, and at most so many seconds."""
+_ANOTHER_PLAN = "has another plan"
+_ABOUT_PLANS = (
+    ". From now on the ranks tell each other what stays on their devices before they move, so begin the step again. If that does not "
+    "help, their policies, settings or registrations differ"
+)
 _logger = logging.getLogger("placement")
 
 
@@ -72,6 +78,10 @@ class Group(Membership):
         super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
         self.budget_rank = rank
         """The rank with the least budget in the last change."""
+        self.asks_to_confer = False
+        """Whether the ranks may make different plans: a change has failed, a rank was restarted, or this one has given up a handle."""
+        self.confers = False
+        """Whether a rank asked to confer in the last change. It is the same on all ranks."""
         self._action = ""
         """The last action that this rank proposed."""
         self._outcome: tuple[int, str | None] = (-1, None)
@@ -93,12 +103,12 @@ class Group(Membership):
         with self._reaching_the_board(action):
             failpoint("group.before_proposal")
             self._action = named(action)
-            proposal = Proposal(action=self._action, budget_bytes=budget_bytes).encode()
+            proposal = Proposal(action=self._action, budget_bytes=budget_bytes, asks_to_confer=self.asks_to_confer).encode()
             while (basis := self._put_forward(proposal, catches_up)) is None:
                 pass
             self._forget_before(self.epoch)
             failpoint("group.before_prepare")
-            least_bytes, self.budget_rank = basis
+            least_bytes, self.budget_rank, self.confers = basis
             return least_bytes
 
     def confer(self, what: str, text: str) -> list[str]:
@@ -176,8 +186,8 @@ class Group(Membership):
 
     # --- the steps
 
-    def _put_forward(self, proposal: bytes, catches_up: bool) -> tuple[int, int] | None:
-        """Propose once. Returns the least budget and its rank; None after passing over an epoch that was given up without this rank."""
+    def _put_forward(self, proposal: bytes, catches_up: bool) -> tuple[int, int, bool] | None:
+        """Propose once. Returns what `_basis` does; None after passing over an epoch that was given up without this rank."""
         deadline = time.monotonic() + self.deadline_seconds
         self._board.put(self._key("proposal", self.rank), proposal)
         failpoint("group.after_proposal")
@@ -196,13 +206,14 @@ class Group(Membership):
         else:
             failpoint("group.before_basis")
             least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-            self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose).encode())
+            basis = Basis(budget_bytes=least_bytes, budget_rank=whose, confers=any(each.asks_to_confer for each in proposals))
+            self._board.claim(self._key("basis"), basis.encode())
 
     def _count_votes(self, own: Vote, deadline: float) -> None:
         votes = self._collect(Vote, "vote", deadline)
         if votes is None:
             return
-        different = {rank: "has another plan" for rank, vote in enumerate(votes) if vote != own}
+        different = {rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote != own}
         self._claim(abort(different) if different else Decision(verdict="commit"))
 
     def _collect(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
@@ -228,13 +239,13 @@ class Group(Membership):
             self._claim(abort(unclear))
         return None if unclear else said
 
-    def _basis(self, deadline: float, catches_up: bool) -> tuple[int, int] | None:
-        """The least budget and its rank; None when the epoch was passed over. Raises the error that the epoch ended with."""
+    def _basis(self, deadline: float, catches_up: bool) -> tuple[int, int, bool] | None:
+        """The least budget, its rank, whether the ranks confer; None after passing over the epoch. Raises the error that it ended with."""
         found = self._awaited("basis", "proposal", deadline)
         if not isinstance(found, Decision):
             basis = decode(Basis, found)
             if basis.budget_bytes is not None:
-                return basis.budget_bytes, basis.budget_rank
+                return basis.budget_bytes, basis.budget_rank, basis.confers
             found = abort({self.rank: "read a basis without a budget: the epoch had ended"})
         decision = self._claim(found)
         if catches_up and self._is_missed_in(decision):
@@ -285,10 +296,12 @@ class Group(Membership):
             epoch, reason = self._outcome
             if epoch == self.epoch and reason is not None:  # this rank failed too late for the others to hear of it
                 failures = failures | {self.rank: reason}
+        self.asks_to_confer = True  # a step that some ranks have begun and others have not leaves them with different handles
         self._leave_epoch()
         reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
         reasons += [f"and {unnamed:,} more ranks failed"] if unnamed else []
         advice = f". A phase can only succeed again when you {REJOIN}" if RESTARTED in failures.values() else ""
+        advice += _ABOUT_PLANS if _ANOTHER_PLAN in failures.values() else ""
         return GroupError(f"the ranks did not change phase together, so all went back: {'; '.join(reasons)}{advice}", failures)
 
     def _leave_outcome(self, reason: str | None) -> None:

@@ -30,6 +30,8 @@ class Proposal(Message):
     action: str = Field(max_length=_MAX_ACTION)
     """For example "enter train only=actor" or "leave train"; must be the same on all ranks."""
     budget_bytes: int = Field(ge=0)
+    asks_to_confer: bool = False
+    """Whether the rank knows that the ranks may make different plans."""
 
 
 class Basis(Message):
@@ -39,6 +41,8 @@ class Basis(Message):
     """The least budget of all ranks; None when the epoch has ended before: then see its decision."""
     budget_rank: int = Field(default=0, ge=0)
     """The rank with the least budget."""
+    confers: bool = False
+    """Whether the ranks tell each other what stays on their devices, because one of them asked for it."""
 
 
 class Vote(Message):

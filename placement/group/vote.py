@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from placement.core.errors import CoordinatorLost, GroupError, PhaseError
@@ -67,6 +68,7 @@ class GroupVote:
         if checked(group).is_in_doubt:
             raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
         self._group = group
+        group.asks_to_confer = True  # a rank that was restarted has its handles elsewhere, and has seen no cycle of phases
         self._key = secrets.token_hex(8)
 
     @contextlib.contextmanager
@@ -105,6 +107,27 @@ class GroupVote:
     def agreement(self) -> Callable[[Plan], None] | None:
         """The function that asks the other ranks to agree on a plan; None without a group."""
         return None if self._group is None else self.agree
+
+    @property
+    def confers(self) -> bool:
+        """Whether the ranks make one plan of theirs in this change, see `in_common`. Asked after `propose`."""
+        return self._group is not None and self._group.confers
+
+    def ask_to_confer(self) -> None:
+        """Note that this rank's plans may differ from now on."""
+        if self._group is not None:
+            self._group.asks_to_confer = True
+
+    def in_common(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of these names that every rank has told.
+
+        Raises:
+            GroupError: a rank failed, or did not come in time. CoordinatorLost: the board does not answer.
+        """
+        assert self._group is not None
+        with self._hearing():
+            told = self._group.confer("stays", json.dumps(sorted(names)))
+        return frozenset.intersection(*(frozenset(json.loads(each)) for each in told))
 
     def agree(self, plan: Plan) -> None:
         """Ask the other ranks to agree, after every move is made and while each can still be undone.
@@ -162,7 +185,7 @@ class GroupVote:
                 self.failed(error if error is not None else failures[0], waits=False)
             else:
                 self.propose(action)
-                self.agree(plan)
+                self.agree(Plan({}) if self.confers else plan)  # what differs there is told at the next entry
                 if self._epoch is not None:
                     self._epoch.has_left = True
         except (GroupError, CoordinatorLost) as told:

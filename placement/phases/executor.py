@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placement.core.errors import EngineError, PlacementError
@@ -100,6 +101,7 @@ class PlanExecutor:
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
                     view, plan = self._ask(wanted)  # ask again, because its size is known only now
+            plan = self._in_common(wanted, plan)
             room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1
@@ -279,12 +281,25 @@ class PlanExecutor:
         plan = plan.limited_to(chosen, plan_checks.with_kept(wanted.enclosing, taken_over, self._handles))
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
-    def _needed(self, wanted: PhaseRequest) -> Plan:
+    def _in_common(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+        """The plan without what merely stays on this rank's device and not on every other's: then all ranks have the same plan.
+
+        Policies that keep what is there plan otherwise on a rank that was restarted, or that has given up a handle or missed a step.
+        """
+        if not self._vote.confers:
+            return plan
+        needed = self._needed(wanted, at_rest=True)
+        staying = {name for name, state in plan.targets.items() if state is State.GPU_RESIDENT and needed[name] is State.CPU_OFFLOADED}
+        for name in staying - self._vote.in_common(staying):
+            plan = replace(plan.without(name).also(name, State.CPU_OFFLOADED), prefetch=plan.prefetch)
+        return plan
+
+    def _needed(self, wanted: PhaseRequest, *, at_rest: bool = False) -> Plan:
         """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""
-        needed = self.planner.needed(IDLE, None, wanted.kept)
+        needed = self.planner.needed(IDLE, None, wanted.kept, at_rest=at_rest)
         levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
         for index, (name, only) in enumerate(levels):
-            asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept)
+            asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept, at_rest=at_rest)
             chosen = plan_checks.still_meant(only, self._handles)
             needed = asked if chosen is None else asked.limited_to(chosen, needed)
         return needed

@@ -181,6 +181,7 @@ class PhaseStack:
             if handle.external or not handle.node[1]:
                 return
             stalled = self.executor.stopwatch()
+            self._vote.ask_to_confer()  # the other ranks may not give it up
             try:
                 opened.plan = replace(plan.without(name).also(name, State.CPU_OFFLOADED), prefetch=plan.prefetch)
                 opened.kept.discard(name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from placement.core.settings import Settings
-from placement.core.states import IDLE, HandleView, Plan, View
+from placement.core.states import IDLE, HandleView, Plan, State, View
 from placement.devices.memory import DeviceMemory
 from placement.group.budgets import LeastBudget
 from placement.planning import plan_checks
@@ -73,13 +73,19 @@ class Planner:
         self.reasons.note(view)
         return view, plan
 
-    def needed(self, phase: str, enclosing: str | None, kept: frozenset[str]) -> Plan:
+    def needed(self, phase: str, enclosing: str | None, kept: frozenset[str], *, at_rest: bool = False) -> Plan:
         """The policy's plan under a budget of 0 bytes. Handles that it still wants on the device are needed; others may be offloaded.
+
+        Args:
+            at_rest: as if nothing were on the device, so that what a checkpoint merely leaves there does not count as needed.
 
         Raises:
             PolicyError: the policy gave no valid plan.
         """
-        return plan_checks.ask(self._policy, replace(self.view(phase, enclosing, kept), budget_bytes=0))
+        view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
+        if at_rest:
+            view = replace(view, handles={name: _at_rest(handle) for name, handle in view.handles.items()})
+        return plan_checks.ask(self._policy, view)
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
         """The plan that applies outside every phase."""
@@ -155,3 +161,9 @@ class Planner:
 def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:
     """Bytes that can be offloaded to make room. External handles do not count, because placement cannot move them."""
     return sum(handle.resident_bytes for handle in handles if not handle.external)
+
+
+def _at_rest(handle: HandleView) -> HandleView:
+    """The handle as it would be off the device."""
+    nowhere = frozenset[str]()
+    return replace(handle, state=State.CPU_OFFLOADED, resident_bytes=0, prefetched_bytes=0, resident_tags=nowhere, streaming=False)

@@ -1,0 +1,163 @@
+"""Ranks whose handles are not where the others' are, under policies that keep what is there: they go on together all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import Manager, PlacementError, State
+from placement.core.errors import GroupError
+from placement.core.states import Plan, View
+from placement.group import StoreGroup
+from placement.policies import Colocated
+from tests.support.threads import in_threads
+from tests.support.trainer import CHUNK, WIDTH, Trainer
+
+WORLD = 2
+TIGHT_BYTES = 13 * CHUNK
+"""For actor and optimizer, and not for the reference beside them."""
+KEEPING = ("cyclic", "resident")
+"""The policies that keep what is there."""
+
+
+class Rank(Trainer):
+    """A rank that may be unlike the other."""
+
+    def __init__(self, store: dist.Store, rank: int, generation: int = 0, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.group = StoreGroup(store, rank, WORLD, 20.0, generation=generation)
+        super().__init__(lambda device: Manager(device=device, group=self.group, **settings))
+
+    def rejoin(self, store: dist.Store, generation: int) -> Rank:
+        self.manager.rejoin(StoreGroup(store, self.rank, WORLD, 20.0, generation=generation))
+        return self
+
+    def step(self, *, fails: int | None = None, gives_up: int | None = None) -> str:
+        """log_prob, train, weight_sync. `fails`: this rank raises before its optimizer steps. `gives_up`: this rank is done with `ref`."""
+        try:
+            with self.manager.phase("log_prob") as step:
+                if gives_up == self.rank:
+                    step.done_with("ref")
+                step.switch("train")
+                if fails == self.rank:
+                    raise ArithmeticError("a bad batch")
+                self.learn()
+                step.switch("weight_sync")
+        except (ArithmeticError, PlacementError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "done"
+
+
+def made(store: dist.Store, **settings: Any) -> list[Rank]:
+    return in_threads(*(lambda rank=rank: Rank(store, rank, **settings) for rank in range(WORLD)))  # type: ignore[misc]
+
+
+def on_all(ranks: list[Rank], do: Callable[[Rank], Any]) -> list[Any]:
+    return in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
+
+
+def go_on(ranks: list[Rank], steps: int) -> None:
+    """Make steps without a failure, and close: outside every phase the cyclic policy has handles arrive early."""
+    for _ in range(steps):
+        assert on_all(ranks, Rank.step) == ["done"] * WORLD
+    for rank in ranks:
+        rank.manager.close()
+
+
+@pytest.mark.parametrize("budget_bytes", [None, TIGHT_BYTES], ids=["room", "tight"])
+@pytest.mark.parametrize("policy", KEEPING)
+def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(policy: str, budget_bytes: int | None) -> None:
+    """It has nothing on the device, and knows no cycle of phases."""
+    store, settings = dist.HashStore(), {"policy": policy, "budget_bytes": budget_bytes}
+    ranks = made(store, **settings)
+    for _ in range(3):
+        assert on_all(ranks, Rank.step) == ["done"] * WORLD
+    ranks[1].manager.close()
+    go_on(in_threads(lambda: ranks[0].rejoin(store, 1), lambda: Rank(store, 1, 1, **settings)), 4)
+
+
+@pytest.mark.parametrize("policy", KEEPING)
+def test_a_step_that_only_some_optimizers_have_made_is_made_again(policy: str) -> None:
+    """The optimizer of the rank that failed has no state yet, so more fits beside it than on the other rank."""
+    ranks = made(dist.HashStore(), policy=policy, budget_bytes=TIGHT_BYTES)
+    failed = on_all(ranks, lambda rank: rank.step(fails=0))
+    assert failed[0] == "ArithmeticError: a bad batch"
+    assert "rank 0: ArithmeticError: a bad batch" in failed[1]
+    go_on(ranks, 4)
+
+
+@pytest.mark.parametrize("policy", [*KEEPING, "colocated"])
+def test_one_rank_is_done_with_a_handle(policy: str) -> None:
+    ranks = made(dist.HashStore(), policy=policy)
+    for gives_up in (None, 1, None, 0, None):
+        assert on_all(ranks, lambda rank, gives_up=gives_up: rank.step(gives_up=gives_up)) == ["done"] * WORLD  # type: ignore[misc]
+    go_on(ranks, 1)
+
+
+def test_a_checkpoint_after_one_rank_is_done_with_a_handle() -> None:
+    """Nothing moves in a checkpoint, but what the other rank has given up."""
+    ranks = made(dist.HashStore())
+
+    def saves(rank: Rank) -> list[State]:
+        with rank.manager.phase("log_prob") as phase:
+            if rank.rank == 1:
+                phase.done_with("ref")
+            with rank.manager.phase("checkpoint"):
+                inside = rank.manager.handles["ref"].state
+            return [inside, rank.manager.handles["ref"].state]
+
+    assert on_all(ranks, saves) == [[State.CPU_OFFLOADED, State.GPU_RESIDENT], [State.CPU_OFFLOADED] * 2]
+
+
+@pytest.mark.parametrize("policy", KEEPING)
+def test_handles_of_different_sizes_fail_one_change_at_most(policy: str) -> None:
+    """As with pipeline stages: what fits beside a phase on one rank does not fit on the other."""
+    ranks = made(dist.HashStore(), policy=policy, budget_bytes=20 * CHUNK)
+    critics = [nn.Linear(WIDTH, WIDTH * (1 + 2 * rank.rank)) for rank in ranks]
+    for rank, critic in zip(ranks, critics, strict=True):
+        rank.manager.register("critic", critic, role="critic")
+
+    def values(rank: Rank) -> str:
+        try:
+            with rank.manager.phase("values"):
+                pass
+        except GroupError as error:
+            return str(error)
+        return rank.step()
+
+    told = [on_all(ranks, values) for _ in range(6)]
+    failed = [answers for answers in told if answers != ["done"] * WORLD]
+    assert len(failed) <= 1
+    for answer in [answer for answers in failed for answer in answers]:
+        assert "has another plan. From now on the ranks tell each other what stays on their devices" in answer
+    go_on(ranks, 1)
+
+
+class NeedsTheReference(Colocated):
+    """Unlike the policy of the other rank, in every phase."""
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        return plan.also("ref", State.GPU_RESIDENT) if "ref" in view.handles else plan
+
+
+def test_what_one_rank_needs_and_the_other_does_not_is_refused_for_good() -> None:
+    """It never leaves the device of the rank that needs it."""
+    store = dist.HashStore()
+    ranks = in_threads(lambda: Rank(store, 0), lambda: Rank(store, 1, policy=NeedsTheReference()))
+    for _ in range(3):
+        for answer in on_all(ranks, Rank.step):
+            assert "rank 1: has another plan" in answer
+            assert "their policies, settings or registrations differ" in answer
+
+
+def test_two_that_were_never_apart_tell_each_other_nothing_more() -> None:
+    ranks = made(dist.HashStore(), policy="cyclic")
+    go_on(ranks, 3)
+    assert not any(rank.group.confers for rank in ranks)
