@@ -41,6 +41,8 @@ class FleetGroup(RayGroup):
         self.rank, self.world_size, self.deadline_seconds = self.together.index(rank), len(self.together), deadline_seconds
         self.is_in_doubt = False
         self._has_begun = False
+        self._memberships = 0
+        """How often this worker has begun."""
         digest = hashlib.sha256(repr(self.together).encode()).hexdigest()
         self._of = f"ranks {digest[:16]}"
 
@@ -52,7 +54,9 @@ class FleetGroup(RayGroup):
             CoordinatorLost: the board does not answer.
         """
         self._has_begun = False
+        self._memberships += 1
         super().__init__(self._actor, self.rank, self.world_size, self.deadline_seconds, generation=generation, name=self._of)
+        self.asks_to_confer = self._memberships > 1  # as after `Manager.rejoin`: one of the others may have been restarted
         self._has_begun = True
 
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> int:
