@@ -98,6 +98,8 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
             for name in reversed([name for name in self.manager.handles if name not in before]):
                 self.manager.unregister(name)
             raise
+        # Generation needs the actor first anyway, and callbacks copy its weights in `on_train_begin` (TRL's BEMACallback).
+        self._turns.to("log_prob", only=[_ACTOR])
         return prepared
 
     def _place_all(self) -> None:

@@ -131,6 +131,19 @@ def test_lora_whose_reference_is_the_base(folder: str, tmp_path: Path) -> None:
     assert ours.ref_model is None
 
 
+def test_a_callback_that_copies_the_weights_when_training_begins(folder: str, tmp_path: Path) -> None:
+    """TRL's BEMACallback reads the parameters themselves in `on_train_begin`, and averages what it has read with those of each step."""
+    averages = []
+    for cls, keywords in ((trl.GRPOTrainer, {}), (placed.PlacedGRPOTrainer, {"manager": manager_for()})):
+        callback = trl.BEMACallback(update_freq=1)
+        trainer = make(cls, grpo_config(tmp_path / cls.__name__, max_steps=2), folder, callbacks=[callback], **keywords)
+        trainer.train()
+        averages.append(hf.weights_of(callback.running_model))
+    hf.assert_same_bytes(*averages)
+    assert all(value.isfinite().all() for value in averages[0].values())
+    assert_nothing_resident(trainer.manager)
+
+
 def test_a_model_that_a_reward_function_calls(folder: str, tmp_path: Path) -> None:
     """The user registers it with the trainer's manager; it is on the device when the function runs, and not otherwise."""
     manager, judge = manager_for(), torch.nn.Linear(4, 1)
