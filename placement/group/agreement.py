@@ -3,7 +3,7 @@
 One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
-   Where ranks may have come apart (see `asks_to_confer`), they then confer: what merely stays on some devices leaves them.
+   Where their policies may see different things (see `asks_to_confer`, `sizes`), they confer: what merely stays on some devices leaves.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
 4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
@@ -80,8 +80,10 @@ class Group(Membership):
         """The rank with the least budget in the last change."""
         self.asks_to_confer = False
         """Whether the ranks may make different plans: a change has failed, a rank was restarted, or this one has given up a handle."""
+        self.sizes = ""
+        """A digest of the sizes of this rank's handles. Ranks whose digests differ confer."""
         self.confers = False
-        """Whether a rank asked to confer in the last change. It is the same on all ranks."""
+        """Whether the ranks confer in the present change. It is the same on all of them."""
         self._action = ""
         """The last action that this rank proposed."""
         self._outcome: tuple[int, str | None] = (-1, None)
@@ -103,8 +105,8 @@ class Group(Membership):
         with self._reaching_the_board(action):
             failpoint("group.before_proposal")
             self._action = named(action)
-            proposal = Proposal(action=self._action, budget_bytes=budget_bytes, asks_to_confer=self.asks_to_confer).encode()
-            while (basis := self._put_forward(proposal, catches_up)) is None:
+            proposal = Proposal(action=self._action, budget_bytes=budget_bytes, asks_to_confer=self.asks_to_confer, sizes=self.sizes)
+            while (basis := self._put_forward(proposal.encode(), catches_up)) is None:
                 pass
             self._forget_before(self.epoch)
             failpoint("group.before_prepare")
@@ -206,8 +208,8 @@ class Group(Membership):
         else:
             failpoint("group.before_basis")
             least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-            basis = Basis(budget_bytes=least_bytes, budget_rank=whose, confers=any(each.asks_to_confer for each in proposals))
-            self._board.claim(self._key("basis"), basis.encode())
+            may_differ = len({each.sizes for each in proposals}) > 1 or any(each.asks_to_confer for each in proposals)
+            self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, confers=may_differ).encode())
 
     def _count_votes(self, own: Vote, deadline: float) -> None:
         votes = self._collect(Vote, "vote", deadline)

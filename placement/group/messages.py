@@ -32,6 +32,8 @@ class Proposal(Message):
     budget_bytes: int = Field(ge=0)
     asks_to_confer: bool = False
     """Whether the rank knows that the ranks may make different plans."""
+    sizes: str = Field(default="", max_length=64)
+    """A digest of the sizes of the rank's handles, on which policies may base their plans."""
 
 
 class Basis(Message):
@@ -42,7 +44,7 @@ class Basis(Message):
     budget_rank: int = Field(default=0, ge=0)
     """The rank with the least budget."""
     confers: bool = False
-    """Whether the ranks tell each other what stays on their devices, because one of them asked for it."""
+    """Whether the ranks tell each other what stays on their devices: one of them asked for it, or their handles differ in size."""
 
 
 class Vote(Message):

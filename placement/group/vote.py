@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from placement.core.errors import CoordinatorLost, GroupError, PhaseError
@@ -85,15 +86,20 @@ class GroupVote:
         finally:
             self._epoch = None
 
-    def propose(self, action: str, ask_budget: Callable[[], int] = lambda: 0) -> LeastBudget | None:
+    def propose(
+        self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_sizes: Callable[[], Mapping[str, int]] | None = None
+    ) -> LeastBudget | None:
         """Propose an entry or a switch before its plan is made. Returns the least budget of all ranks; None without a group.
 
         Args:
             action: the action, which must be the same on every rank.
             ask_budget: returns this rank's budget in bytes; not called without a group.
+            ask_sizes: returns the bytes of each handle; None: as told the last time. Not called without a group.
         """
         if self._group is None:
             return None
+        if ask_sizes is not None:
+            self._group.sizes = hashlib.sha256(json.dumps(ask_sizes(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
             catches_up = self._may_catch_up()

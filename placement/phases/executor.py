@@ -94,7 +94,7 @@ class PlanExecutor:
             action: text that must be the same on every rank of the group, such as "enter 'train'".
         """
         name, handles = wanted.name, self._handles
-        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name))
+        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.sizes)
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):

@@ -111,6 +111,10 @@ class Planner:
         """The rank of the group whose budget the plan for a phase must fit; None if it is this process's own budget."""
         return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
 
+    def sizes(self) -> dict[str, int]:
+        """Device bytes of each handle, as the policy sees them."""
+        return {name: plan_checks.handle_view(handle).num_bytes for name, handle in self._handles.items()}
+
     def budget_bytes(self, phase: str) -> int:
         """Device bytes that all handles of this rank together may hold in a phase, as of now."""
         return self._limit(phase, list(self._handles.values()))

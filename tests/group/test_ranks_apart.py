@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager, PlacementError, State
-from placement.core.errors import GroupError
 from placement.core.states import Plan, View
 from placement.group import Group, StoreGroup
 from placement.integrations.ray.member import FleetGroup
@@ -141,7 +140,7 @@ def test_a_checkpoint_after_one_rank_is_done_with_a_handle() -> None:
 
 
 @pytest.mark.parametrize("policy", KEEPING)
-def test_handles_of_different_sizes_fail_one_change_at_most(policy: str) -> None:
+def test_handles_of_different_sizes(policy: str) -> None:
     """As with pipeline stages: what fits beside a phase on one rank does not fit on the other."""
     ranks = made(dist.HashStore(), policy=policy, budget_bytes=20 * CHUNK)
     critics = [nn.Linear(WIDTH, WIDTH * (1 + 2 * rank.rank)) for rank in ranks]
@@ -149,18 +148,12 @@ def test_handles_of_different_sizes_fail_one_change_at_most(policy: str) -> None
         rank.manager.register("critic", critic, role="critic")
 
     def values(rank: Rank) -> str:
-        try:
-            with rank.manager.phase("values"):
-                pass
-        except GroupError as error:
-            return str(error)
+        with rank.manager.phase("values"):
+            pass
         return rank.step()
 
-    told = [on_all(ranks, values) for _ in range(6)]
-    failed = [answers for answers in told if answers != ["done"] * WORLD]
-    assert len(failed) <= 1
-    for answer in [answer for answers in failed for answer in answers]:
-        assert "has another plan. From now on the ranks tell each other what stays on their devices" in answer
+    for _ in range(5):
+        assert on_all(ranks, values) == ["done"] * WORLD
     go_on(ranks, 1)
 
 

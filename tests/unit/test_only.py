@@ -239,7 +239,8 @@ class LeastOfAll:
     """Stands for a group whose other rank has the smaller budget."""
 
     budget_rank = 1
-    confers = asks_to_confer = False
+    confers = False
+    sizes = ""
 
     def __init__(self, least_bytes: int) -> None:
         self.least_bytes = least_bytes
