@@ -57,6 +57,10 @@ def test_values_host_memory_and_bytes_over_the_link(ranks: Ranks, generation: in
     check_shares(ranks.run(worker.loads, generation, False))
 
 
+def test_a_rank_that_brings_it_back_at_the_second_attempt_is_not_waited_for(ranks: Ranks, generation: int) -> None:
+    assert ranks.run(worker.comes_back_at_the_second_attempt, generation) == [(None, True)] * ranks.world_size
+
+
 def test_it_may_be_registered_inside_a_phase_and_stay_on_the_device(ranks: Ranks, generation: int) -> None:
     ranks.run(worker.joins, generation, False)
 

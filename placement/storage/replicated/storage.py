@@ -68,6 +68,8 @@ class ReplicatedStorage(ManagedStorage):
     # --- loading
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
+        if self.alone is None and self._prepared == self._ranks.change:
+            self._say(0)  # a second attempt in one change: what the first has prepared is not gathered, and the others must not wait for it
         self._waiting.clear()
         super().begin_move(chunk_pool)
 
