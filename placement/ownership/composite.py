@@ -163,6 +163,9 @@ class CompositeAdapter(Adapter):
     def num_entries(self) -> int:
         return sum(adapter.num_entries() for adapter in self._adapters)
 
+    def follow_groups(self) -> bool:
+        return True in [adapter.follow_groups() for adapter in self._adapters]  # each is asked
+
     # --- calls passed on to every module
 
     def ready(self) -> None:

@@ -348,6 +348,8 @@ def test_every_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             return {str(id(self)): "a"}
         if wanted == "int":
             return 1
+        if wanted == "bool":
+            return True
         if "Iterator[torch.Tensor]" in wanted:
             return iter((self.tensor,))
         if "Iterator" in wanted:
@@ -363,7 +365,9 @@ def test_every_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert Telling.told == list(composite.module_adapters())
     if isinstance(found, (list, dict)):
         assert len(found) == 2
-    if isinstance(found, int):
+    if isinstance(found, bool):
+        assert found
+    elif isinstance(found, int):
         assert found == 2
 
 
