@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from placement.core.errors import PhaseError
+from placement.core.errors import PhaseError, PlacementError
 from placement.core.journal import Journal, logger
-from placement.core.settings import Settings, SettingsKeywords, WorkerRole
+from placement.core.settings import PREFIX, Settings, SettingsKeywords, WorkerRole
 from placement.core.snapshot import Audit, Snapshot
 from placement.core.summary import summary
 from placement.core.weak_set import WeakIdSet
@@ -149,10 +149,18 @@ class Manager:
 
         Args:
             keywords: arguments of `Manager`, which take precedence over the source. Pass a `Device` or a policy object here.
+
+        An error about a value has a note that tells the variables of the environment.
         """
         given = Settings.from_any(source).model_dump(exclude_unset=True)
+        variables = [f"{PREFIX}{key.upper()}={value!r}" for key, value in given.items() if source is None and key not in keywords]
         given.update(keywords)
-        return cls(**given)
+        try:
+            return cls(**given)
+        except (PlacementError, ValueError) as error:
+            if variables:  # the message is about a value, and whoever set it has written a variable
+                error.add_note(f"placement: set in the environment: {', '.join(variables)}")
+            raise
 
     # --- handles
 

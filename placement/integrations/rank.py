@@ -25,9 +25,11 @@ def manager_of_this_rank(**defaults: Any) -> Manager:
         ValueError: a setting is invalid, or there are several ranks and one of these variables is not set.
         CoordinatorLost: the store of the ranks does not answer.
     """
-    given = {"policy": POLICY, **defaults, **Settings.from_any(None).model_dump(exclude_unset=True)}
+    given = {"policy": POLICY, **defaults}
+    for name in Settings.from_any(None).model_fields_set:
+        given.pop(name, None)  # the environment takes precedence
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "group" not in given:
         from placement.group import from_environment
 
         given["group"] = from_environment()
-    return Manager(**given)
+    return Manager.from_settings(**given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from placement import PolicyError
 from placement.integrations.rank import manager_of_this_rank
 from placement.policies import Colocated, Resident
 
@@ -25,6 +26,15 @@ def test_the_environment_takes_precedence_over_defaults(monkeypatch: pytest.Monk
     assert isinstance(manager.policy, Resident)
     assert manager.settings.budget_bytes == 1 << 20
     assert manager.device.capacity_bytes == 16 << 20
+
+
+def test_an_error_tells_the_variables_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocatd")
+    with pytest.raises(PolicyError, match="Did you mean 'colocated'") as raised:
+        manager_of_this_rank(headroom=0.1)
+    assert raised.value.__notes__ == [
+        "placement: set in the environment: PLACEMENT_DEVICE='simulated:16MiB', PLACEMENT_POLICY='colocatd'",
+    ]
 
 
 def test_several_ranks_need_the_variables_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,14 +28,18 @@ def manager() -> Manager:
 
     Raises:
         ValueError: a `PLACEMENT_*` variable is wrong.
-        PlacementError: the device does not exist.
+        PlacementError: the device does not exist, there is no such policy, or the folder of `PLACEMENT_DISCOVERY` cannot be written.
     """
     with _lock:
         if not _made:
             made = Manager.from_settings(group=_group())
-            _made.append(made)
             if made.settings.discovery is not None:
-                made.serve()
+                try:
+                    made.serve()
+                except BaseException:
+                    made.close()  # else the next call would give one that nobody can read
+                    raise
+            _made.append(made)
         return _made[0]
 
 

@@ -193,6 +193,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         if self._manager is None or self._model_handle is None:
             super().to(device, model=model, optimizer=optimizer, grad=grad)
             return
+        super().to(device, model=False, optimizer=False, grad=grad and not model)  # moves nothing: verl checks what it was given
         asked = {"model": model, "optimizer": optimizer and self.optimizer is not None}
         named = frozenset(part for part, is_asked in asked.items() if is_asked)
         parts = self._manual_parts - named if device == "cpu" else self._manual_parts | named

@@ -128,6 +128,20 @@ def by_hand(model: Path, keywords: dict[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
+def refused_by_hand(model: Path) -> list[tuple[str, str]]:
+    """The errors of moves by hand that verl's own engine refuses, by both; nothing moves."""
+    own, placed = pair(model)
+    raised = []
+    for arguments in ({"device": "cuda:0"}, {"device": "device"}, {"device": "cpu", "model": False}):
+        for subject in (own, placed):
+            try:
+                subject.engine.to(**arguments)
+            except AssertionError as error:
+                raised.append((type(subject.engine).__name__, str(error)))
+            subject.check()
+    return raised
+
+
 def _tagged(seed: int, **options: Any) -> Any:
     from verl.utils import tensordict_utils as tu
 

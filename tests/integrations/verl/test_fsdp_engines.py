@@ -52,6 +52,13 @@ def test_manual_control(one_rank: Ranks, model: Path, strategy: str) -> None:
     assert states == [(TRAIN, TRAIN), (TRAIN, TRAIN), (GPU, OFF), (GPU, OFF), (OFF, OFF)]
 
 
+def test_moves_by_hand_that_verl_refuses_are_refused(one_rank: Ranks, model: Path) -> None:
+    (raised,) = one_rank.run(one_engine.refused_by_hand, model)
+    gradients = "Gradient buffers must be moved to device along with model parameters"
+    names = ["FSDPEngineWithLMHead", "PlacedFSDPEngineWithLMHead"]
+    assert raised == [(name, text) for text in ("", "", gradients) for name in names]
+
+
 @STRATEGIES
 def test_errors_in_the_middle_leave_nothing_behind(one_rank: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
     (raised,) = one_rank.run(one_engine.errors, model, tmp_path, {"strategy": strategy})

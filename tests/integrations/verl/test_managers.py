@@ -1,0 +1,39 @@
+"""The one manager of a process that has verl's engines. verl itself is not needed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from placement import PlacementError
+from placement.integrations import verl
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    verl.close_manager()
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
+    yield
+    verl.close_manager()
+
+
+def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next call does not give one whose metrics nobody can read."""
+    targets = tmp_path / "targets"
+    targets.write_text("")  # a file where a folder should be
+    monkeypatch.setenv("PLACEMENT_DISCOVERY", str(targets))
+    for _ in range(2):
+        with pytest.raises(PlacementError, match=f"cannot announce this worker in {targets}"):
+            verl.manager()
+    targets.unlink()
+    assert verl.manager() is verl.manager()
+    assert [file.suffix for file in targets.iterdir()] == [".json"]
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="device 'gpu' is not known") as raised:
+        verl.manager()
+    assert raised.value.__notes__ == ["placement: set in the environment: PLACEMENT_DEVICE='gpu'"]
