@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.integrations.rank import manager_of_this_rank
+from placement.integrations.rank import is_read_from_the_host, manager_of_this_rank, sync_of_parameters
 from placement.integrations.turns import Turns
 from placement.manager import Manager
 
@@ -79,6 +79,8 @@ class PlacedPolicyWorker(_PolicyWorker):
     placement: Manager | None = None
     _turns: Turns | None = None
     """The phase that the last hook began. None until everything is built."""
+    _reads_parameters = False
+    """Whether the parameters themselves are read in a sync: by Megatron-Bridge. The DTensor workers read a state dict."""
     _is_leaving = False
     """Whether `offload_after_refit` runs, which calls `offload_before_refit`."""
 
@@ -106,6 +108,7 @@ class PlacedPolicyWorker(_PolicyWorker):
                 "colocated Megatron generation moves the policy's model itself: generate with vLLM or SGLang, or use NeMo-RL's own worker"
             )
         super().__init__(config, *args, **kwargs)
+        self._reads_parameters = bool((config.get("megatron_cfg") or {}).get("enabled"))
         manager = self.make_manager()
         manager.register("actor", self.model, role="actor")
         if getattr(self, "optimizer", None) is not None:
@@ -130,6 +133,8 @@ class PlacedPolicyWorker(_PolicyWorker):
         super().offload_before_refit()
         if not self._is_leaving:
             self._turn_to("weight_sync")
+            if self.placement is not None and self._reads_parameters and is_read_from_the_host(self.placement.handles["actor"]):
+                self._turn_to("log_prob")
 
     def offload_after_refit(self) -> None:
         """End the open phase."""
@@ -230,7 +235,11 @@ class PlacedPolicyWorker(_PolicyWorker):
     def _in(self, phase: str) -> AbstractContextManager[Any]:
         """The phase for a `with` statement, unless the open one has all that it needs."""
         enough = {"weight_sync": ("weight_sync", "train", "log_prob"), "restore": ("train",)}
-        return nullcontext() if self.placement is None or self._open in enough[phase] else self.placement.phase(phase)
+        if self.placement is None or self._open in enough[phase]:
+            return nullcontext()
+        if phase == "weight_sync" and self._reads_parameters:
+            return sync_of_parameters(self.placement, self.placement.handles["actor"])
+        return self.placement.phase(phase)
 
 
 def worker_for(config: Mapping[str, Any], *, py_executable: str | None = None) -> str:

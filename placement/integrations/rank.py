@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from placement.core.settings import Settings
 from placement.manager import Manager
+from placement.registration.handle import Handle
 
 POLICY = "colocated(drop_gradients=True)"
 """The default policy. The frameworks zero all gradients before each step, so that gradients need not move with their model."""
@@ -33,3 +36,22 @@ def manager_of_this_rank(**defaults: Any) -> Manager:
 
         given["group"] = from_environment()
     return Manager.from_settings(**given)
+
+
+def is_read_from_the_host(model: Handle) -> bool:
+    """Whether the policy publishes a model from its host copy in the open phase `weight_sync` (`stream_sync=True`).
+
+    Then a state dict has the weights, but the parameters themselves must not be read.
+    """
+    return not model.external and not model.resident_bytes
+
+
+@contextmanager
+def sync_of_parameters(manager: Manager, model: Handle) -> Iterator[None]:
+    """`weight_sync` for a framework that reads the parameters themselves: where the policy leaves them on the host, they are loaded."""
+    with manager.phase("weight_sync"):
+        if is_read_from_the_host(model):
+            with manager.phase("log_prob"):
+                yield
+        else:
+            yield

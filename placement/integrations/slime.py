@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.integrations.rank import manager_of_this_rank
+from placement.integrations.rank import manager_of_this_rank, sync_of_parameters
 from placement.manager import Manager
+from placement.registration.handle import Handle
 
 if TYPE_CHECKING:
 
@@ -52,6 +53,7 @@ class PlacedTrainActor(_TrainActor):
 
     placement: Manager | None = None
     _placed_model: torch.nn.Module
+    _placed_handle: Handle | None = None
 
     def make_manager(self) -> Manager:
         """The manager of this process. Override it to give it a device, a policy or a group of your own.
@@ -80,7 +82,7 @@ class PlacedTrainActor(_TrainActor):
             manager = self.make_manager()
             # Pipeline stages of one rank are one handle: their optimizer steps all of them.
             self._placed_model = self.model[0] if len(self.model) == 1 else torch.nn.ModuleList(self.model)
-            manager.register(role, self._placed_model, role=role)
+            self._placed_handle = manager.register(role, self._placed_model, role=role)
             if self.optimizer is not None:
                 manager.register(f"{role}.optimizer", self.optimizer)
             self.placement = manager
@@ -97,8 +99,15 @@ class PlacedTrainActor(_TrainActor):
             super().save_model(rollout_id, force_sync=force_sync)
 
     def update_weights(self) -> None:
-        """slime's `update_weights`, in the phase `weight_sync` where that reads the model."""
-        with self._phase("weight_sync") if self.reads_model_for_sync() else nullcontext():
+        """slime's `update_weights`, in the phase `weight_sync` where that reads the model.
+
+        slime reads the parameters themselves. So a policy that publishes from the host copy (`stream_sync=True`) loads the model here.
+        """
+        manager, model = self.placement, self._placed_handle
+        if manager is None or model is None or not self.reads_model_for_sync():
+            super().update_weights()
+            return
+        with sync_of_parameters(manager, model):
             super().update_weights()
 
     def reads_model_for_sync(self) -> bool:

@@ -15,7 +15,7 @@ from tests.integrations import jobs, nemo_rl_standin
 from tests.support.seeds import seed
 
 
-class _Watched(PlacedPolicyWorker):
+class Watched(PlacedPolicyWorker):
     """`phases` is where each value was seen."""
 
     def __init__(self, config: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -40,11 +40,11 @@ class _Watched(PlacedPolicyWorker):
         assert_nothing_resident(self.placement, allow_foreign=True)
 
 
-class PlacedDTensorWorker(_Watched, nemo_rl_standin.DTensorWorker):
+class PlacedDTensorWorker(Watched, nemo_rl_standin.DTensorWorker):
     """The DTensor worker with placement."""
 
 
-class PlacedMegatronWorker(_Watched, nemo_rl_standin.MegatronWorker):
+class PlacedMegatronWorker(Watched, nemo_rl_standin.MegatronWorker):
     """The Megatron worker with placement."""
 
 

@@ -13,6 +13,7 @@ from placement.integrations import nemo_rl
 from tests.integrations import jobs, nemo_rl_standin, nemo_rl_worker
 from tests.integrations.nemo_rl_worker import PLACED, PlacedDTensorWorker, plain_and_placed
 from tests.support.ranks import Ranks
+from tests.support.seeds import seed
 
 KINDS = list(PLACED)
 CALLS = [nemo_rl_standin.grpo, nemo_rl_standin.ppo, nemo_rl_standin.single_controller]
@@ -86,6 +87,34 @@ def test_a_hook_that_cannot_have_its_memory_raises_before_nemo_rls_code_runs(mon
     placed.offload_after_refit()
     assert placed.placement is not None
     placed.placement.check_integrity()
+
+
+class _Bridged(nemo_rl_standin.MegatronWorker):
+    """Megatron-Bridge reads the parameters themselves in a sync."""
+
+    def prepare_refit_info(self) -> dict[str, torch.Size]:
+        for weight in self.model.parameters():
+            self._see(weight)
+        return {}
+
+
+class _PlacedBridged(nemo_rl_worker.Watched, _Bridged):
+    """The same with placement."""
+
+
+@pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__)
+def test_a_policy_that_publishes_from_the_host_copy(monkeypatch: pytest.MonkeyPatch, calls: Any) -> None:
+    """The parameters are read on the device all the same; a state dict needs nothing there."""
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocated(stream_sync=True)")
+    config = {"build": jobs.plain, "megatron_cfg": {"enabled": True}}
+    seed(0)
+    expected = calls(_Bridged(config))
+    seed(0)
+    placed = _PlacedBridged(config)
+    assert calls(placed) == expected
+    placed.offload_after_refit()
+    assert "log_prob" in placed.phases[:2]
+    assert plain_and_placed(KINDS[0], calls, jobs.plain).phases[:2] == ["weight_sync"] * 2
 
 
 def test_fsdp2_on_two_ranks(two_ranks: Ranks) -> None:

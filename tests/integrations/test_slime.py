@@ -52,6 +52,15 @@ def test_a_sync_from_host_copies_loads_nothing(options: dict[str, object], phase
     assert (placed.placement.handles["actor"].counters.loaded_bytes > loads) == (phase == "weight_sync")
 
 
+@pytest.mark.parametrize("options", [{"keep_old_actor": True}, {"update_weight_transport": "disk"}, {"colocate": False}], ids="-".join)
+def test_a_policy_that_publishes_from_the_host_copy(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
+    """slime reads the parameters themselves, which are not on the device then."""
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocated(stream_sync=True)")
+    placed = plain_and_placed(slime_standin.arguments(jobs.plain, **options), with_ref=True)
+    assert placed.placement is not None
+    placement.testing.assert_nothing_resident(placed.placement)
+
+
 def test_a_critic_is_one() -> None:
     placed = plain_and_placed(slime_standin.arguments(jobs.plain), "critic")
     assert placed.placement is not None
