@@ -233,9 +233,11 @@ class PlacedPolicyWorker(_PolicyWorker):
             self._turns.to(phase)
 
     def _in(self, phase: str) -> AbstractContextManager[Any]:
-        """The phase for a `with` statement, unless the open one has all that it needs."""
-        enough = {"weight_sync": ("weight_sync", "train", "log_prob"), "restore": ("train",)}
-        if self.placement is None or self._open in enough[phase]:
+        """The phase for a `with` statement, unless the open one has all that it needs.
+
+        That is never so for `restore`: in `train`, a policy may leave the optimizer on the host and stream its steps.
+        """
+        if self.placement is None or (phase == "weight_sync" and self._open in ("weight_sync", "train", "log_prob")):
             return nullcontext()
         if phase == "weight_sync" and self._reads_parameters:
             return sync_of_parameters(self.placement, self.placement.handles["actor"])

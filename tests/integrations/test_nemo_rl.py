@@ -32,13 +32,13 @@ def test_each_hook_begins_its_phase() -> None:
     """2 weights are published; then the log-probabilities of policy and reference, and two steps; 2 weights and 6 states are saved."""
     placed = plain_and_placed(KINDS[0], nemo_rl_standin.grpo, jobs.plain)
     step = ["weight_sync"] * 2 + ["log_prob"] * 2 + ["train"] * 2
-    assert placed.phases == ["weight_sync"] * 2 + step + step + ["train"] * 8 + step + ["weight_sync"] * 2
+    assert placed.phases == ["weight_sync"] * 2 + step + step + ["restore"] * 8 + step + ["weight_sync"] * 2
 
 
 def test_a_train_step_stays_open_while_its_buffers_are_kept() -> None:
     placed = plain_and_placed(KINDS[1], nemo_rl_standin.single_controller, jobs.plain)
     step = ["log_prob", "train", "train", "train"] + ["train"] * 2
-    assert placed.phases == ["weight_sync"] * 2 + step * 2 + ["train"] * 8
+    assert placed.phases == ["weight_sync"] * 2 + step * 2 + ["restore"] * 8
 
 
 def test_hooks_without_a_prepared_model_do_nothing() -> None:
@@ -115,6 +115,16 @@ def test_a_policy_that_publishes_from_the_host_copy(monkeypatch: pytest.MonkeyPa
     placed.offload_after_refit()
     assert "log_prob" in placed.phases[:2]
     assert plain_and_placed(KINDS[0], calls, jobs.plain).phases[:2] == ["weight_sync"] * 2
+
+
+@pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_policy_that_streams_the_steps(monkeypatch: pytest.MonkeyPatch, kind: type[Any], calls: Any) -> None:
+    """The optimizer comes to the device for a checkpoint, although the train phase that is open does without it."""
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocated('streamed')")
+    placed = plain_and_placed(kind, calls, jobs.plain)
+    placed.offload_after_refit()
+    placed.placement.check_integrity()
 
 
 def test_fsdp2_on_two_ranks(two_ranks: Ranks) -> None:
