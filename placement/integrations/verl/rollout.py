@@ -176,16 +176,20 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         else:
             self.ended()
 
-    async def update_weights(self, *args: Any, **keywords: Any) -> Any:
-        """verl's own, after which the weights are valid."""
+    async def update_weights(self, weights: Any, *args: Any, **keywords: Any) -> Any:
+        """verl's own, after which the weights are valid. After an error nobody reads on: the actor's phase ends, too."""
         engine = self._colocated
         filling = engine if engine is not None and WEIGHTS in engine.residency.resident else None
         if filling is not None:
             filling.residency.stale = "a sync has begun and was not finished"
         try:
-            result = await super().update_weights(*args, **keywords)
+            result = await super().update_weights(weights, *args, **keywords)
         except BaseException as error:
-            self.ended(error)
+            try:
+                if hasattr(weights, "close"):
+                    weights.close()  # else the actor stayed on the device as long as somebody keeps the error, with its frames
+            finally:
+                self.ended(error)
             raise
         if filling is not None:
             filling.weights_filled()

@@ -224,6 +224,27 @@ def failure(model: Path, file: Path) -> str:
     raise AssertionError("a rollout that failed to wake was taken for awake")
 
 
+def refused_weights(model: Path, file: Path) -> tuple[str, dict[str, str], list[str]]:
+    """A rollout that fails while it reads the weights, and somebody who keeps the error: the states then, and the tags of the next sync."""
+    job = Job("vllm", model, file)
+    take = Adapter.update_weights
+
+    async def refuse(_: Adapter, weights: Iterator[tuple[str, torch.Tensor]], **__: Any) -> None:
+        raise RuntimeError(f"no room for {next(weights)[0]}")
+
+    Adapter.update_weights = refuse  # type: ignore[method-assign, assignment]
+    try:
+        job.sync()
+        raise AssertionError("a sync that failed counted as done")
+    except RuntimeError as error:
+        kept = error  # and with it the frames, which have the weights
+    finally:
+        Adapter.update_weights = take  # type: ignore[method-assign]
+    states = job.states()
+    assert job.manager.phase_name == "idle"
+    return str(kept), states, job.sync()
+
+
 def placed_adapters() -> dict[str, Any]:
     """The class that verl gets for a rollout that `place` was called for, twice; and for one of no name."""
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class

@@ -127,6 +127,13 @@ def test_a_sync_that_is_cut_off_leaves_sglang_asleep(one_rank: Ranks, model: Pat
     assert later == ["wake_up weights", "wake_up kv_cache"]
 
 
+def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    ((error, states, later),) = one_rank.run(colocated.refused_weights, model, tmp_path / "capacity")
+    assert error == "no room for model.embed_tokens.weight"
+    assert states == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+    assert later == ["weights", "weights", "kv_cache weights"]
+
+
 def test_an_sglang_that_dies_is_not_asked_again(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
     (found,) = one_rank.run(sglang_failures.killed, model, tmp_path / "capacity")
     assert found["state"] == OFF, "its memory is free"
