@@ -94,7 +94,7 @@ class Model:
         if self.head is not None and self.head not in get_args(Head):
             raise ValueError(f"head must be one of {', '.join(get_args(Head))}, or None, not {self.head!r}")
         if not isinstance(self.optimizer, str | type | None):
-            raise ValueError(f"optimizer is an object of {type(self.optimizer).__name__}; give its class, and optimizer_options")  # noqa: TRY004 - as below
+            raise ValueError(f"optimizer is an object of {type(self.optimizer).__name__}; give its class, and optimizer_options")  # noqa: TRY004  # the value is wrong
         _check_role(self.role)
 
 
@@ -293,7 +293,7 @@ def _is_shared(handles: Mapping[str, Model | Rollout]) -> bool:
 def _bytes(given: int | str) -> int:
     nbytes: object = parse_bytes(given) if isinstance(given, str) else given
     if not isinstance(nbytes, int) or isinstance(nbytes, bool):
-        raise ValueError(f'{nbytes!r} is no number of bytes; write a whole number, or text such as "12GiB"')  # noqa: TRY004 - as below
+        raise ValueError(f'{nbytes!r} is no number of bytes; write a whole number, or text such as "12GiB"')  # noqa: TRY004  # the value is wrong
     if nbytes < 0:
         raise ValueError(f"a number of bytes must be 0 or more, not {nbytes}")
     return nbytes

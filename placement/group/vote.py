@@ -116,7 +116,7 @@ class GroupVote:
 
     @property
     def confers(self) -> bool:
-        """Whether the ranks make one plan of theirs in this change, see `in_common`. Asked after `propose`."""
+        """Whether the ranks tell each other in this change what stays on their devices, see `in_common`. Asked after `propose`."""
         return self._group is not None and self._group.confers
 
     def ask_to_confer(self) -> None:

@@ -282,9 +282,9 @@ class PlanExecutor:
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
     def _in_common(self, wanted: PhaseRequest, plan: Plan) -> Plan:
-        """The plan without what merely stays on this rank's device and not on every other's: then all ranks have the same plan.
+        """The plan without the handles that merely stay on this rank's device and do not stay on every other rank's.
 
-        Policies that keep what is there plan otherwise on a rank that was restarted, or that has given up a handle or missed a step.
+        A policy that keeps what is on the device gives another plan to a rank that was restarted, has given up a handle or missed a step.
         """
         if not self._vote.confers:
             return plan

@@ -154,7 +154,7 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "DeviceMemoryError" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is that of a machine without a CUDA device")
 def test_without_a_gpu_the_command_says_which_option_goes_without(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 1
     assert "placement doctor --device simulated:1GiB" in capsys.readouterr().err

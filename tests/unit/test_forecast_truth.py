@@ -283,28 +283,19 @@ def test_the_shards_of_a_model_are_those_of_fsdp2() -> None:
     assert [part.nbytes for part in told if part.parameters] == has
 
 
+DECODER = {"vocab_size": 768, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 @pytest.mark.parametrize(
     "config",
     [
         LLAMA,
-        transformers.GPTNeoXConfig(vocab_size=768, hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4),
-        transformers.MixtralConfig(
-            vocab_size=768,
-            hidden_size=96,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        ),
+        transformers.GPTNeoXConfig(**DECODER),
+        transformers.MixtralConfig(**DECODER, num_key_value_heads=2, num_local_experts=4),
         transformers.DeepseekV3Config(
-            vocab_size=768,
-            hidden_size=96,
-            intermediate_size=192,
-            moe_intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **DECODER,
             num_key_value_heads=4,
+            moe_intermediate_size=64,
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_group=2,
@@ -328,7 +319,7 @@ def test_the_parts_of_tensor_parallelism_are_those_of_transformers(config: Any) 
     ours = pytest.importorskip("transformers.distributed.tensor_parallel")
     distributed = pytest.importorskip("transformers.distributed.configuration_utils")
     if not hasattr(ours, "apply_tensor_parallelism") or not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
-        pytest.skip("this transformers divides its models in another way")
+        pytest.skip("this transformers has no functions that plan and apply tensor parallelism, so there is nothing to compare with")
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     told = [each.shape for part in parts_of(made, Layout(tensor_parallel=2)) for each in part.parameters]
