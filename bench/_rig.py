@@ -105,9 +105,9 @@ def available_host_bytes() -> int:
     return int(meminfo["MemAvailable"].split()[0]) << 10
 
 
-def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options that every benchmark has."""
-    parser = argparse.ArgumentParser(description=description)
+def parse(description: str | None, arguments: Sequence[str] | None, own: Sequence[argparse.ArgumentParser] = ()) -> argparse.Namespace:
+    """Parse the options that every benchmark has, and those that it has of its `own`."""
+    parser = argparse.ArgumentParser(description=description, parents=own)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "simulated", help='"cuda:0" or "simulated"')
     parser.add_argument("--size", choices=SIZES, default=None, help="size of the job (default: full on a GPU, else tiny)")
     parser.add_argument("--out", type=Path, default=None, help="folder for the result files")
@@ -117,9 +117,15 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.
     return parsed
 
 
-def run(name: str, description: str | None, measure: Callable[[Rig, Results], None], arguments: Sequence[str] | None = None) -> Results:
-    """The common body of every benchmark's `main`."""
-    parsed = parse(description, arguments)
+def run(
+    name: str,
+    description: str | None,
+    measure: Callable[[Rig, Results], None],
+    arguments: Sequence[str] | None = None,
+    own: Sequence[argparse.ArgumentParser] = (),
+) -> Results:
+    """The common body of every benchmark's `main`; `own` parses what this one has besides."""
+    parsed = parse(description, arguments, own)
     rig = Rig(parsed.device, parsed.size)
     if rig.is_cuda:
         torch.cuda.set_device(rig.torch_device)

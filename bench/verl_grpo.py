@@ -215,8 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--systems", nargs="+", choices=list(_SYSTEMS), default=list(_SYSTEMS))
     parser.add_argument("--shared-memory", action="store_true", help="send weights to vLLM through the host: for machines without CUDA IPC")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit for each run")
-    given, others = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    _rig.run("verl_grpo", __doc__, lambda rig, results: _measure(rig, results, given), others)
+    given, _ = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    name = "verl_grpo" if given.gpus == 1 else "verl_grpo_two_gpus"
+    _rig.run(name, __doc__, lambda rig, results: _measure(rig, results, given), arguments, [parser])
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ from placement.core.errors import PlacementError
 from placement.core.settings import parse_bytes
 from placement.core.summary import readable
 from placement.devices.base import Device
-from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect
+from placement.devices.inspection import MEASURED_BYTES, Inspection, LinkRates, TransitionSeconds, inspect, settled
 from placement.devices.select import select_device
 from placement.forecasting.cycles import CYCLES
 
-_CYCLES = 4
-"""How often phase transitions are timed, after one cycle that warms up."""
+_SPREAD = 0.1
+"""Of phase transitions one after the other: most of a small one is the host's work, which varies more than copies do."""
 _TENSORS = 8
 _CACHE_BYTES = 64 << 20
 """More than a core's share of the processor's caches."""
@@ -106,14 +106,13 @@ def _timed(device: Device, nbytes: int) -> tuple[int, list[float]]:
         return [loaded, _seconds(device, manager.leave), skipped]
 
     try:
-        cycle()
-        return actor.host_bytes, [statistics.median(each) for each in zip(*(cycle() for _ in range(_CYCLES)), strict=True)]
+        return actor.host_bytes, settled(cycle, _SPREAD)
     finally:
         manager.close()
 
 
 def _nothing_moves(device: Device) -> float:
-    """The mean seconds of a phase transition in a training step where everything stays on the device.
+    """The seconds of a phase transition in a training step where everything stays on the device, all transitions averaged.
 
     Some work lies before each of them, as in a job: without it they are twice as fast, because all that they need is in the caches.
     """
@@ -140,8 +139,7 @@ def _nothing_moves(device: Device) -> float:
         return [*seconds, _seconds(device, manager.leave)]
 
     try:
-        cycle()
-        return statistics.median(statistics.mean(cycle()) for _ in range(_CYCLES))
+        return statistics.mean(settled(cycle, _SPREAD))
     finally:
         manager.close()
 

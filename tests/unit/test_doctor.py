@@ -15,7 +15,7 @@ from placement.cli.doctor import examine, table
 from placement.devices import inspection
 from placement.devices.host import numa
 from placement.devices.host.slab import Slab
-from placement.devices.inspection import Inspection, inspect
+from placement.devices.inspection import Inspection, inspect, settled
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 
 CHUNK = 64 << 10
@@ -64,6 +64,21 @@ def test_a_failure_leaves_nothing_on_the_device(operation: str) -> None:
         assert faulty.memory().chunk_bytes == 0
     inspect(faulty, 2 * CHUNK)
     assert looked_at.memory().free_bytes == free_bytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median"),
+    [
+        pytest.param([90, 1, 1, 1, 1, 1], 1, id="the first one warms up"),
+        pytest.param([9, 8, 7, 6, 5, 4, 3, 2, 2, 2, 2.02, 2.01], 2, id="slower at first"),
+        pytest.param([1, 1, 1, 1, 3, 1, 1, 1.01, 1.01, 1.01], 1.01, id="a slow moment"),
+        pytest.param([*range(1, 27), 100, 101, 104, 103, 102], 102, id="never settled"),
+    ],
+)
+def test_figures_are_taken_once_they_have_settled(seconds: list[float], median: float) -> None:
+    left = [[each, 0.0] for each in seconds]
+    assert settled(lambda: left.pop(0)) == [median, 0.0]
+    assert left == []
 
 
 def test_phase_transitions_are_timed_and_leave_nothing() -> None:
