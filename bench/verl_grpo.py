@@ -68,10 +68,16 @@ def write_qwen(folder: Path, is_full: bool) -> Path:
     return folder
 
 
+_WITHOUT_COMPILING = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
+"""Options of SGLang: without them FlashInfer has to be there, and compiles its kernels for minutes."""
+
+
 def gpu_options(gpus: int, rollout: str) -> dict[str, Any]:
     """The recipe's options for so many GPUs with a rollout of this name."""
     batch = _PROMPTS * gpus
+    engine = {f"+{_ROLLOUT}.engine_kwargs.sglang.{name}": value for name, value in _WITHOUT_COMPILING.items()}
     return {
+        **(engine if rollout == "sglang" else {}),
         "data.train_batch_size": batch,
         "data.max_prompt_length": 128,
         "data.max_response_length": 256,

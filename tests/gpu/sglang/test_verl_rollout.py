@@ -16,6 +16,7 @@ needs("transfer_queue")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 _VOCABULARY = 151_936
+_PROMPTS = 16
 
 
 def test_sglang_sleeps_and_wakes_as_a_handle(tmp_path: Path) -> None:
@@ -23,8 +24,10 @@ def test_sglang_sleeps_and_wakes_as_a_handle(tmp_path: Path) -> None:
     from tests.integrations.verl import recipe
 
     inputs = verl_grpo.write_qwen(tmp_path / "inputs", is_full=False)
-    recipe.write_inputs(inputs, _VOCABULARY, prompts=32)
+    recipe.write_inputs(inputs, _VOCABULARY, _PROMPTS)
     options = {**verl_grpo.gpu_options(1, "sglang"), "trainer.total_training_steps": 3, "trainer.total_epochs": 3}
+    options |= {"data.train_batch_size": _PROMPTS, "data.max_response_length": 64}
+    options["actor_rollout_ref.actor.ppo_mini_batch_size"] = _PROMPTS
     job = _verl_job.run(tmp_path / "job", inputs, options, {"VERL_ENGINE_VENDOR": "placement"}, [], 1000.0)
     assert len(job.steps) == 3
     assert "placement knows the rollout as 'rollout' (PlacedServerAdapter)" in job.output
