@@ -19,7 +19,7 @@ from placement.core.summary import summary
 from placement.core.weak_set import WeakIdSet
 from placement.devices.background import is_background
 from placement.devices.base import Device
-from placement.devices.select import select_device
+from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
 from placement.phases.hold import Hold
 from placement.phases.open_phase import here
@@ -30,6 +30,7 @@ from placement.registration.handle import Handle
 from placement.registration.replication import Replication
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from placement.core.states import Policy
@@ -75,7 +76,7 @@ def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
 class ManagerKeywords(SettingsKeywords, total=False):
     """Every keyword of `Manager`, for `Manager.from_settings` and for wrappers that pass keywords on."""
 
-    device: str | Device
+    device: str | int | torch.device | Device
     policy: str | Policy | type[Policy]
     budget_bytes: int | str | None
     group: Group | None
@@ -89,7 +90,8 @@ class Manager:
     handles there.
 
     Args:
-        device: "auto" (this process's accelerator), a name such as "cuda:0", or a `Device`.
+        device: "auto" (this process's accelerator), a name such as "cuda:0" or "simulated:1GiB", or a `Device`. A `torch.device` and the
+            index of a CUDA device are taken, too.
         policy: the name of an entry point in the group "placement.policies", "package.module:Class", a class, or an instance. A string
             may include options: "colocated(drop_gradients=True)".
         budget_bytes: device bytes that all handles together may hold, as a number or as text ("12GiB"). None: what is free plus what
@@ -100,6 +102,7 @@ class Manager:
 
     Raises:
         ValueError: a keyword is unknown, or its value is invalid.
+        TypeError: `device` is none of these.
         PolicyError: the policy was not found or could not be made.
         PlacementError: the device does not exist.
     """
@@ -107,7 +110,7 @@ class Manager:
     def __init__(
         self,
         *,
-        device: str | Device = "auto",
+        device: str | int | torch.device | Device = "auto",
         policy: str | Policy | type[Policy] = "colocated",
         budget_bytes: int | str | None = None,
         group: Group | None = None,
@@ -115,12 +118,13 @@ class Manager:
         **settings: Unpack[SettingsKeywords],
     ) -> None:
         chosen: dict[str, Any] = {"budget_bytes": budget_bytes, "worker_role": worker_role, **settings}
-        chosen |= {"device": device} if isinstance(device, str) else {}
+        wanted = name_or_device(device)
+        chosen |= {"device": wanted} if isinstance(wanted, str) else {}
         chosen |= {"policy": policy} if isinstance(policy, str) else {}
         self.settings = Settings.from_any(chosen)
         self.policy = resolve_policy(policy)
         is_tight = self.settings.budget_bytes is not None or self.settings.leases is not None
-        self.device = select_device(self.settings.device, is_tight=is_tight) if isinstance(device, str) else device
+        self.device = select_device(self.settings.device, is_tight=is_tight) if isinstance(wanted, str) else wanted
         if self.settings.pinned_limit_bytes is not None:
             self.device.pinned_limit_bytes = self.settings.pinned_limit_bytes
         self.journal = Journal(self.settings.journal_length)

@@ -69,6 +69,7 @@ def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         CheckpointError: a handle cannot be saved like this (the message says how it can), or a write failed. Raised on every rank.
         NotResidentError, BrokenHandleError: a handle named in `only` has no values.
     """
+    _require_manager(manager)
     with manager._stack.lock.transition():
         state = _collect(manager, only, process_group)
         with _torch_errors(f"saving to {os.fspath(path)!r}"):
@@ -89,6 +90,7 @@ def async_save(
     Returns:
         A future that is done when this rank's files and the metadata are written. If that failed, `result()` raises CheckpointError.
     """
+    _require_manager(manager)
     with manager._stack.lock.transition():
         with _together(process_group):
             for handle in _chosen(manager, only):
@@ -125,6 +127,7 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         PhaseError: a handle is publishing its weights.
         NotResidentError: a handle is not built yet, or it is offloaded and its object must load its own state.
     """
+    _require_manager(manager)
     with manager._stack.lock.transition():
         background.drain()
         parts: dict[str, Part] = {}
@@ -142,6 +145,15 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
         with _together(process_group):
             changes = [part.prepare(given[name]) for name, part in parts.items()]
         apply(changes, _together(process_group))
+
+
+def _require_manager(given: object) -> None:
+    from placement.manager import Manager  # here, so that `placement.checkpoint` alone does not import it
+
+    if not isinstance(given, Manager):
+        name = getattr(given, "name", None)
+        hint = f"; for one handle write only=[{name!r}]" if isinstance(name, str) else ""
+        raise TypeError(f"the first argument is the manager, not a {type(given).__name__}{hint}")
 
 
 def _part(handle: Handle) -> Part:

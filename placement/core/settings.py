@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self, SupportsIndex, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
@@ -46,6 +47,29 @@ def parse_bytes(text: str) -> int:
     if size != int(size):
         raise ValueError(f"{text!r} is {size} bytes, which is not a whole number; write whole bytes")
     return int(size)
+
+
+def bytes_of(name: str, value: SupportsIndex | str) -> int:
+    """The number of bytes that the argument `name` was given as a number or as text ("1GiB").
+
+    Raises:
+        TypeError: the value is neither a whole number nor text.
+        ValueError: the text is no number of bytes.
+    """
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f'{name}={value!r} is not a number of bytes; write a whole number, or text such as "512MiB"')
+    return operator.index(value)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error message that proposes the known word that is most like a wrong one; empty if none is."""
+    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
+    return f", did you mean {found[0]!r}?" if found else ""
 
 
 class Settings(BaseModel):
@@ -231,7 +255,7 @@ def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, S
         raise ValueError(f"phase {name!r}: write a list of roles, or a table with a state for each role")  # noqa: TRY004 - as above
     for role in wanted:
         if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"phase {name!r}: unknown role {role!r}{_nearest(str(role), ROLES)}; known roles: {', '.join(ROLES)}")
+            raise ValueError(f"phase {name!r}: unknown role {role!r}{nearest(str(role), ROLES)}; known roles: {', '.join(ROLES)}")
     if not isinstance(wanted, Mapping):
         return tuple(wanted)
     for role, state in wanted.items():
@@ -240,13 +264,8 @@ def _own_phase(name: object, wanted: object) -> tuple[str, ...] | Mapping[str, S
     return ReadOnly({role: State(state) for role, state in wanted.items()})
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
-    return f", did you mean {nearest[0]!r}?" if nearest else ""
-
-
 def _unknown_key(key: str, known: Iterable[str]) -> str:
-    return f"unknown key {key!r}{_nearest(key, known)} (known keys: {', '.join(known)})"
+    return f"unknown key {key!r}{nearest(key, known)} (known keys: {', '.join(known)})"
 
 
 def _from_toml(path: Path) -> dict[str, Any]:
@@ -264,8 +283,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if key.lower() not in Settings.model_fields:
             known = [PREFIX + field.upper() for field in Settings.model_fields]
-            nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"environment: unknown variable {variable!r}, did you mean {nearest!r}? (known: {', '.join(known)})")
+            closest = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"environment: unknown variable {variable!r}, did you mean {closest!r}? (known: {', '.join(known)})")
         values[key.lower()] = text
     if "phases" in values:
         try:

@@ -15,6 +15,25 @@ from placement.devices.cuda.driver import refuse_rocm
 GROUP = "placement.devices"
 """Entry points by the kind of a device: each names a callable that takes the device's whole name ("npu:1") and returns a `Device`."""
 _NAME = re.compile(r"([A-Za-z_]\w*)(?::([\w.]+))?")
+_WITHOUT_ONE = (
+    'On a machine without an accelerator write device="simulated:1GiB" (in the environment PLACEMENT_DEVICE=simulated:1GiB), or pass '
+    "device=placement.testing.SimulatedDevice(capacity_bytes=...): this device behaves the same in host memory."
+)
+
+
+def name_or_device(given: object) -> str | Device:
+    """The name or the `Device` that `Manager(device=...)` was given. A `torch.device` stands for its name, a number N for "cuda:N".
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(given, str | Device):
+        return given
+    if isinstance(given, torch.device):
+        return str(given)
+    if isinstance(given, int) and not isinstance(given, bool):
+        return f"cuda:{given}"
+    raise TypeError(f'device={given!r} is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a placement Device')
 
 
 def select_device(name: str, *, is_tight: bool = False) -> Device:
@@ -37,10 +56,7 @@ def select_device(name: str, *, is_tight: bool = False) -> Device:
         return _from_entry_point(name, kind)
     refuse_rocm(name)
     if not torch.cuda.is_available():
-        raise PlacementError(
-            f"device {name!r}: torch sees no CUDA device in this process. On a machine without one, pass "
-            "device=placement.testing.SimulatedDevice(capacity_bytes=...), which behaves the same in host memory."
-        )
+        raise PlacementError(f"device {name!r}: torch sees no CUDA device in this process. {_WITHOUT_ONE}")
     from placement.devices.cuda.device import CHUNK_BYTES, TIGHT_CHUNK_BYTES, CudaDevice
 
     chunk_bytes = TIGHT_CHUNK_BYTES if is_tight else CHUNK_BYTES
@@ -59,6 +75,8 @@ def _simulated(name: str, size: str) -> Device:
 def _from_entry_point(name: str, kind: str) -> Device:
     points = entry_points(group=GROUP)
     point = next((each for each in points if each.name == kind), None)
+    if point is None and kind == "cpu":
+        raise ValueError(f"device {name!r} is host memory, where placement keeps what is off the device. {_WITHOUT_ONE}")
     if point is None:
         known = ", ".join(f'"{each}"' for each in sorted({"auto", "cuda:0", "simulated:64MiB", *(each.name for each in points)}))
         raise ValueError(f"device {name!r} is not known; write one of {known}, or pass a Device: placement.testing.SimulatedDevice")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from types import TracebackType
-from typing import Self
+from typing import Self, SupportsIndex
 
 from placement.core.errors import PlacementError
 from placement.core.weak_set import WeakIdSet
@@ -60,6 +60,7 @@ class HttpServer:
 
     Raises:
         PlacementError: the address and port cannot be bound.
+        TypeError: the port is no number.
         ValueError: the address is empty, or the port is outside 0..65535.
     """
 
@@ -68,6 +69,8 @@ class HttpServer:
     ) -> None:
         if not address:
             raise ValueError("address is empty, which would mean every interface; name one, such as 127.0.0.1")
+        if not isinstance(port, SupportsIndex):
+            raise TypeError(f"port={port!r} is no number; write port=8000, or port=0 for a free one")
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
         self._pages = dict(pages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 import re
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from placement.core.errors import PolicyError
+from placement.core.settings import nearest
 from placement.core.states import Policy
 
 GROUP = "placement.policies"
@@ -37,8 +39,8 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     A name or path may end with options, which must be Python literals: "colocated(drop_gradients=True)".
 
     Raises:
-        PolicyError: the name is unknown (the message lists the known ones), the options are not literals, the import or the
-            constructor failed, or the object found has no `plan(view)` or no `name`.
+        PolicyError: the name is unknown (the message lists the known ones), the options are not literals or not the policy's, the
+            import or the constructor failed, or the object found has no `plan(view)` or no `name`.
     """
     options = _Options()
     if isinstance(spec, str):
@@ -49,6 +51,7 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
     else:
         found = spec
     if isinstance(found, type):
+        _refuse_unknown_options(spec, found, options.named)
         try:
             found = found(*options.positional, **options.named)
         except Exception as exc:
@@ -71,11 +74,27 @@ class _Options(NamedTuple):
         return bool(self.positional or self.named)
 
 
+def _refuse_unknown_options(spec: object, policy: type, named: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(policy).parameters.values()
+    except (TypeError, ValueError):  # a class that does not tell its arguments
+        return
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    unknown = [name for name in named if name not in known]
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        raise PolicyError(
+            f"policy {_shown(spec)} cannot be constructed with these options: no option {unknown[0]!r}{nearest(unknown[0], known)} "
+            f"(its options: {', '.join(known) or 'none'})"
+        )
+
+
 def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"{ast.unparse(node)} is none; write True, False, None, a number, or a word in quotes: 'optimizer_step'") from None
+        raise ValueError(
+            f"{ast.unparse(node)} is not a literal; write True, False, None, a number, or a word in quotes: 'optimizer_step'"
+        ) from None
 
 
 def _with_options(spec: str) -> tuple[str, _Options]:
@@ -117,6 +136,6 @@ def _entry_point(spec: str) -> EntryPoint:
         return next(iter(registered.values()))
     if _PATH.fullmatch(spec):
         return EntryPoint(spec, spec, GROUP)
-    nearest = difflib.get_close_matches(spec, policy_names(), n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    near = difflib.get_close_matches(spec, policy_names(), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise PolicyError(f"no policy {spec!r}.{hint} Registered: {', '.join(policy_names())}; or write 'package.module:Class'.")

@@ -15,6 +15,7 @@ import torch
 
 from placement.core.errors import PhaseError, RegistrationError
 from placement.core.journal import HandleCounters
+from placement.core.settings import bytes_of
 from placement.core.states import State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.frameworks.weights import Reader, Weight
@@ -81,8 +82,9 @@ class Publisher(Protocol):
     def module_adapters(self) -> Sequence[ModuleAdapter]: ...
 
 
-def weights_info(handle: Publisher, *, dtype: torch.dtype | None, adapters: Adapters) -> list[WeightInfo]:
+def weights_info(handle: Publisher, *, dtype: torch.dtype | str | None, adapters: Adapters) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
+    dtype = _dtype(dtype)
     root = _root(handle, adapters)
     with without_modes():
         found = [] if root is None else published(root, adapters)
@@ -90,9 +92,10 @@ def weights_info(handle: Publisher, *, dtype: torch.dtype | None, adapters: Adap
 
 
 def weights(
-    handle: Publisher, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
+    handle: Publisher, *, bucket_bytes: int | str, dtype: torch.dtype | str | None, adapters: Adapters
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
+    bucket_bytes, dtype = bytes_of("bucket_bytes", bucket_bytes), _dtype(dtype)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
@@ -115,6 +118,16 @@ def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     return modules[0]
+
+
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype that may be given by its name in torch."""
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if found is not None and isinstance(found, torch.dtype):
+        return found
+    if given is not None:
+        raise ValueError(f'dtype={given!r} is no dtype of torch; write torch.bfloat16 or "bfloat16"')
+    return None
 
 
 def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:

@@ -19,7 +19,7 @@ import torch
 from placement.core.call_guard import CHECKS, CallGuard
 from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.loaded_classes import is_a
-from placement.core.states import State
+from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
 from placement.registration.initial_step import undo_initial_step
 from placement.registration.method_call import MethodCall
@@ -88,13 +88,29 @@ def refuse(handle: Handle, what: str, advice: str) -> NoReturn:
 
 def _advise(handle: Handle, advice: str, *phases: str) -> str:
     """The given advice, which names `phases`; for a caller who is in one of these phases already, why that did not help."""
-    phase = handle.phase_now()
+    phase, unneeded = handle.phase_now(), _unneeded(handle)
     if phase not in phases:
-        return advice
-    return (
-        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}). For 'train' and 'restore' the shipped policies load the "
-        "modules that a registered optimizer steps, for other phases modules by their roles; only= leaves out all that it does not name"
+        return unneeded if unneeded and "log_prob" in phases else advice  # the policy knows by roles what log_prob needs
+    why = unneeded or (
+        "for 'train' and 'restore' the shipped policies load the modules that a registered optimizer steps, for other phases modules by "
+        "their roles"
     )
+    return f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {why}; only= leaves out all that it does not name"
+
+
+def _unneeded(handle: Handle) -> str:
+    """Why no phase that ships loads the handle by its role, and what to do; empty where one does, and for optimizers."""
+    if handle.kind == "module" and handle.role is None:
+        return (
+            "it was registered without role=, so the shipped policies load it for 'train' and 'restore' alone, if a registered optimizer "
+            f"steps it. Register it with its role, one of {', '.join(ROLES)}"
+        )
+    if handle.kind != "optimizer" and handle.role == "teacher":
+        return (
+            "no phase that ships needs role 'teacher': give the manager one that does, "
+            'phases={"distill": ["actor", "teacher"]}, and open manager.phase("distill")'
+        )
+    return ""
 
 
 _TRAINED_WITHOUT = (

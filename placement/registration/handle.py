@@ -197,7 +197,7 @@ class Handle:
                     return target.state_dict()
             return target.state_dict()
 
-    def weights_info(self, *, dtype: torch.dtype | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
+    def weights_info(self, *, dtype: torch.dtype | str | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in the same order.
 
         It works in every state. It moves nothing, reads no value and calls no collective. The list is empty while the object is not built.
@@ -207,7 +207,7 @@ class Handle:
         return buckets.weights_info(self, dtype=dtype, adapters=adapters)
 
     def weights(
-        self, *, bucket_bytes: int = 512 << 20, dtype: torch.dtype | None = None, adapters: Adapters = "merged"
+        self, *, bucket_bytes: int | str = 512 << 20, dtype: torch.dtype | str | None = None, adapters: Adapters = "merged"
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Publish the weights, unsharded and under their clean names: lists of (name, tensor), valid until the next iteration.
 
@@ -221,15 +221,15 @@ class Handle:
         with which PEFT computes one layer: two more of the weight's size for LoRA, four for DoRA.
 
         Args:
-            bucket_bytes: upper bound of one list, in bytes; a larger tensor comes alone.
-            dtype: the dtype to which floating-point weights are cast; None: they keep theirs.
+            bucket_bytes: upper bound of one list, in bytes; "512MiB" works too. A larger tensor comes alone.
+            dtype: the dtype to which floating-point weights are cast, or its name ("bfloat16"); None: they keep theirs.
             adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
                 is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to do.
-            ValueError: `adapters` does not fit the module.
+            ValueError: `adapters` does not fit the module, or `bucket_bytes` or `dtype` is none.
         """
         from placement.publish import buckets
 

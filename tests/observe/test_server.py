@@ -408,6 +408,12 @@ def test_other_addresses(snapshot: Snapshot, address: str, host: str) -> None:
             assert read_to_end(client).endswith(b"ok\n")
 
 
+@pytest.mark.parametrize("port", ["8000", None, 1.5])
+def test_a_port_that_is_no_number(snapshot: Snapshot, port: object) -> None:
+    with pytest.raises(TypeError, match=r"port=.* is no number; write port=8000"):
+        MetricsServer(lambda: snapshot, port=port)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_bound_is_named(server: MetricsServer, snapshot: Snapshot) -> None:
     with pytest.raises(PlacementError, match=rf"127\.0\.0\.1 port {server.port}: .*[Ii]n use"):
         MetricsServer(lambda: snapshot, port=server.port)

@@ -354,3 +354,13 @@ def test_importing_placement_does_not_import_torchs_checkpoints() -> None:
     code += "print([name for name in new if name.startswith('torch.distributed.checkpoint')]); print(placement.checkpoint.save.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[]", "save"]
+
+
+@pytest.mark.parametrize("do", [checkpoint.save, checkpoint.async_save, checkpoint.load])
+def test_a_handle_in_place_of_the_manager_is_told_of_only(tmp_path: Path, do: Any) -> None:
+    worker = Worker()
+    with pytest.raises(TypeError, match=r"the first argument is the manager, not a Handle; for one handle write only=\['actor'\]"):
+        do(worker.actor, tmp_path / "a")
+    with pytest.raises(TypeError, match=r"the manager, not a Sequential$"):
+        do(worker.net, tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import placement
+from placement.devices.select import name_or_device
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 SOURCE = """
@@ -86,3 +89,36 @@ def test_a_simulated_device_needs_its_size(name: str) -> None:
 def test_a_name_that_means_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"device '{name}' is not known"):
         placement.Manager(device=name)
+
+
+def test_a_device_of_torch_and_an_index_stand_for_a_name() -> None:
+    for given, name in ((torch.device("cuda", 1), "cuda:1"), (torch.device("cuda"), "cuda"), (2, "cuda:2"), ("auto", "auto")):
+        assert name_or_device(given) == name
+    device = SimulatedDevice(1 << 20)
+    assert name_or_device(device) is device
+
+
+@pytest.mark.parametrize("given", [None, True, 1.5, ["cuda:0"], SimulatedDevice])
+def test_what_is_no_device_is_told_what_to_write(given: Any) -> None:
+    with pytest.raises(TypeError, match=r'is no device; write "auto", "cuda:0" or "simulated:1GiB", or pass a placement Device'):
+        placement.Manager(device=given)
+
+
+@pytest.mark.parametrize("given", ["cpu", "cpu:0", torch.device("cpu")])
+def test_the_cpu_is_told_of_the_simulated_device(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"device 'cpu.*' is host memory.*PLACEMENT_DEVICE=simulated:1GiB"):
+        placement.Manager(device=given)
+
+
+@pytest.mark.parametrize("given", ["auto", "cuda:0", torch.device("cuda", 0), 0])
+def test_a_machine_without_a_gpu_is_told_of_the_simulated_device(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(placement.PlacementError, match=r'no CUDA device.*device="simulated:1GiB" .*PLACEMENT_DEVICE=.*SimulatedDevice\('):
+        placement.Manager(device=given)
+
+
+def test_the_capacity_of_a_simulated_device_as_text() -> None:
+    assert SimulatedDevice(capacity_bytes="1.5MiB").capacity_bytes == 3 << 19
+    for wrong, error in (("much", ValueError), (1.5, TypeError), (None, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"capacity_bytes.* is not a number of bytes; write"):
+            SimulatedDevice(capacity_bytes=wrong)  # type: ignore[arg-type]

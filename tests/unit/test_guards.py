@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import placement
 from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseError, PlacementError, Plan, State, View
+from placement.core.states import ROLES
 from placement.policies import Colocated
 from placement.registration.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -130,6 +131,43 @@ def test_no_advice_names_the_phase_that_one_is_in(phase: str, stream_sync: bool)
     for message in found:
         assert f"phase('{phase}')" not in message
         assert f"phase {phase!r}" in message
+
+
+def test_a_role_that_no_shipped_phase_needs_is_told_of_a_phase_of_ones_own() -> None:
+    manager, teacher = make_manager(phases={"distill": ["actor", "teacher"]}), net()
+    handle = manager.register("teacher", teacher, role="teacher", readonly=True)
+    advice = r"no phase that ships needs role 'teacher'.*phases=\{\"distill\": \[\"actor\", \"teacher\"\]\}.*manager\.phase\(\"distill\"\)"
+    with pytest.raises(NotResidentError, match=f"cannot be called: {advice}"):
+        teacher(batch())
+    with manager.phase("log_prob"), pytest.raises(NotResidentError, match=f"this 'log_prob' leaves it out .*{advice}; only="):
+        teacher(batch())
+    with manager.phase("distill"):
+        assert teacher(batch()).isfinite().all()
+    with pytest.raises(NotResidentError, match=r"load it inside manager\.phase\('restore'\)"):
+        LoadGuard(handle)(None)
+
+
+def test_a_module_without_a_role_is_told_to_have_one() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model)
+    for phase in ("idle", "log_prob", "train"):
+        with manager.phase(phase), pytest.raises(NotResidentError, match=r"registered without role=.*one of actor, ref, .*, rollout"):
+            model(batch())
+    adam = torch.optim.AdamW(model.parameters())
+    manager.register("actor.optimizer", adam)
+    with pytest.raises(NotResidentError, match=r"'actor\.optimizer' .* call step\(\) inside manager\.phase\('train'\)$"):
+        adam.step()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_teacher_is_the_one_role_that_no_shipped_phase_needs(role: str) -> None:
+    manager, model = make_manager(), net()
+    handle = manager.register("model", model, role=role)
+    loaded = []
+    for phase in PHASES:
+        with manager.phase(phase):
+            loaded.append(handle.state is not State.CPU_OFFLOADED)
+    assert any(loaded) is (role != "teacher")
 
 
 def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:

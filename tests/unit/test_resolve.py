@@ -39,6 +39,13 @@ class NeedsAnArgument(NoName):
         self.size = size
 
 
+class TakesAll(NoName):
+    name = "takes_all"
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
+
+
 THIRD_PARTY = """
 from placement.policies import Colocated
 
@@ -144,8 +151,8 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("colocated(drop_gradients=true)", "options are literals.*: true is none; write True, False"),
-            ("colocated(optimizer_step)", "options are literals.*: optimizer_step is none; .* a word in quotes: 'optimizer_step'"),
+            ("colocated(drop_gradients=true)", "options are literals.*: true is not a literal; write True, False"),
+            ("colocated(optimizer_step)", "options are literals.*: optimizer_step is not a literal; .* a word in quotes: 'optimizer_step'"),
             ("colocated(__import__('os').getpid())", "options are literals"),
             ("colocated(**{'stream_sync': True})", "options are literals"),
             ("colocated(*[1])", "options are literals"),
@@ -153,6 +160,10 @@ class TestResolve:
             ("colocated(stream_sync=True).plan", "options are literals"),
             ("colocated(stream_sync=True)(1)", "options are literals"),
             ("colocated(stream=True)", r"'colocated\(stream=True\)' cannot be constructed with these options.*'stream'"),
+            ("colocated(drop_grad=True)", r"no option 'drop_grad', did you mean 'drop_gradients'\? \(its options: optimizer_in, stream"),
+            ("cyclic(zzz=1)", r"no option 'zzz' \(its options: .*cycle"),
+            (f"{__name__}:Mine(stream=True)", "no option 'stream', did you mean 'stream_sync'"),
+            (f"{__name__}:NoName(size=1)", r"no option 'size' \(its options: none\)"),
             ("colocated('step')", r"cannot be constructed with these options: optimizer_in must be one of train, optimizer_step"),
             ("colocted(stream_sync=True)", "no policy 'colocted'. Did you mean 'colocated'"),
             (f"{__name__}:THIRD_PARTY(1)", "no policy .* only a class takes options, and .* is a str"),
@@ -161,6 +172,9 @@ class TestResolve:
     def test_options_that_are_none(self, spec: str, message: str) -> None:
         with pytest.raises(PolicyError, match=message):
             resolve_policy(spec)
+
+    def test_a_policy_that_takes_any_option_gets_it(self) -> None:
+        assert resolve_policy(f"{__name__}:TakesAll(anything=1)").options == {"anything": 1}  # type: ignore[attr-defined]
 
     def test_arguments_are_no_obstacle_for_an_instance(self) -> None:
         policy = NeedsAnArgument(3)

@@ -93,6 +93,22 @@ def test_a_cast_changes_floating_weights_only_and_counts_in_the_buckets(manager:
     assert actor.weights_info()[1].dtype is torch.float32
 
 
+def test_sizes_and_dtypes_may_be_written_as_text(manager: Any) -> None:
+    model = Model()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        buckets = [[name for name, _ in bucket] for bucket in actor.weights(bucket_bytes=1024, dtype=torch.bfloat16)]
+        assert [[name for name, _ in bucket] for bucket in actor.weights(bucket_bytes="1KiB", dtype="bfloat16")] == buckets
+        assert len(buckets) > 1
+        for wrong in ({"bucket_bytes": "much"}, {"bucket_bytes": "0B"}, {"dtype": "bf15"}, {"dtype": "nn"}, {"dtype": 16}):
+            with pytest.raises(ValueError, match=rf"{next(iter(wrong))}.*(write|must be positive)"):
+                actor.weights(**wrong)
+        for size in (None, True, 1.5):
+            with pytest.raises(TypeError, match=r"bucket_bytes=.* is not a number of bytes"):
+                actor.weights(bucket_bytes=size)
+    assert actor.weights_info(dtype="torch.float16") == actor.weights_info(dtype=torch.float16)
+
+
 def test_weights_are_never_range_memory_nor_host_copy(manager: Any) -> None:
     model = net()
     actor = manager.register("actor", model, role="actor")

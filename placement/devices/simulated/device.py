@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from placement.core.errors import DeviceMemoryError, PlacementError
+from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device, check_slots
 from placement.devices.host.mapping import MADV_POPULATE_WRITE, MAP_FAILED, PAGE, READ_WRITE, keep_from_children, libc, round_up
@@ -48,7 +49,7 @@ class SimulatedDevice(Device):
     """A device of `capacity_bytes` in host memory. Its tensors always report the CPU as their device.
 
     Args:
-        capacity_bytes: device bytes for all chunks together. Poison is extra: `memory().total_bytes` is the sum of both.
+        capacity_bytes: device bytes for all chunks together; "1GiB" works too. Poison is extra: `memory().total_bytes` is the sum of both.
         chunk_bytes: the size of a full chunk and of the poison. Each offloaded chunk needs a mapping; the kernel allows 65,530 by default.
         granularity: sizes of ranges and chunks are multiples of it; it is a multiple of the page size.
         bandwidth_bytes_per_second: the speed of the simulated link in each direction; None: no limit.
@@ -63,13 +64,14 @@ class SimulatedDevice(Device):
 
     def __init__(
         self,
-        capacity_bytes: int,
+        capacity_bytes: int | str,
         *,
         chunk_bytes: int = 256 * 1024,
         granularity: int = 4096,
         bandwidth_bytes_per_second: float | None = None,
         shared_with: str | Path | None = None,
     ) -> None:
+        capacity_bytes = bytes_of("capacity_bytes", capacity_bytes)
         if capacity_bytes < 0 or (bandwidth_bytes_per_second or 1) < 0:
             raise ValueError(f"negative capacity_bytes {capacity_bytes} or bandwidth_bytes_per_second {bandwidth_bytes_per_second}")
         if granularity <= 0 or granularity % PAGE or chunk_bytes <= 0 or chunk_bytes % granularity:
