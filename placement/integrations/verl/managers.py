@@ -17,6 +17,8 @@ from placement.manager import Manager
 _lock = threading.Lock()
 _made: list[Manager] = []
 _numbers = itertools.count()
+_joined: list[Group] = []
+"""The group of the manager. It outlives a manager that could not be made: a rank joins once, and the others wait for it in this group."""
 _ended: list[weakref.WeakMethod[Callable[[], None]]] = []
 """Methods that end the rollout's phase, called when an engine begins one."""
 
@@ -85,11 +87,14 @@ def close_manager() -> None:
             _made[0].close()
             _made.clear()
             _ended.clear()
+        _joined.clear()
 
 
 def _group() -> Group | None:
     """The ranks of verl's worker group, over the store of their process group. A number keeps the keys of each manager apart."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store = PrefixStore(f"verl/{next(_numbers)}", _get_default_store())
-    return StoreGroup(store, dist.get_rank(), dist.get_world_size())
+    if not _joined:
+        store = PrefixStore(f"verl/{next(_numbers)}", _get_default_store())
+        _joined.append(StoreGroup(store, dist.get_rank(), dist.get_world_size()))
+    return _joined[0]

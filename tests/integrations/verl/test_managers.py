@@ -9,6 +9,8 @@ import pytest
 
 from placement import PlacementError
 from placement.integrations import verl
+from tests.integrations.verl import announced
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,11 @@ def test_a_manager_that_cannot_be_announced_is_none(monkeypatch: pytest.MonkeyPa
     targets.unlink()
     assert verl.manager() is verl.manager()
     assert [file.suffix for file in targets.iterdir()] == [".json"]
+
+
+def test_a_rank_that_is_announced_at_the_second_try_is_in_the_group_of_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
+    """And the next manager of both is in a group of its own."""
+    assert two_ranks.run(announced.at_the_second_try, tmp_path / "first", tmp_path / "second") == [["log_prob", "log_prob"]] * 2
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
