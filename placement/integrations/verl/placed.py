@@ -11,6 +11,7 @@ import torch
 from placement.core.errors import PlacementError
 from placement.integrations.verl import managers
 from placement.integrations.verl.log import logger
+from placement.integrations.verl.publications import Publication
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         return self._published(super().get_per_tensor_param_shard, *args, **kwargs)
 
     def _published(self, export: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The export's iterator of weights, with the model held until the last weight was read, or the iterator is given up."""
+        """The export's weights, with the model held until the last one was read, the iterator is given up, or the sync fails."""
         if self._manager is None or self._model_handle is None:
             return export(*args, **kwargs)
         hold = self._manager.hold("weight_sync" if self._role == "actor" else self._reading_phase, only=[self._model_handle])
@@ -161,7 +162,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             if self._computes_to_publish and not self._model_handle.resident_bytes:  # a policy that publishes from the host copy
                 hold.switch(self._reading_phase, only=[self._model_handle])
             weights, peft_config = export(*args, **kwargs)
-            return hold.around(self._in_own_memory(weights)), peft_config
+            return Publication(hold, self._in_own_memory(weights)), peft_config
         except BaseException as error:
             hold.release(error)
             raise
@@ -193,7 +194,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
         if self._manager is None or self._model_handle is None:
             super().to(device, model=model, optimizer=optimizer, grad=grad)
             return
-        super().to(device, model=False, optimizer=False, grad=grad and not model)  # moves nothing: verl checks what it was given
+        # Moves nothing. verl checks that the device is its own or "cpu" (not of a reference), and that gradients go with their model only.
+        super().to(device, model=False, optimizer=False, grad=grad and not model)
         asked = {"model": model, "optimizer": optimizer and self.optimizer is not None}
         named = frozenset(part for part, is_asked in asked.items() if is_asked)
         parts = self._manual_parts - named if device == "cpu" else self._manual_parts | named

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from placement.engines.residency import Residency
 from placement.engines.tagged import TaggedEngine, Weights
 from placement.integrations.verl import managers
 from placement.integrations.verl.log import logger
+from placement.integrations.verl.publications import cut_off_all, noted
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -177,7 +179,7 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
             self.ended()
 
     async def update_weights(self, weights: Any, *args: Any, **keywords: Any) -> Any:
-        """verl's own, after which the weights are valid. After an error nobody reads on: the actor's phase ends, too."""
+        """verl's own, after which the weights are valid. After an error nobody reads on: the actor's phases end, too."""
         engine = self._colocated
         filling = engine if engine is not None and WEIGHTS in engine.residency.resident else None
         if filling is not None:
@@ -185,21 +187,19 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         try:
             result = await super().update_weights(weights, *args, **keywords)
         except BaseException as error:
-            try:
-                if hasattr(weights, "close"):
-                    weights.close()  # else the actor stayed on the device as long as somebody keeps the error, with its frames
-            finally:
-                self.ended(error)
+            cut_off_all(weights, error)
+            self.ended(error)
             raise
         if filling is not None:
             filling.weights_filled()
         return result
 
     def ended(self, error: BaseException | None = None) -> None:
-        """End the phase in which the rollout was awake: the worker begins another."""
+        """End the phase in which the rollout was awake: the worker begins another, or `error` has ended it and is not to be hidden."""
         hold, self._open = self._open, None
         if hold is not None:
-            hold.release(error)
+            with nullcontext() if error is None else noted(error):
+                hold.release(error)
 
 
 def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,22 +228,106 @@ def failure(model: Path, file: Path) -> str:
 def refused_weights(model: Path, file: Path) -> tuple[str, dict[str, str], list[str]]:
     """A rollout that fails while it reads the weights, and somebody who keeps the error: the states then, and the tags of the next sync."""
     job = Job("vllm", model, file)
-    take = Adapter.update_weights
+    with _refusing():
+        try:
+            job.sync()
+            raise AssertionError("a sync that failed counted as done")
+        except RuntimeError as error:
+            kept = error  # and with it the frames, which have the weights
+    states = job.states()
+    assert job.manager.phase_name == "idle"
+    return str(kept), states, job.sync()
+
+
+def refused_base(model: Path, file: Path) -> tuple[str, dict[str, str], str, list[str]]:
+    """A rollout that fails in the first of two syncs whose weights are open, as verl's worker has them for LoRA that is not merged.
+
+    The error, the states while somebody keeps it, the error of reading on, and the tags of the next sync.
+    """
+    job = Job("vllm", model, file)
+    asyncio.run(job.adapter.resume(["weights"]))
+    adapters, _ = job.actor.engine.get_per_tensor_param()
+    base, _ = job.actor.engine.get_per_tensor_param()
+    with _refusing():
+        try:
+            asyncio.run(job.adapter.update_weights(base))
+            raise AssertionError("a sync that failed counted as done")
+        except RuntimeError as error:
+            kept = error
+    states = job.states()
+    try:
+        next(adapters)
+        raise AssertionError("half of the weights would have counted as all")
+    except PlacementError as error:
+        later = str(error)
+    return str(kept), states, later, job.sync()
+
+
+def failing_ends(model: Path, file: Path) -> tuple[str, list[str]]:
+    """The error of a sync, with its notes, where neither the weights nor the phase can be ended."""
+    job = Job("vllm", model, file)
+
+    def torn() -> Iterator[Any]:
+        try:
+            yield "weight", torch.zeros(1)
+        finally:
+            raise OSError("the weights cannot be closed")
+
+    def stuck(_: BaseException | None) -> None:
+        raise OSError("the phase cannot be left")
+
+    job.adapter._open = SimpleNamespace(release=stuck)
+    with _refusing():
+        try:
+            asyncio.run(job.adapter.update_weights(torn()))
+            raise AssertionError("a sync that failed counted as done")
+        except RuntimeError as error:
+            return str(error), error.__notes__
+
+
+def failed_sender(model: Path, file: Path, cancelled: bool) -> tuple[str, dict[str, str], list[str]]:
+    """verl's own worker sends the weights through a checkpoint engine, which fails in the middle, or is cancelled.
+
+    The error, the states while somebody keeps it, and what was logged.
+    """
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    job = Job("vllm", model, file)
+
+    async def send(weights: Iterator[tuple[str, torch.Tensor]], **_: Any) -> None:
+        next(weights)
+        if cancelled:
+            await asyncio.sleep(60)
+        raise RuntimeError("the other end is gone")
+
+    engine, options = SimpleNamespace(send_weights=send), SimpleNamespace(rollout=SimpleNamespace(checkpoint_engine=None))
+    worker = SimpleNamespace(config=options, actor=job.actor, checkpoint_engine=engine)
+
+    async def update() -> None:
+        await asyncio.wait_for(ActorRolloutRefWorker.update_weights(worker, mode="nccl"), 0.1 if cancelled else None)
+
+    with logged() as told:
+        try:
+            asyncio.run(update())
+            raise AssertionError("a sync that failed counted as done")
+        except (RuntimeError, TimeoutError) as error:
+            kept = error
+    return repr(kept), job.states(), told
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """The rollout fails while it reads the weights."""
 
     async def refuse(_: Adapter, weights: Iterator[tuple[str, torch.Tensor]], **__: Any) -> None:
         raise RuntimeError(f"no room for {next(weights)[0]}")
 
+    take = Adapter.update_weights
     Adapter.update_weights = refuse  # type: ignore[method-assign, assignment]
     try:
-        job.sync()
-        raise AssertionError("a sync that failed counted as done")
-    except RuntimeError as error:
-        kept = error  # and with it the frames, which have the weights
+        yield
     finally:
         Adapter.update_weights = take  # type: ignore[method-assign]
-    states = job.states()
-    assert job.manager.phase_name == "idle"
-    return str(kept), states, job.sync()
 
 
 def placed_adapters() -> dict[str, Any]:

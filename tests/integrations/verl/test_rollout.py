@@ -134,6 +134,31 @@ def test_a_rollout_that_fails_in_a_sync_leaves_nothing_on_the_device(one_rank: R
     assert later == ["weights", "weights", "kv_cache weights"]
 
 
+def test_all_weights_that_are_open_end_with_a_sync_that_fails(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    """verl opens those of LoRA's adapters before it sends the base."""
+    ((error, states, reading_on, later),) = one_rank.run(colocated.refused_base, model, tmp_path / "capacity")
+    assert error == "no room for model.embed_tokens.weight"
+    assert states == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+    assert reading_on == "these weights ended with the sync that failed: ask the engine for new ones"
+    assert later == ["weights", "weights", "kv_cache weights"]
+
+
+def test_an_error_of_verls_is_not_hidden_by_what_fails_after_it(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
+    ((error, notes),) = one_rank.run(colocated.failing_ends, model, tmp_path / "capacity")
+    assert error == "no room for weight"
+    assert notes == ["placement: OSError: the weights cannot be closed", "placement: OSError: the phase cannot be left"]
+
+
+@pytest.mark.parametrize(("cancelled", "named"), [(False, "RuntimeError"), (True, "TimeoutError")], ids=["failed", "cancelled"])
+def test_weights_that_a_checkpoint_engine_cannot_send(one_rank: Ranks, model: Path, tmp_path: Path, cancelled: bool, named: str) -> None:
+    """No rollout tells placement of it: the task of verl's worker ends with the error."""
+    ((error, states, told),) = one_rank.run(colocated.failed_sender, model, tmp_path / "capacity", cancelled)
+    assert error.startswith(named)
+    assert states == {"actor": OFF, "actor.optimizer": OFF, "rollout": OFF}
+    assert len(told) == 1
+    assert told[0].startswith("a sync of weights has failed, so the phase of its model ends")
+
+
 def test_an_sglang_that_dies_is_not_asked_again(one_rank: Ranks, model: Path, tmp_path: Path) -> None:
     (found,) = one_rank.run(sglang_failures.killed, model, tmp_path / "capacity")
     assert found["state"] == OFF, "its memory is free"
