@@ -3,7 +3,7 @@
 One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
-   Where their policies may see different things (see `asks_to_confer`, `sizes`), they confer: what merely stays on some devices leaves.
+   Where their policies may see different things (see `asks_to_confer`, `placing`), they confer: what merely stays on some devices leaves.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
 4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
@@ -11,7 +11,10 @@ One common phase transition is an epoch. Each rank makes its moves reversibly, v
 
 A rank that fails leaves its reason before it claims ABORT. A rank that obeys an ABORT gathers the reasons of all; see reasons.py.
 
-Every phase transition of a rank ends one epoch, whatever its outcome. Only a rank that skipped a phase transition falls behind. The
+Where engines move, a phase transition has up to three epochs: engines leave, the other handles move, engines load. A rank that has no
+engine to move takes part in all of them: the decision says which stage all ranks have reached, and whether engines are to be loaded.
+
+Every phase transition of a rank ends one epoch or more, whatever its outcome. Only a rank that skipped a phase transition falls behind. The
 others give up that epoch at their deadline, in an ABORT that says so. When the late rank enters its next phase, it passes over that
 epoch and proposes in the open one. It never passes over a committed epoch, because COMMIT takes all votes. Inside a phase that all
 ranks have entered there is nothing to skip, so a late rank obeys the ABORT like every other rank.
@@ -33,21 +36,21 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from placement.core.errors import GroupError
 from placement.core.states import Plan
 from placement.group.base import Board, BoardLost
 from placement.group.failpoints import failpoint
 from placement.group.membership import REJOIN, RESTARTED, Membership
-from placement.group.messages import Basis, Decision, Outcome, Proposal, Vote, abort, decode, named, shortened
+from placement.group.messages import STAGES, Basis, Decision, Outcome, Proposal, Stage, Vote, abort, decode, named, shortened
 from placement.group.reasons import failures_key, gather, outcome_key
 
 DEADLINE_SECONDS = 600.0
 """The default deadline: as long as torch's collectives wait for NCCL."""
 _M = TypeVar("_M", Proposal, Vote)
 _POLL_SECONDS = (0.0005, 0.05)
-"""Pause between two looks of rank 0 at the votes: the first pause, and the longest."""
+"""Pause between two looks at what all ranks write: the first pause, and the longest."""
 _GRACE = (0.1, 1.0)
 """Extra wait for ranks that are about to write: a share of the deadline, and at most so many seconds."""
 _ANOTHER_PLAN = "has another plan"
@@ -56,6 +59,14 @@ _ABOUT_PLANS = (
     "help, their policies, settings or registrations differ"
 )
 _logger = logging.getLogger("placement")
+
+
+class Reached(NamedTuple):
+    """How far all ranks have come together in a phase transition."""
+
+    stage: Stage
+    lacks_engines: bool
+    """Whether any rank has engines to load."""
 
 
 class Group(Membership):
@@ -80,8 +91,8 @@ class Group(Membership):
         """The rank with the least budget in the last change."""
         self.asks_to_confer = False
         """Whether the ranks may make different plans: a change has failed, a rank was restarted, or this one has given up a handle."""
-        self.sizes = ""
-        """A digest of the sizes of this rank's handles. Ranks whose digests differ confer."""
+        self.placing = ""
+        """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ confer."""
         self.confers = False
         """Whether the ranks confer in the present change. It is the same on all of them."""
         self._action = ""
@@ -105,7 +116,7 @@ class Group(Membership):
         with self._reaching_the_board(action):
             failpoint("group.before_proposal")
             self._action = named(action)
-            proposal = Proposal(action=self._action, budget_bytes=budget_bytes, asks_to_confer=self.asks_to_confer, sizes=self.sizes)
+            proposal = Proposal(action=self._action, budget_bytes=budget_bytes, asks_to_confer=self.asks_to_confer, placing=self.placing)
             while (basis := self._put_forward(proposal.encode(), catches_up)) is None:
                 pass
             self._forget_before(self.epoch)
@@ -127,17 +138,19 @@ class Group(Membership):
             deadline = time.monotonic() + self.deadline_seconds
             self._said.append(self._key(what, self.rank))
             self._board.put(self._said[-1], text.encode())
-            keys = [self._key(what, rank) for rank in range(self.world_size)]
-            while (found := self._board.look(keys)) is None:
-                if (decided := self._board.look([self._key("decision")])) is not None:
-                    self._obey(decode(Decision, decided[0]))
-                elif time.monotonic() >= deadline:
-                    self._obey(self._claim(self._late(what, self._missing(what))))
-                time.sleep(_POLL_SECONDS[0])
+            while (found := self._written(what, deadline)) is None:
+                self._obey(self._claim(self._late(what, self._missing(what))))
             return [each.decode() for each in found]
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
         """Vote after everything is prepared, and wait for the decision. Returns when it is COMMIT.
+
+        Args:
+            stage: how far this rank has come.
+            lacks_engines: whether it has engines to load once all have moved.
+
+        Returns:
+            The stage that all ranks have reached, which may be an earlier one, and whether any rank has engines to load.
 
         Raises:
             GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go back.
@@ -146,7 +159,7 @@ class Group(Membership):
         with self._reaching_the_board("agree", in_doubt=True):
             failpoint("group.after_prepare")
             deadline = time.monotonic() + self.deadline_seconds
-            vote = Vote(digest=digest_of(plan))
+            vote = Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines)
             self._board.put(self._key("vote", self.rank), vote.encode())
             failpoint("group.after_vote")
             if self.rank == 0:
@@ -155,6 +168,7 @@ class Group(Membership):
             failpoint("group.before_obey")
             self._obey(decision)
             failpoint("group.after_obey")
+            return Reached(decision.stage, decision.lacks_engines)
 
     def abort(
         self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True
@@ -208,28 +222,25 @@ class Group(Membership):
         else:
             failpoint("group.before_basis")
             least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-            may_differ = len({each.sizes for each in proposals}) > 1 or any(each.asks_to_confer for each in proposals)
+            may_differ = len({each.placing for each in proposals}) > 1 or any(each.asks_to_confer for each in proposals)
             self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, confers=may_differ).encode())
 
     def _count_votes(self, own: Vote, deadline: float) -> None:
         votes = self._collect(Vote, "vote", deadline)
         if votes is None:
             return
-        different = {rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote != own}
-        self._claim(abort(different) if different else Decision(verdict="commit"))
+        different = {rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote.digest != own.digest}
+        if different:
+            self._claim(abort(different))
+            return
+        stage = min((vote.stage for vote in votes), key=STAGES.index)
+        self._claim(Decision(verdict="commit", stage=stage, lacks_engines=any(vote.lacks_engines for vote in votes)))
 
     def _collect(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
         """The messages of all ranks; None once the epoch has been decided without them."""
-        keys = [self._key(what, rank) for rank in range(self.world_size)]
-        pause = _POLL_SECONDS[0]
-        while (found := self._board.look(keys)) is None:
-            if self._board.look([self._key("decision")]) is not None:
-                return None
-            if time.monotonic() >= deadline:
-                self._claim(self._late(what, self._missing(what)))
-                return None
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
+        found = self._written(what, deadline)
+        if found is None:
+            return None
         said: list[_M] = []
         unclear: dict[int, str] = {}
         for rank, value in enumerate(found):
@@ -240,6 +251,20 @@ class Group(Membership):
         if unclear:
             self._claim(abort(unclear))
         return None if unclear else said
+
+    def _written(self, what: str, deadline: float) -> list[bytes] | None:
+        """What all ranks have written, by rank; None once the epoch has been decided, which this rank does itself at the deadline."""
+        keys = [self._key(what, rank) for rank in range(self.world_size)]
+        pause = _POLL_SECONDS[0]
+        while (found := self._board.look(keys)) is None:
+            if self._board.look([self._key("decision")]) is not None:
+                return None
+            if time.monotonic() >= deadline:
+                self._claim(self._late(what, self._missing(what)))
+                return None
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_SECONDS[1])
+        return found
 
     def _basis(self, deadline: float, catches_up: bool) -> tuple[int, int, bool] | None:
         """The least budget, its rank, whether the ranks confer; None after passing over the epoch. Raises the error that it ended with."""

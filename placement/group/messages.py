@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,6 +13,10 @@ _MAX_TEXT = 2000
 _MAX_ACTION = 400
 _MAX_REASONS_BYTES = 48 << 10
 """The limit for all reasons in one message together: thousands of ranks may fail at once."""
+
+Stage = Literal["engines left", "moved", "engines loaded"]
+"""How far a phase transition has come. Only ranks whose engines move have a first and a last stage."""
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 class Message(BaseModel):
@@ -32,8 +36,8 @@ class Proposal(Message):
     budget_bytes: int = Field(ge=0)
     asks_to_confer: bool = False
     """Whether the rank knows that the ranks may make different plans."""
-    sizes: str = Field(default="", max_length=64)
-    """A digest of the sizes of the rank's handles, on which policies may base their plans."""
+    placing: str = Field(default="", max_length=64)
+    """A digest of the sizes of the rank's handles and of where they are, on which policies may base their plans."""
 
 
 class Basis(Message):
@@ -44,7 +48,7 @@ class Basis(Message):
     budget_rank: int = Field(default=0, ge=0)
     """The rank with the least budget."""
     confers: bool = False
-    """Whether the ranks tell each other what stays on their devices: one of them asked for it, or their handles differ in size."""
+    """Whether the ranks tell each other what stays on their devices: one of them asked for it, or their handles differ in size or place."""
 
 
 class Vote(Message):
@@ -52,12 +56,19 @@ class Vote(Message):
 
     digest: str = Field(max_length=64)
     """The digest of the rank's plan."""
+    stage: Stage = "moved"
+    lacks_engines: bool = False
+    """Whether the rank has engines to load once all have moved."""
 
 
 class Decision(Message):
     """The decision about an epoch. Write-once."""
 
     verdict: Literal["commit", "abort"]
+    stage: Stage = "moved"
+    """COMMIT: the stage that all ranks have reached. A rank that voted for a later one votes for it again, in the next epoch."""
+    lacks_engines: bool = False
+    """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
     failures: dict[int, str] = Field(default_factory=dict)
     """The failed ranks with their reasons."""
     unnamed: int = Field(default=0, ge=0)

@@ -7,16 +7,24 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import CoordinatorLost, GroupError, PhaseError
 from placement.core.states import Plan
+from placement.group.agreement import Reached
 from placement.group.budgets import LeastBudget, OtherBudgetError
+from placement.group.messages import Stage
 
 if TYPE_CHECKING:
     from placement.group.agreement import Group
 
 _TOLD = "_placement_told"
+Agree = Callable[[Plan, Stage, bool], Reached]
+"""Asks the other ranks to agree, see `Group.agree`."""
+
+
+_ALL_HAVE_LEFT = Plan({})
+"""What ranks agree on that have left a phase, where their plans may differ: only that all have. The next entry makes the plans equal."""
 
 
 class _Told(dict[str, int]):
@@ -87,19 +95,19 @@ class GroupVote:
             self._epoch = None
 
     def propose(
-        self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_sizes: Callable[[], Mapping[str, int]] | None = None
+        self, action: str, ask_budget: Callable[[], int] = lambda: 0, ask_placing: Callable[[], Mapping[str, Any]] | None = None
     ) -> LeastBudget | None:
         """Propose an entry or a switch before its plan is made. Returns the least budget of all ranks; None without a group.
 
         Args:
             action: the action, which must be the same on every rank.
             ask_budget: returns this rank's budget in bytes; not called without a group.
-            ask_sizes: returns the bytes of each handle; None: as told the last time. Not called without a group.
+            ask_placing: returns the bytes of each handle and where they are; None: as told the last time. Not called without a group.
         """
         if self._group is None:
             return None
-        if ask_sizes is not None:
-            self._group.sizes = hashlib.sha256(json.dumps(ask_sizes(), sort_keys=True).encode()).hexdigest()
+        if ask_placing is not None:
+            self._group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
             catches_up = self._may_catch_up()
@@ -110,7 +118,7 @@ class GroupVote:
         self.propose(what)
 
     @property
-    def agreement(self) -> Callable[[Plan], None] | None:
+    def agreement(self) -> Agree | None:
         """The function that asks the other ranks to agree on a plan; None without a group."""
         return None if self._group is None else self.agree
 
@@ -124,26 +132,33 @@ class GroupVote:
         if self._group is not None:
             self._group.asks_to_confer = True
 
-    def in_common(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of these names that every rank has told.
+    def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
+        """What stays on every rank's device, and what is streamed on any rank.
+
+        Args:
+            staying: the handles that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has "".
+            streamed: the handles that this rank streams.
 
         Raises:
             GroupError: a rank failed, or did not come in time. CoordinatorLost: the board does not answer.
         """
         assert self._group is not None
         with self._hearing():
-            told = self._group.confer("stays", json.dumps(sorted(names)))
-        return frozenset.intersection(*(frozenset(json.loads(each)) for each in told))
+            told = self._group.confer("plan", json.dumps([sorted(staying), sorted(streamed)]))
+        plans = [json.loads(each) for each in told]
+        stays = frozenset.intersection(*(frozenset((name, tag) for name, tag in staying) for staying, _ in plans))
+        return stays, frozenset().union(*(streamed for _, streamed in plans))
 
-    def agree(self, plan: Plan) -> None:
-        """Ask the other ranks to agree, after every move is made and while each can still be undone.
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+        """Ask the other ranks to agree, after every move is made and while each can still be undone. See `Group.agree`.
 
         Raises:
             GroupError: the caller must go back. CoordinatorLost: the caller must keep what it prepared.
         """
-        if self._group is not None:
-            with self._hearing():
-                self._group.agree(plan)
+        if self._group is None:
+            return Reached(stage, lacks_engines)
+        with self._hearing():
+            return self._group.agree(plan, stage, lacks_engines)
 
     def failed(self, error: BaseException, *, waits: bool = True) -> GroupError | None:
         """Report that a phase transition failed on this rank: end its epoch for all ranks, unless it has ended.
@@ -191,7 +206,7 @@ class GroupVote:
                 self.failed(error if error is not None else failures[0], waits=False)
             else:
                 self.propose(action)
-                self.agree(Plan({}) if self.confers else plan)  # what differs there is told at the next entry
+                self.agree(_ALL_HAVE_LEFT if self.confers else plan)
                 if self._epoch is not None:
                     self._epoch.has_left = True
         except (GroupError, CoordinatorLost) as told:

@@ -15,7 +15,7 @@ from placement.core.states import IDLE, Plan, State, View
 from placement.devices.base import Device
 from placement.devices.memory import DeviceMemory
 from placement.devices.outside import Outside
-from placement.group.vote import GroupVote
+from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
 from placement.phases.moving.reconciler import Reconciler
 from placement.phases.open_phase import OpenPhase, innermost
@@ -94,14 +94,14 @@ class PlanExecutor:
             action: text that must be the same on every rank of the group, such as "enter 'train'".
         """
         name, handles = wanted.name, self._handles
-        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.sizes)
+        self.planner.least = self._vote.propose(action, lambda: self.planner.budget_bytes(name), self.planner.placing)
         try:
             view, plan = self._ask(wanted)
             for handle in list(handles.values()):
                 if not handle.is_built and plan.targets[handle.name] is not State.CPU_OFFLOADED:
                     self._registry.build(handle)
                     view, plan = self._ask(wanted)  # ask again, because its size is known only now
-            plan = self._in_common(wanted, plan)
+            plan = self._without_what_others_lack(wanted, plan)
             room_bytes = check_fits(view, plan, self.planner.other_rank(name))
         except PlacementError:
             self._journal.decisions["refuse"] += 1
@@ -131,7 +131,7 @@ class PlanExecutor:
         self.host_tier.arrange(name)
         return plan
 
-    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Callable[[Plan], None] | None = None) -> None:
+    def join(self, handle: Handle, plan: Plan, name: str, kept: frozenset[str], agree: Agree | None = None) -> None:
         """Move a newly registered handle where the plan wants it, all or nothing.
 
         Args:
@@ -143,7 +143,7 @@ class PlanExecutor:
         self.writes.look(wait=False)  # before an owner is loaded over the writes; the next phase transition raises them
         self.carry_out(plan, name, kept, agree)
 
-    def carry_out(self, plan: Plan, name: str, kept: frozenset[str] = frozenset(), agree: Callable[[Plan], None] | None = None) -> None:
+    def carry_out(self, plan: Plan, name: str, kept: frozenset[str] = frozenset(), agree: Agree | None = None) -> None:
         """Move every handle where a plan wants it, all or nothing, while the phase `name` is and stays open.
 
         Raises:
@@ -154,7 +154,7 @@ class PlanExecutor:
         room_bytes = self.lease_client.take(name, plan, room_bytes)
         self.host_tier.prepare(plan)
         ahead, freed_bytes = self._look_ahead(name, plan)
-        self._reconciler.advance(self._handles, plan, room_bytes + freed_bytes, agree, ahead=ahead)
+        self._reconciler.advance(self._handles, plan, room_bytes + freed_bytes, agree, self._vote.go_on, ahead)
         self.measure()
         self.lease_client.settle(name)
         self.host_tier.arrange(name)
@@ -281,18 +281,34 @@ class PlanExecutor:
         plan = plan.limited_to(chosen, plan_checks.with_kept(wanted.enclosing, taken_over, self._handles))
         return view, plan if view.fits(plan) else without_surplus(view, plan, self._needed(wanted))
 
-    def _in_common(self, wanted: PhaseRequest, plan: Plan) -> Plan:
-        """The plan without the handles that merely stay on this rank's device and do not stay on every other rank's.
+    def _without_what_others_lack(self, wanted: PhaseRequest, plan: Plan) -> Plan:
+        """The plan without what merely stays on this rank's device and not on every other's, streaming what any rank streams.
 
-        A policy that keeps what is on the device gives another plan to a rank that was restarted, has given up a handle or missed a step.
+        A policy that keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, has given
+        up a handle, missed a step or has larger handles.
         """
         if not self._vote.confers:
             return plan
         needed = self._needed(wanted, at_rest=True)
-        staying = {name for name, state in plan.targets.items() if state is State.GPU_RESIDENT and needed[name] is State.CPU_OFFLOADED}
-        for name in staying - self._vote.in_common(staying):
-            plan = replace(plan.without(name).also(name, State.CPU_OFFLOADED), prefetch=plan.prefetch)
-        return plan
+        resident = [name for name, state in plan.targets.items() if state is State.GPU_RESIDENT]
+        staying = {(name, tag) for name in resident for tag in self._tags(name, plan) - self._tags(name, needed)}
+        stays, streamed = self._vote.in_common(staying, plan.streamed)
+        for name in {name for name, _ in staying - stays}:
+            plan = self._keeping(name, plan, self._tags(name, plan) - {tag for other, tag in staying - stays if other == name})
+        used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
+        return replace(plan, streamed=plan.streamed | (streamed & used))
+
+    def _tags(self, name: str, plan: Plan) -> frozenset[str]:
+        """The tags of an engine that are on the device under a plan. A handle without tags has one, the empty text."""
+        if not plan.on_device(name):
+            return frozenset()
+        return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
+
+    @staticmethod
+    def _keeping(name: str, plan: Plan, tags: frozenset[str]) -> Plan:
+        """The plan with these tags of a handle on the device, and no other of it."""
+        state = plan.targets[name] if tags else State.CPU_OFFLOADED
+        return replace(plan.without(name).also(name, state, tags or None), prefetch=plan.prefetch)
 
     def _needed(self, wanted: PhaseRequest, *, at_rest: bool = False) -> Plan:
         """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""

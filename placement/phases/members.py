@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -11,6 +10,7 @@ from typing import Protocol
 from placement.core.errors import PhaseError
 from placement.core.journal import logger
 from placement.core.states import Plan, State
+from placement.group.vote import Agree
 from placement.phases.enclosing_plans import EnclosingPlans
 from placement.phases.executor import PlanExecutor
 from placement.phases.open_phase import OpenPhase
@@ -65,7 +65,7 @@ class Members:
             raise PhaseError(plan_checks.unknown_handle(name, self._handles))
         return handle
 
-    def join(self, handle: Handle, agree: Callable[[Plan], None] | None = None) -> None:
+    def join(self, handle: Handle, agree: Agree | None = None) -> None:
         """Move a newly registered handle where the open phase wants it.
 
         Args:

@@ -111,9 +111,10 @@ class Planner:
         """The rank of the group whose budget the plan for a phase must fit; None if it is this process's own budget."""
         return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
 
-    def sizes(self) -> dict[str, int]:
-        """Device bytes of each handle, as the policy sees them."""
-        return {name: plan_checks.handle_view(handle).num_bytes for name, handle in self._handles.items()}
+    def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
+        """What policies may base plans on: device bytes of each handle, whether they are on the device, and which tags of an engine."""
+        views = {name: plan_checks.handle_view(handle) for name, handle in self._handles.items()}
+        return {name: (each.num_bytes, self._handles[name].node[1], sorted(each.resident_tags)) for name, each in views.items()}
 
     def budget_bytes(self, phase: str) -> int:
         """Device bytes that all handles of this rank together may hold in a phase, as of now."""

@@ -16,6 +16,7 @@ import torch
 
 from placement.core.errors import GroupError, RegistrationError
 from placement.core.states import Plan
+from placement.group.messages import Stage
 from placement.group.vote import GroupVote
 from placement.registration.handle import Lazy
 from placement.storage.replicated.range import Shares
@@ -23,7 +24,7 @@ from placement.storage.replicated.ranks import TorchRanks
 from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
-    from placement.group.agreement import Group
+    from placement.group.agreement import Group, Reached
 
 _ADVICE = "or register it without replicated=True"
 
@@ -54,9 +55,9 @@ class GroupRanks(TorchRanks):
     def confer(self, what: str, text: str) -> list[str]:
         return self._group.confer(what, text)
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
         """See `Group.agree`."""
-        self._group.agree(plan)
+        return self._group.agree(plan, stage, lacks_engines)
 
 
 class Replication:

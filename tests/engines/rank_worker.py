@@ -16,6 +16,8 @@ from placement.core.errors import DeviceMemoryError
 from placement.devices.memory import Chunk
 from placement.engines import Follower, TaggedEngine
 from placement.group import StoreGroup
+from placement.group.agreement import Reached
+from placement.group.messages import Stage
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK = 4096
@@ -68,9 +70,10 @@ class Spanning(TaggedEngine):
 class Slow(StoreGroup):
     """A rank that learns of each decision late: what it gives to the driver after it comes late as well."""
 
-    def agree(self, plan: Plan) -> None:
-        super().agree(plan)
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+        reached = super().agree(plan, stage, lacks_engines)
         time.sleep(0.03)  # longer than the other rank needs to be ahead, if it were let
+        return reached
 
 
 class EngineRank:

@@ -14,7 +14,9 @@ from placement import Manager
 from placement.core.errors import CoordinatorLost, GroupError
 from placement.core.states import Plan, State
 from placement.group import StoreGroup
+from placement.group.agreement import Reached
 from placement.group.base import BoardLost
+from placement.group.messages import Stage
 from placement.group.vote import GroupVote
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.threads import in_threads
@@ -166,9 +168,9 @@ def test_a_board_that_is_lost_leaves_the_rank_in_doubt() -> None:
 class LosesItsBoard(StoreGroup):
     """At the decision of a plan that wants nothing on the device."""
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
         Silent.is_gone = not any(map(plan.on_device, plan.targets))
-        super().agree(plan)
+        return super().agree(plan, stage, lacks_engines)
 
 
 def test_a_rank_in_doubt_that_leaves_its_phase_keeps_nothing_on_the_device() -> None:

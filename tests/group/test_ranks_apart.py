@@ -15,6 +15,7 @@ from placement.core.states import Plan, View
 from placement.group import Group, StoreGroup
 from placement.integrations.ray.member import FleetGroup
 from placement.policies import Colocated
+from placement.testing import SimulatedDevice
 from tests.group.test_ray_board import Actor
 from tests.support.threads import in_threads
 from tests.support.trainer import CHUNK, WIDTH, Trainer
@@ -155,6 +156,37 @@ def test_handles_of_different_sizes(policy: str) -> None:
     for _ in range(5):
         assert on_all(ranks, values) == ["done"] * WORLD
     go_on(ranks, 1)
+
+
+class Shard:
+    """An actor of three layers with Adam. The one of rank 1 is four times as large."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        width = WIDTH * (1 + rank)
+        self.batch = torch.ones(2, width)
+        self.actor = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        self.adam = torch.optim.Adam(self.actor.parameters())
+        group, device = StoreGroup(store, rank, WORLD, 20.0), SimulatedDevice(256 * CHUNK, chunk_bytes=CHUNK)
+        settings = {"budget_bytes": 60 * CHUNK, "streamed_bucket_bytes": 2 * CHUNK}
+        self.manager = Manager(device=device, policy="resident(optimizer_in='streamed')", group=group, **settings)  # type: ignore[arg-type]
+        self.manager.register("actor", self.actor, role="actor")
+        self.manager.register("adam", self.adam)
+
+    def step(self) -> bool:
+        with self.manager.phase("train"):
+            streams = self.manager.handles["adam"].is_streaming
+            self.actor(self.batch).sum().backward()
+            self.adam.step()
+            self.adam.zero_grad()
+        return streams
+
+
+def test_an_optimizer_that_one_rank_has_to_stream_is_streamed_by_all() -> None:
+    """On the other rank its state fits beside the actor."""
+    store = dist.HashStore()
+    shards = in_threads(lambda: Shard(store, 0), lambda: Shard(store, 1))
+    for _ in range(3):
+        assert in_threads(*(shard.step for shard in shards)) == [True] * WORLD
 
 
 class NeedsTheReference(Colocated):

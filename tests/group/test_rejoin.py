@@ -15,6 +15,8 @@ from placement import Manager, State
 from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.states import Plan
 from placement.group import BoardLost, StoreGroup
+from placement.group.agreement import Reached
+from placement.group.messages import Stage
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.group import rejoin_worker, replicated_worker
@@ -112,9 +114,9 @@ class Cut(StoreBoard):
 class CutAtTheDecision(StoreGroup):
     """After its vote."""
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
         self._board.__class__, self._board.is_cut = Cut, True  # type: ignore[attr-defined, assignment]
-        super().agree(plan)
+        return super().agree(plan, stage, lacks_engines)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
+from placement.group.agreement import Reached
+from placement.group.messages import Stage
 from placement.planning.budget import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -240,7 +242,7 @@ class LeastOfAll:
 
     budget_rank = 1
     confers = False
-    sizes = ""
+    placing = ""
 
     def __init__(self, least_bytes: int) -> None:
         self.least_bytes = least_bytes
@@ -249,8 +251,9 @@ class LeastOfAll:
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> int:
         return min(self.least_bytes, budget_bytes)
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
         self.agreed.append(plan)
+        return Reached(stage, lacks_engines)
 
     def abort(self, error: BaseException, **_: object) -> None:
         raise error

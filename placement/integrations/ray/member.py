@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import GroupError, PhaseError, PlacementError
-from placement.core.states import Plan
 from placement.group.messages import shortened
 from placement.group.ray import RayGroup
 from placement.integrations.ray.messages import Order, Reply, WorkerStatus
@@ -63,9 +62,6 @@ class FleetGroup(RayGroup):
         if not self._has_begun:
             raise GroupError("the driver has not begun this fleet: call fleet.join(workers) there first", {self.rank: "has not begun"})
         return super().propose(action, budget_bytes, catches_up=catches_up)
-
-    def agree(self, plan: Plan) -> None:
-        super().agree(plan)
 
     def abort(
         self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True

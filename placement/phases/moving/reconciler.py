@@ -6,7 +6,7 @@ enter and switch phases. `retreat` moves every handle as far as possible; it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal
@@ -14,6 +14,9 @@ from placement.core.machine import Node, path
 from placement.core.profiler_marks import Annotate
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
+from placement.group.agreement import Reached
+from placement.group.messages import Stage
+from placement.group.vote import Agree
 from placement.phases.moving.engine_mover import residency_of, wanted_tags
 from placement.phases.moving.handle_mover import HandleMover, target_of
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
@@ -34,6 +37,7 @@ _STEPS: tuple[tuple[Trigger, ...], ...] = (
 """The order of triggers in a phase transition. The bytes of the second step (offload) and the third (load) move at the same time."""
 
 
+_AFTER_ENGINES = "move what is left"
 _END_OF_TRAINING = (Trigger.END_TRAIN, Trigger.TRAIN_TO_SYNC)
 
 
@@ -43,8 +47,13 @@ def _apart(handles: Mapping[str, Handle]) -> tuple[dict[str, Handle], list[Handl
     return others, [handle for handle in handles.values() if handle.residency is not None]
 
 
-def _nobody(_: Plan) -> None:
+def _alone(_: Plan, stage: Stage, lacks_engines: bool) -> Reached:
     """Used in place of a group's agreement if there is no group."""
+    return Reached(stage, lacks_engines)
+
+
+def _nobody_to_tell(_: str) -> None:
+    """The same, in place of the proposal of a further stage."""
 
 
 class Reconciler:
@@ -70,8 +79,8 @@ class Reconciler:
         handles: Mapping[str, Handle],
         plan: Plan,
         room_bytes: int,
-        agree: Callable[[Plan], None] | None = None,
-        go_on: Callable[[str], object] = lambda _: None,
+        agree: Agree | None = None,
+        go_on: Callable[[str], object] = _nobody_to_tell,
         ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         """Bring every handle to its target, or leave every handle where it was.
@@ -81,10 +90,10 @@ class Reconciler:
 
         Args:
             room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
-            agree: asks the group. Called when everything has moved and can still go back without new memory, and again after each
-                step with engines. If it raises, everything goes back, except on CoordinatorLost, which leaves everything as it is.
-                None: nobody is asked, and this rank loads shared handles alone.
-            go_on: called before each further step, with its description.
+            agree: asks the group. Called when everything has moved and can still go back without new memory, and also after the
+                engines of any rank have left or come. If it raises, everything goes back, except on CoordinatorLost, which leaves
+                everything as it is. None: nobody is asked, and this rank loads shared handles alone.
+            go_on: called before each further stage, with its description.
             ahead: what is done for later phase transitions.
 
         Raises:
@@ -98,17 +107,13 @@ class Reconciler:
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
         handles, engines = _apart(handles)
-        load, agree = ALONE if agree is None else TOGETHER, agree or _nobody
+        load: Load = TOGETHER
+        if agree is None:
+            load, agree, go_on = ALONE, _alone, _nobody_to_tell
         sources = {handle.name: handle.node for handle in handles.values()}
         self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), ahead.staying, load=load)
         try:
-            if True in [self._engines.leave(engine, plan) for engine in engines]:
-                agree(plan)
-                go_on("move what is left")
-            self._march(handles.values(), lambda handle: target_of(handle, plan))
-            for complaint in self._mover.transition.take_complaints():
-                raise complaint
-            agree(plan)
+            reached = self._move_together(handles.values(), engines, plan, agree, go_on)
             self._complete(handles.values(), load)
             self._finish(handles.values())
         except CoordinatorLost as lost:  # keep the freed chunks, so that going back later needs no new memory
@@ -122,15 +127,30 @@ class Reconciler:
             self._go_back(handles, sources, error)
             self._mover.end()
             raise
-        if any(self._engines.lacks(engine, plan) for engine in engines):
+        if reached.lacks_engines:
             self._mover.end()
             go_on("load engines")
             for engine in engines:
                 self._engines.come(engine, plan)
-            agree(plan)
+            agree(plan, "engines loaded", False)
         for engine in engines:  # engines that only change state, without loading anything
             self._engines.come(engine, plan)
         self._end(ahead)
+
+    def _move_together(
+        self, handles: Collection[Handle], engines: Sequence[Handle], plan: Plan, agree: Agree, go_on: Callable[[str], object]
+    ) -> Reached:
+        """Offload engines and move the other handles, reversibly, until all ranks have done both."""
+        if True in [self._engines.leave(engine, plan) for engine in engines]:
+            agree(plan, "engines left", False)
+            go_on(_AFTER_ENGINES)
+        self._march(handles, lambda handle: target_of(handle, plan))
+        for complaint in self._mover.transition.take_complaints():
+            raise complaint
+        lacks_engines = any(self._engines.lacks(engine, plan) for engine in engines)
+        while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
+            go_on(_AFTER_ENGINES)
+        return reached
 
     def _end(self, ahead: Ahead) -> None:
         """End the phase transition. Memory that it has freed is used for what arrives early, and else goes back to the driver."""

@@ -1,0 +1,203 @@
+"""Ranks whose rollout engines are not where the others' are: each phase transition is made by all ranks, or by none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from placement import EngineError, Manager, Phase, PlacementError
+from placement.engines import TaggedEngine
+from placement.group import StoreGroup
+from placement.group.store import StoreBoard
+from placement.testing import SimulatedDevice
+from tests.support.threads import in_threads
+
+WORLD = 2
+TAGS = ("weights", "kv_cache")
+POLICIES = ("colocated", "cyclic", "resident")
+_WEIGHTS, _KV_CACHE = 1 << 20, 4 << 20
+_WIDTH = 512
+
+
+Within = Callable[["Rank", Phase], None]
+
+
+class Engine(TaggedEngine):
+    """It counts its own bytes. `refuses`: the method that fails next, and with what."""
+
+    def __init__(self, more_bytes: int = 0) -> None:
+        super().__init__(tags=TAGS, weights="keep", tag_bytes={"weights": _WEIGHTS, "kv_cache": _KV_CACHE + more_bytes}, verify="answer")
+        self.refuses: tuple[str, Exception] | None = None
+
+    def _ask(self, method: str) -> None:
+        if self.refuses is not None and self.refuses[0] == method:
+            error, self.refuses = self.refuses[1], None
+            raise error
+
+    def drain(self) -> None:
+        self._ask("drain")
+
+    def offload(self, tags: Sequence[str]) -> None:
+        self._ask("offload")
+
+    def load(self, tags: Sequence[str]) -> None:
+        self._ask("load")
+
+    def admit(self) -> None:
+        pass
+
+    def receive(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        pass
+
+
+class Rank:
+    """An actor with SGD, and an engine of which this rank may have a larger one."""
+
+    def __init__(self, store: dist.Store, rank: int, policy: str, budget_bytes: int | None = None, more_bytes: int = 0) -> None:
+        torch.manual_seed(0)
+        self.rank, self.group = rank, StoreGroup(store, rank, WORLD, deadline_seconds=20.0)
+        self.device = SimulatedDevice(64 << 20)
+        self.manager = Manager(device=self.device, policy=policy, budget_bytes=budget_bytes, group=self.group)
+        self.actor, self.engine = nn.Linear(_WIDTH, _WIDTH), Engine(more_bytes * rank)
+        self.sgd = torch.optim.SGD(self.actor.parameters())
+        self.manager.register("actor", self.actor, role="actor")
+        self.manager.register("sgd", self.sgd)
+        self.manager.register("rollout", self.engine, role="rollout")
+        self.bodies: list[str] = []
+        """The bodies of phases that this rank has begun."""
+
+    def publish(self) -> None:
+        for bucket in self.manager.handles["actor"].weights():
+            self.engine.update_weights(bucket)
+
+    def sync(self) -> str:
+        with self.manager.phase("weight_sync"):
+            self.publish()
+        return "done"
+
+    def step(self, within: Within = lambda rank, phase: None) -> str:
+        """A rollout, with `within` in it, then training and a sync. Returns what it raised, or "done"."""
+        try:
+            with self.manager.phase("rollout") as phase:
+                self.bodies.append("rollout")
+                within(self, phase)
+                phase.switch("train")
+                self.bodies.append("train")
+                self.actor(torch.ones(2, _WIDTH)).sum().backward()
+                self.sgd.step()
+                self.sgd.zero_grad()
+                phase.switch("weight_sync")
+                self.publish()
+        except PlacementError as error:
+            return f"{type(error).__name__}: {error}"
+        return "done"
+
+
+@contextmanager
+def made(policy: str, **settings: int | None) -> Iterator[list[Rank]]:
+    store = dist.HashStore()
+    ranks = in_threads(*(lambda rank=rank: Rank(store, rank, policy, **settings) for rank in range(WORLD)))  # type: ignore[misc]
+    yield ranks
+    for rank in ranks:
+        rank.manager.close()
+        assert rank.device.memory().chunk_bytes == 0
+
+
+def on_all(ranks: list[Rank], do: Callable[[Rank], str]) -> list[str]:
+    answers = in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
+    assert ranks[0].bodies == ranks[1].bodies, "a rank has begun a phase alone"
+    return answers
+
+
+def go_on(ranks: list[Rank], steps: int = 3) -> None:
+    for _ in range(steps):
+        assert on_all(ranks, Rank.step) == ["done"] * WORLD
+
+
+@pytest.mark.parametrize("lost", range(WORLD))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_engine_of_one_rank_has_ended(policy: str, lost: int) -> None:
+    """Its user says so: one rank has nothing to offload then, and the other has."""
+
+    def ends(rank: Rank, _: Phase) -> None:
+        if rank.rank == lost:
+            rank.engine.assume(offloaded=TAGS)
+
+    with made(policy) as ranks:
+        go_on(ranks)
+        assert on_all(ranks, lambda rank: rank.step(ends)) == ["done"] * WORLD
+        go_on(ranks)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_rank_is_done_with_its_engine(policy: str) -> None:
+    def gives_up(rank: Rank, phase: Phase) -> None:
+        if rank.rank == 1:
+            phase.done_with("rollout")
+
+    with made(policy) as ranks:
+        go_on(ranks)
+        assert on_all(ranks, lambda rank: rank.step(gives_up)) == ["done"] * WORLD
+        go_on(ranks)
+
+
+@pytest.mark.parametrize("policy", ["cyclic", "resident"])
+def test_engines_of_different_sizes(policy: str) -> None:
+    """As KV caches that each engine has sized by the memory that it found: on one rank both parts stay beside the training."""
+    with made(policy, budget_bytes=6_310_000, more_bytes=1 << 16) as ranks:
+        go_on(ranks, 5)
+
+
+@pytest.mark.parametrize("method", ["drain", "offload", "load"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_engine_that_refuses_while_the_other_has_nothing_to_do(policy: str, method: str) -> None:
+    """In the phase transition that the rank with the engine makes in more stages than the other rank."""
+
+    def apart(rank: Rank, phase: Phase) -> None:
+        if rank.rank == 1:
+            phase.done_with("rollout")
+        elif method != "load":
+            rank.engine.refuses = method, EngineError("requests are in flight")
+
+    def comes_back(rank: Rank, phase: Phase) -> None:
+        if method == "load" and rank.rank == 1:
+            rank.engine.refuses = method, EngineError("out of memory")
+
+    with made(policy) as ranks:
+        go_on(ranks)
+        for within in (apart, comes_back):
+            answers = on_all(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
+            assert answers == ["done"] * WORLD or all("Error" in answer for answer in answers), answers
+        assert on_all(ranks, Rank.sync) == ["done"] * WORLD  # weights that came half-way count as lost until then
+        go_on(ranks)
+
+
+def test_a_rank_that_waits_for_what_others_tell_looks_ever_more_rarely() -> None:
+    """Each look costs the board, and on Ray a call of an actor."""
+    looks = 0
+
+    class Board(StoreBoard):
+        def look(self, keys: Sequence[str]) -> list[bytes] | None:
+            nonlocal looks
+            looks += 1
+            return super().look(keys)
+
+    store = dist.HashStore()
+    groups = [StoreGroup(store, rank, WORLD, deadline_seconds=20.0) for rank in range(WORLD)]
+    groups[0]._board.__class__ = Board  # type: ignore[assignment]
+    told = threading.Event()
+
+    def confers(rank: int) -> list[str]:
+        groups[rank].propose("enter train", 1)
+        if rank == 1:
+            told.wait(1.0)
+        return groups[rank].confer("plan", str(rank))
+
+    assert in_threads(lambda: confers(0), lambda: confers(1)) == [["0", "1"]] * WORLD
+    assert looks < 120, "2,400 a second before the pauses grew"
