@@ -102,8 +102,8 @@ def _unneeded(handle: Handle) -> str:
     """Why no phase that ships loads the handle by its role, and what to do; empty where one does, and for optimizers."""
     if handle.kind == "module" and handle.role is None:
         return (
-            "it was registered without role=, so the shipped policies load it for 'train' and 'restore' alone, if a registered optimizer "
-            f"steps it. Register it with its role, one of {', '.join(ROLES)}"
+            "it was registered without role=, so the shipped policies load it only to train it, where a registered optimizer steps it. "
+            f"Register it with its role, one of {', '.join(ROLES)}"
         )
     if handle.kind != "optimizer" and handle.role == "teacher":
         return (

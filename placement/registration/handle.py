@@ -48,10 +48,15 @@ class Handle:
         self, name: str, *, kind: str, role: str | None, readonly: bool, callbacks: Callable[[Handle], TransitionCallbacks]
     ) -> None:
         self.name = name
+        """The name under which the object is registered."""
         self.kind = kind
+        """The kind of the object: "module", "optimizer" or "engine"."""
         self.role = role
+        """The purpose of the object, by which a policy knows what a phase needs; None if none was given. An optimizer has its owner's."""
         self.readonly = readonly
+        """Whether the values never change."""
         self.owners: tuple[Handle, ...] = ()
+        """For an optimizer: the module handles whose parameters it steps."""
         self.counters = HandleCounters()
         self.machine = HandleMachine(name, callbacks(self))
         self.lazy: Lazy | None = None
@@ -89,6 +94,7 @@ class Handle:
 
     @property
     def state(self) -> State:
+        """The state, which says what may be done with the object now."""
         return self.machine.state
 
     @property
@@ -229,7 +235,7 @@ class Handle:
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to do.
-            ValueError: `adapters` does not fit the module, or `bucket_bytes` or `dtype` is none.
+            ValueError, TypeError: `adapters` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no dtype.
         """
         from placement.publish import buckets
 
