@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from placement import EngineError, Manager, Phase, PlacementError
 from placement.engines import TaggedEngine
 from placement.group import StoreGroup
 from placement.group.store import StoreBoard
-from placement.testing import SimulatedDevice
+from placement.testing import Faults, SimulatedDevice
 from tests.support.threads import in_threads
 
 WORLD = 2
@@ -62,7 +63,7 @@ class Rank:
     def __init__(self, store: dist.Store, rank: int, policy: str, budget_bytes: int | None = None, more_bytes: int = 0) -> None:
         torch.manual_seed(0)
         self.rank, self.group = rank, StoreGroup(store, rank, WORLD, deadline_seconds=20.0)
-        self.device = SimulatedDevice(64 << 20)
+        self.device = Faults(SimulatedDevice(64 << 20))
         self.manager = Manager(device=self.device, policy=policy, budget_bytes=budget_bytes, group=self.group)
         self.actor, self.engine = nn.Linear(_WIDTH, _WIDTH), Engine(more_bytes * rank)
         self.sgd = torch.optim.SGD(self.actor.parameters())
@@ -175,6 +176,52 @@ def test_an_engine_that_refuses_while_the_other_has_nothing_to_do(policy: str, m
             answers = on_all(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
             assert answers == ["done"] * WORLD or all("Error" in answer for answer in answers), answers
         assert on_all(ranks, Rank.sync) == ["done"] * WORLD  # weights that came half-way count as lost until then
+        go_on(ranks)
+
+
+def _happens(event: str, chance: random.Random) -> Callable[[Rank, Phase], None]:
+    """What happens in the rollout of one rank. Faults come later, in one of the phase transitions of the step."""
+    method, operation, at = chance.choice(["drain", "offload", "load"]), chance.choice(["create", "map", "copy"]), chance.randint(1, 6)
+
+    def happens(rank: Rank, phase: Phase) -> None:
+        if event == "gives up":
+            phase.done_with("rollout")
+        elif event == "has ended":
+            rank.engine.assume(offloaded=TAGS)
+        elif event == "refuses":
+            rank.engine.refuses = method, EngineError("not now")
+        elif event == "device fails":
+            rank.device.fail(operation, at=at)
+
+    return happens
+
+
+def _mended(rank: Rank) -> str:
+    """What a user does after an error: say where a lost engine is, and publish again."""
+    rank.device.clear()
+    rank.engine.refuses = None
+    if rank.manager.handles["rollout"].broken:
+        rank.engine.assume(offloaded=TAGS)
+    return rank.sync()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_on_one_rank_all_make_the_step_or_none(seed: int) -> None:
+    chance = random.Random(seed)
+    policy = chance.choice([*POLICIES, "colocated('streamed')", "resident(optimizer_in='streamed')"])
+    settings = {"budget_bytes": chance.choice([None, 6_310_000, 8_500_000]), "more_bytes": chance.choice([0, 1 << 16, 1 << 19])}
+    with made(policy, **settings) as ranks:
+        for _ in range(8):
+            unlucky, event = chance.randrange(WORLD), chance.choice(["nothing", "gives up", "has ended", "refuses", "device fails"])
+            happens = _happens(event, chance)
+
+            def within(rank: Rank, phase: Phase, unlucky: int = unlucky, happens: Within = happens) -> None:
+                if rank.rank == unlucky:
+                    happens(rank, phase)
+
+            answers = on_all(ranks, lambda rank, within=within: rank.step(within))  # type: ignore[misc]
+            assert len({answer == "done" for answer in answers}) == 1, answers
+            assert on_all(ranks, _mended) == ["done"] * WORLD
         go_on(ranks)
 
 
