@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.integrations.rank import is_read_from_the_host, manager_of_this_rank, sync_of_parameters
+from placement.integrations.rank import is_read_from_the_host, manager_of_this_rank, refuse_steps_apart, sync_of_parameters
 from placement.integrations.turns import Turns
 from placement.manager import Manager
 
@@ -97,8 +97,8 @@ class PlacedPolicyWorker(_PolicyWorker):
         """NeMo-RL's worker, then the registration.
 
         Raises:
-            RegistrationError: the model is to generate as well (colocated Megatron generation), or it cannot be registered. In the
-                first case nothing has been built.
+            RegistrationError: the model is to generate as well (colocated Megatron generation), the policy has
+                `optimizer_in="optimizer_step"`, or the model cannot be registered. In the first case nothing has been built.
             HostMemoryError, DeviceMemoryError: there is not enough memory to register it.
             ValueError, CoordinatorLost: see `make_manager`.
         """
@@ -110,8 +110,11 @@ class PlacedPolicyWorker(_PolicyWorker):
         super().__init__(config, *args, **kwargs)
         self._reads_parameters = bool((config.get("megatron_cfg") or {}).get("enabled"))
         manager = self.make_manager()
+        steps = getattr(self, "optimizer", None) is not None
+        if steps:
+            refuse_steps_apart(manager, "actor", "NeMo-RL")
         manager.register("actor", self.model, role="actor")
-        if getattr(self, "optimizer", None) is not None:
+        if steps:
             manager.register("actor.optimizer", self.optimizer)  # type: ignore[attr-defined] # a worker that only infers has none
         self.placement, self._turns = manager, Turns(manager)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.integrations.rank import manager_of_this_rank, sync_of_parameters
+from placement.integrations.rank import manager_of_this_rank, refuse_steps_apart, sync_of_parameters
 from placement.manager import Manager
 from placement.registration.handle import Handle
 
@@ -68,8 +68,8 @@ class PlacedTrainActor(_TrainActor):
         """slime's `init`, then the registration.
 
         Raises:
-            RegistrationError: slime is to offload the model itself, or the model cannot be registered. In the first case slime's own
-                `init` has not begun.
+            RegistrationError: slime is to offload the model itself, the policy has `optimizer_in="optimizer_step"`, or the model cannot be
+                registered. In the first case slime's own `init` has not begun.
             HostMemoryError, DeviceMemoryError: there is not enough memory to register it.
             ValueError, CoordinatorLost: see `make_manager`.
         """
@@ -80,6 +80,8 @@ class PlacedTrainActor(_TrainActor):
         start_rollout_id = super().init(args, role, with_ref, with_opd_teacher)
         if not args.debug_rollout_only:
             manager = self.make_manager()
+            if self.optimizer is not None:
+                refuse_steps_apart(manager, role, "slime")
             # Pipeline stages of one rank are one handle: their optimizer steps all of them.
             self._placed_model = self.model[0] if len(self.model) == 1 else torch.nn.ModuleList(self.model)
             self._placed_handle = manager.register(role, self._placed_model, role=role)

@@ -127,6 +127,15 @@ def test_a_policy_that_streams_the_steps(monkeypatch: pytest.MonkeyPatch, kind: 
     placed.placement.check_integrity()
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_policy_that_steps_in_a_phase_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> None:
+    """NeMo-RL has no hook around the step: it would fail after a whole rollout. A worker that only infers takes no step."""
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocated('optimizer_step')")
+    with pytest.raises(placement.RegistrationError, match=r"NeMo-RL .* write optimizer_in='train', or 'streamed'"):
+        PLACED[kind]({"build": jobs.plain})
+    assert PLACED[kind]({"build": jobs.plain}, init_optimizer=False).placement is not None
+
+
 def test_fsdp2_on_two_ranks(two_ranks: Ranks) -> None:
     for moved in two_ranks.run(nemo_rl_worker.compare, nemo_rl_standin.DTensorWorker, nemo_rl_standin.grpo, jobs.fsdp2):
         assert moved["actor"] > 0

@@ -90,6 +90,32 @@ def test_two_owners_of_one_placement_are_refused() -> None:
     assert not hasattr(placed, "model"), "slime's init has begun"
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("policy", ["colocated('optimizer_step')", "resident('optimizer_step')", "async_rollout('optimizer_step')"])
+def test_a_policy_that_steps_in_a_phase_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch, policy: str, role: str) -> None:
+    """slime has no hook around the step: it would fail after a whole rollout."""
+    monkeypatch.setenv("PLACEMENT_POLICY", policy)
+    placed = Placed(1, 0, None, None)
+    with pytest.raises(placement.RegistrationError, match=r"slime .* write optimizer_in='train', or 'streamed'"):
+        placed.init(slime_standin.arguments(jobs.plain), role)
+    assert placed.placement is None
+
+
+def test_a_policy_for_steps_matters_to_no_model_without_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_POLICY", "colocated('optimizer_step')")
+    placed = Placed(1, 0, None, None)
+    placed.init(slime_standin.arguments(jobs.plain, num_rollout=0, colocate=False), "actor")
+    placed.update_weights()
+
+
+@pytest.mark.parametrize("policy", ["colocated('streamed')", "resident('streamed')", "async_rollout('streamed')", "cyclic"])
+def test_other_policies_take_their_steps(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv("PLACEMENT_POLICY", policy)
+    placed = Placed(1, 0, None, None)
+    placed.init(slime_standin.arguments(jobs.plain), "actor")
+    placed.train(0, None)
+
+
 def test_an_exception_in_train_leaves_nothing_behind() -> None:
     placed = Placed(1, 0, None, None)
     placed.init(slime_standin.arguments(jobs.plain), "actor")
