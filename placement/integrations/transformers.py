@@ -21,7 +21,7 @@ from transformers.training_args import ParallelMode
 
 from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
-from placement.core.settings import Settings
+from placement.integrations.rank import manager_with_phases
 from placement.integrations.turns import Turns
 from placement.manager import Manager
 
@@ -52,8 +52,7 @@ class PlacementCallback(TrainerCallback):  # type: ignore[misc] # transformers i
         if unknown := set(frozen) - set(PHASES["frozen"]):
             raise ValueError(f"unknown role {', '.join(sorted(unknown))} of a frozen model: it is one of {', '.join(PHASES['frozen'])}")
         if manager is None:
-            settings = Settings.from_any(None)
-            manager = Manager.from_settings(settings, phases={**PHASES, **settings.phases})
+            manager = manager_with_phases(PHASES)
         elif frozen and "frozen" not in manager.settings.phases:
             raise ValueError(
                 "a manager for frozen models needs the phase 'frozen': make it with "

@@ -19,8 +19,8 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from placement.core.settings import Settings
 from placement.engines.vllm import VllmInProcess
+from placement.integrations.rank import manager_with_phases
 from placement.integrations.turns import Turns
 from placement.manager import Manager
 
@@ -49,8 +49,7 @@ class _PlacedTrainer(Trainer):  # type: ignore[misc] # transformers is not follo
         super().__init__(*args, **keywords)
         self._refuse_what_is_not_covered()
         if manager is None:
-            settings = Settings.from_any(None)
-            manager = Manager.from_settings(settings, phases={**PHASES, **settings.phases})
+            manager = manager_with_phases(PHASES)
         elif self.args.sync_ref_model and "sync_ref" not in manager.settings.phases:
             raise ValueError(
                 "sync_ref_model=True needs a phase in which the reference may change, and this manager has none: make it with "

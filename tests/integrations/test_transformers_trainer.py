@@ -232,3 +232,20 @@ def test_wrong_use(folder: str, tmp_path: Path) -> None:
         ours.PlacementCallback(manager_for(), judge=reward_model())
     with pytest.raises(ValueError, match=r"Manager\(phases=placement\.integrations\.transformers\.PHASES\)"):
         ours.PlacementCallback(Manager(device=SimulatedDevice(1 << 20)), ref=reward_model())
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the error itself, or in its note where only the manager finds out."""
+    monkeypatch.setenv("PLACEMENT_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="device 'gpu' is not known") as raised:
+        ours.PlacementCallback()
+    assert raised.value.__notes__ == ["placement: set in the environment: PLACEMENT_DEVICE='gpu'"]
+    monkeypatch.setenv("PLACEMENT_BUDGET_BYTES", "much")
+    with pytest.raises(ValueError, match=r"PLACEMENT_BUDGET_BYTES: .*'much' is not a number of bytes"):
+        ours.PlacementCallback()
+
+
+def test_phases_of_the_environment_join_the_callbacks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMENT_DEVICE", "simulated:16MiB")
+    monkeypatch.setenv("PLACEMENT_PHASES", '{"distill": ["actor", "teacher"]}')
+    assert ours.PlacementCallback().manager.settings.phases.keys() == {"distill", "frozen"}
