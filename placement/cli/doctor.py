@@ -21,7 +21,7 @@ from placement.devices.select import select_device
 from placement.forecasting.cycles import CYCLES
 
 _SPREAD = 0.1
-"""Of phase transitions one after the other: most of a small one is the host's work, which varies more than copies do."""
+"""Phase transitions one after the other have settled within this share: much of them is the host's work, which varies more than copies."""
 _TENSORS = 8
 _CACHE_BYTES = 64 << 20
 """More than a core's share of the processor's caches."""

@@ -62,7 +62,7 @@ _logger = logging.getLogger("placement")
 
 
 class Reached(NamedTuple):
-    """How far all ranks have come together in a phase transition."""
+    """The stage to which all ranks have come together in a phase transition."""
 
     stage: Stage
     lacks_engines: bool
@@ -253,7 +253,7 @@ class Group(Membership):
         return None if unclear else said
 
     def _written(self, what: str, deadline: float) -> list[bytes] | None:
-        """What all ranks have written, by rank; None once the epoch has been decided, which this rank does itself at the deadline."""
+        """The values of all ranks, by rank; None once the epoch has been decided, which this rank does itself at the deadline."""
         keys = [self._key(what, rank) for rank in range(self.world_size)]
         pause = _POLL_SECONDS[0]
         while (found := self._board.look(keys)) is None:

@@ -24,7 +24,7 @@ Agree = Callable[[Plan, Stage, bool], Reached]
 
 
 _ALL_HAVE_LEFT = Plan({})
-"""What ranks agree on that have left a phase, where their plans may differ: only that all have. The next entry makes the plans equal."""
+"""The plan for which ranks vote that have left a phase, where their plans may differ. The next entry makes these equal."""
 
 
 class _Told(dict[str, int]):
@@ -133,7 +133,7 @@ class GroupVote:
             self._group.asks_to_confer = True
 
     def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
-        """What stays on every rank's device, and what is streamed on any rank.
+        """The handles that stay on every rank's device, and those that any rank streams.
 
         Args:
             staying: the handles that merely stay on this rank's device, an engine once for each of its tags; a handle without tags has "".

@@ -81,6 +81,8 @@ class CompositeAdapter(Adapter):
             RegistrationError: a module cannot be moved.
         """
         self._refresh()
+        for adapter in self._adapters:
+            adapter.hands_back = self.hands_back
         found = [owned for adapter in self._adapters for owned in adapter.owned()]
         distinct = {id(owned.tensor): owned for owned in reversed(found)}
         self._shares = len(distinct) < len(found)

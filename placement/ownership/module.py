@@ -297,8 +297,10 @@ class ModuleAdapter(Adapter):
                     found.append(Owned(path, part, transient, wrapper))
             elif not self._stays(path, part):
                 if not is_plain(part, self._device):
+                    if self.hands_back:
+                        continue
                     raise RegistrationError(f"{self._name!r}: {path!r} {problem_of(part, self._device)}.")
-                if not transient and is_lazy_view(part):  # a gradient moves with its range, and is in no state dict
+                if not transient and not self.hands_back and is_lazy_view(part):  # a gradient moves with its range, and is in no state dict
                     raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard may be a view of padding, which has to move
                     found.append(Owned(path, part, transient, wrapper))

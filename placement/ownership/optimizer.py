@@ -143,7 +143,7 @@ class OptimizerAdapter(Adapter):
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
         self._sparse.append(weakref.ref(tensor))
         for path, part in sparse_parts(tensor, name):
-            if self._external is None and (problem := problem_of_sparse(part, self._device)) is not None:
+            if self._external is None and not self.hands_back and (problem := problem_of_sparse(part, self._device)) is not None:
                 raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
 
@@ -153,8 +153,10 @@ class OptimizerAdapter(Adapter):
     def _plain(self, owned: Owned, storages: Container[int]) -> Iterator[Owned]:
         """Yield a tensor to move; nothing if it has no bytes, or if they are in one of these storages. Refuse one that cannot be moved."""
         if not is_plain(owned.tensor, self._device):
+            if self.hands_back:
+                return
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
-        if is_lazy_view(owned.tensor):
+        if is_lazy_view(owned.tensor) and not self.hands_back:
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
         if not owned.tensor.numel():
             return

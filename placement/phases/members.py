@@ -85,7 +85,15 @@ class Members:
             raise
 
     def bring(self, names: tuple[str, ...]) -> None:
-        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know."""
+        """Bring handles to the device, beside what belongs there now. The caller forgets them, so that no plan has to know.
+
+        Raises:
+            IntegrityError: a handle was written while it was offloaded, in a way that is lost. Nothing has moved.
+            DeviceMemoryError: they do not fit the budget.
+        """
+        self._executor.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
+        if (written := self._executor.writes.take()) is not None:
+            raise written
         plan, named = self._stack.base_plan(), {self.known(name).name for name in names}
         parts = {name: tags for name, tags in plan.parts.items() if name not in named}
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy

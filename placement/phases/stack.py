@@ -262,6 +262,7 @@ class PhaseStack:
         Raises:
             PhaseError: a phase is open, or no handle has one of the names.
             DeviceMemoryError: these handles do not fit.
+            Exception: the first error of a handle that could not be handed back. All others were; `close` can be repeated.
         """
         if self.lock.is_closed:
             return
@@ -273,8 +274,9 @@ class PhaseStack:
                 if on_device:
                     self.members.bring(on_device)
                 self.members.look_for_writes(wait=True)
-                for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
-                    self.members.forget(handle)
+                failures = self._forget_all()
+                if failures:
+                    raise failures[0]
                 self.executor.host_tier.close()
                 self._device.close()
                 self.executor.lease_client.close()
@@ -283,6 +285,18 @@ class PhaseStack:
                     logger.error("closed: %s", written)
         finally:
             self.members.is_closing = False
+
+    def _forget_all(self) -> list[Exception]:
+        """Forget every handle that can be handed back, optimizers first. Returns the errors of the others."""
+        failures: list[Exception] = []
+        for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
+            try:
+                self.members.forget(handle)
+            except Exception as error:
+                failures.append(error)
+        for other in failures[1:]:
+            failures[0].add_note(f"placement: {type(other).__name__}: {other}")
+        return failures
 
     def _require_open(self, phase: Opener, what: str) -> OpenPhase:
         opened = phase._open

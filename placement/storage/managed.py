@@ -350,11 +350,8 @@ class ManagedStorage(HeldStorage):
 
     # --- leaving
 
-    def unadopt(self) -> None:
-        """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
-        if not self.ranges:
-            return
-        self.host_read_locks.wait()
+    def _ready_to_leave(self) -> ChunkPool:
+        """Bring the tensors and the bytes to where `unadopt` expects them. After a failure the object stays."""
         if self.on_device or self._is_copying:
             self.device.sync()
         if self.on_device and self._is_vacating:
@@ -364,6 +361,19 @@ class ManagedStorage(HeldStorage):
         chunk_pool = ChunkPool(self.device)
         if not self.on_device:
             self._drop_early(chunk_pool)  # while the object can stay as it is, because the device may fail
+        return chunk_pool
+
+    def unadopt(self) -> None:
+        """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
+        if not self.ranges:
+            return
+        self.host_read_locks.wait()
+        self.adapter.hands_back = True  # what the object has got and nobody can move must not keep its values here
+        try:
+            chunk_pool = self._ready_to_leave()
+        except BaseException:
+            self.adapter.hands_back = False
+            raise
         self.is_leaving = True
         unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)
         if self.on_device:

@@ -52,6 +52,8 @@ class Adapter(abc.ABC):
 
     kind: str
     """The kind: "module", "optimizer" or "engine"."""
+    hands_back: bool = False
+    """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
 
     @abc.abstractmethod
     def owned(self) -> Iterator[Owned]:

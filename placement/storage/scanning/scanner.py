@@ -223,8 +223,8 @@ class StorageScanner:
     def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
         """Whether another handle owns the storage and this object leaves it there.
 
-        An optimizer does. So does a sparse gradient, which gets a storage of its own before it is moved. A module must not claim the
-        storage a second time.
+        An optimizer does. So does a sparse gradient, which gets a storage of its own before it is moved, and whatever is handed back.
+        A module must not claim the storage a second time.
 
         Raises:
             RegistrationError: a module's tensor lies in a storage of another handle.
@@ -232,7 +232,7 @@ class StorageScanner:
         owner = RANGES.owner_of(storage.data_ptr())
         if owner is None or owner is self._owner():
             return False
-        if self._adapter.kind == "optimizer" or (owned.wrapper is not None and is_sparse(owned.wrapper)):
+        if self._adapter.hands_back or self._adapter.kind == "optimizer" or (owned.wrapper is not None and is_sparse(owned.wrapper)):
             return True
         raise RegistrationError(
             f"{owned.name!r} of {self._name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "

@@ -1,0 +1,141 @@
+"""Values come back when a manager lets an object go, whatever the object has got meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from placement import IntegrityError, Manager, RegistrationError, State
+from placement.testing import SimulatedDevice
+
+CHUNK = 4096
+Change = Callable[[nn.Sequential, nn.Sequential], None]
+
+
+class Special(nn.Parameter):
+    """A kind of parameter that cannot be moved."""
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def values(*models: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
+def gets_a_kind_that_cannot_move(actor: nn.Sequential, _: nn.Sequential) -> None:
+    actor.scale = Special(torch.ones(300))
+
+
+def gets_an_inference_tensor(actor: nn.Sequential, _: nn.Sequential) -> None:
+    with torch.inference_mode():
+        actor.last_hidden = torch.ones(300) + 1
+
+
+def borrows_a_layer(actor: nn.Sequential, critic: nn.Sequential) -> None:
+    actor[0] = critic[0]
+
+
+def swaps_layers(actor: nn.Sequential, critic: nn.Sequential) -> None:
+    actor[1], critic[1] = critic[1], actor[1]
+
+
+CHANGES = [gets_a_kind_that_cannot_move, gets_an_inference_tensor, borrows_a_layer, swaps_layers]
+
+
+@pytest.mark.parametrize("how", ["close", "unregister", "drop"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_cannot_be_moved_does_not_keep_the_rest(change: Change, how: str) -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    actor, critic, ref = net(), net(), net()
+    expected = dict(zip("acr", (values(actor), values(critic), values(ref)), strict=True))
+    handles = [manager.register(name, model, role=name) for name, model in (("actor", actor), ("critic", critic), ("ref", ref))]
+    change(actor, critic)
+    if change is borrows_a_layer:
+        expected["a"][:2] = expected["c"][:2]
+    if change is swaps_layers:
+        expected["a"][2:], expected["c"][2:] = expected["c"][2:], expected["a"][2:]
+    if how == "unregister":
+        for handle in handles:
+            manager.unregister(handle)
+    if how == "close":
+        manager.close()
+    del manager, handles
+    gc.collect()
+    for name, model in (("a", actor), ("c", critic), ("r", ref)):
+        moved = [each for each in values(model) if each.numel() != 300]
+        assert all(torch.equal(*pair) for pair in zip(moved, expected[name], strict=True)), name
+
+
+def test_an_object_that_stays_is_refused_as_before() -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    actor = net()
+    manager.register("actor", actor, role="actor")
+    gets_a_kind_that_cannot_move(actor, actor)
+    for _ in range(2):
+        with pytest.raises(RegistrationError, match="only plain tensors"), manager.phase("log_prob"):
+            pass
+    manager.close()
+
+
+def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    models = {name: net() for name in ("actor", "critic", "ref")}
+    expected = {name: values(model) for name, model in models.items()}
+    for name, model in models.items():
+        manager.register(name, model, role=name)
+
+    def fails() -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(manager.handles["actor"].storage, "unadopt", fails)
+    monkeypatch.setattr(manager.handles["critic"].storage, "unadopt", fails)
+    with pytest.raises(MemoryError) as raised:
+        manager.close()
+    assert raised.value.__notes__ == ["placement: MemoryError: no host memory"]
+    assert list(manager.handles) == ["actor", "critic"]
+    monkeypatch.undo()
+    manager.close()
+    for name, model in models.items():
+        assert all(torch.equal(*pair) for pair in zip(values(model), expected[name], strict=True))
+
+
+def offloaded_after_a_backward() -> tuple[Manager, nn.Sequential]:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = net()
+    handle = manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        model(torch.ones(2, 32)).sum().backward()
+    assert handle.state is State.CPU_OFFLOADED
+    return manager, model
+
+
+def closes(manager: Manager) -> None:
+    manager.close(on_device=["actor"])
+
+
+def unregisters(manager: Manager) -> None:
+    manager.unregister("actor", on_device=True)
+
+
+@pytest.mark.parametrize("lets_go", [closes, unregisters])
+def test_gradients_that_were_zeroed_while_offloaded_come_back_zero_on_the_device(lets_go: Callable[[Manager], None]) -> None:
+    manager, model = offloaded_after_a_backward()
+    model.zero_grad(set_to_none=False)
+    lets_go(manager)
+    assert [bool(parameter.grad.any()) for parameter in model.parameters() if parameter.grad is not None] == [False] * 4
+
+
+@pytest.mark.parametrize("lets_go", [closes, unregisters])
+def test_a_lost_write_is_told_once_before_an_object_is_handed_back_on_the_device(lets_go: Callable[[Manager], None]) -> None:
+    manager, model = offloaded_after_a_backward()
+    model[0].weight.grad.mul_(2)  # type: ignore[union-attr]
+    with pytest.raises(IntegrityError, match=r"weight\.grad"):
+        lets_go(manager)
+    lets_go(manager)
+    assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
