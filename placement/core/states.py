@@ -145,6 +145,11 @@ class HandleView:
         if type(self.tags) is not ReadOnly:
             object.__setattr__(self, "tags", ReadOnly(self.tags))
 
+    def at_rest(self) -> HandleView:
+        """The handle as it would be off the device, and not streamed from there either."""
+        nowhere = frozenset[str]()
+        return replace(self, state=State.CPU_OFFLOADED, resident_bytes=0, prefetched_bytes=0, resident_tags=nowhere, streaming=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -206,6 +211,11 @@ class Plan:
         prefetch = {n: nbytes for n, nbytes in self.prefetch.items() if n in chosen}
         prefetch |= {n: nbytes for n, nbytes in enclosing.prefetch.items() if n not in chosen}
         return Plan(targets, streamed, dropped, parts, prefetch)
+
+    def giving_up(self, name: str) -> Plan:
+        """This plan with a handle off the device. If the plan drops its gradients, it still does."""
+        parts = {n: tags for n, tags in self.parts.items() if n != name}
+        return replace(self, targets={**self.targets, name: State.CPU_OFFLOADED}, streamed=self.streamed - {name}, parts=parts)
 
     def without(self, name: str) -> Plan:
         """This plan without the handle `name`, for a worker that does not have it."""

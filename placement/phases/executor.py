@@ -289,33 +289,35 @@ class PlanExecutor:
         """
         if not self._vote.confers:
             return plan
-        needed = self._needed(wanted, at_rest=True)
-        resident = [name for name, state in plan.targets.items() if state is State.GPU_RESIDENT]
-        staying = {(name, tag) for name in resident for tag in self._tags(name, plan) - self._tags(name, needed)}
+        chosen = plan_checks.still_meant(wanted.only, self._handles)
+        needed = self.planner.needed(wanted.name, innermost(wanted.around), wanted.kept, at_rest=True)
+        staying: dict[tuple[str, str], str] = {}  # the tag, by the name and what is told of it
+        for name, state in plan.targets.items():
+            of_need = self._tags(name, needed) if chosen is None or name in chosen else frozenset()
+            staying |= {(name, f"{state.value} {tag}"): tag for tag in self._tags(name, plan) - of_need}
         stays, streamed = self._vote.in_common(staying, plan.streamed)
-        for name in {name for name, _ in staying - stays}:
-            plan = self._keeping(name, plan, self._tags(name, plan) - {tag for other, tag in staying - stays if other == name})
+        for lacked in staying.keys() - stays:
+            plan = self._giving_up(lacked[0], staying[lacked], plan)
         used = {name for name, state in plan.targets.items() if state is not State.CPU_OFFLOADED}
         return replace(plan, streamed=plan.streamed | (streamed & used))
 
     def _tags(self, name: str, plan: Plan) -> frozenset[str]:
-        """The tags of an engine that are on the device under a plan. A handle without tags has one, the empty text."""
-        if not plan.on_device(name):
+        """The tags of an engine that a plan uses. Another handle that it uses has one, the empty text."""
+        if plan.targets[name] is State.CPU_OFFLOADED:
             return frozenset()
         return plan.parts.get(name, frozenset(self._handles[name].storage.tags or ("",)))
 
-    @staticmethod
-    def _keeping(name: str, plan: Plan, tags: frozenset[str]) -> Plan:
-        """The plan with these tags of a handle on the device, and no other of it."""
-        state = plan.targets[name] if tags else State.CPU_OFFLOADED
-        return replace(plan.without(name).also(name, state, tags or None), prefetch=plan.prefetch)
+    def _giving_up(self, name: str, tag: str, plan: Plan) -> Plan:
+        """The plan without this tag of a handle, and without the handle if it has no other there."""
+        tags = self._tags(name, plan) - {tag}
+        return replace(plan, parts={**plan.parts, name: tags}) if tags else plan.giving_up(name)
 
-    def _needed(self, wanted: PhaseRequest, *, at_rest: bool = False) -> Plan:
+    def _needed(self, wanted: PhaseRequest) -> Plan:
         """The plan with only what is needed: the phase decides about handles in `only`, the enclosing phases about the others."""
-        needed = self.planner.needed(IDLE, None, wanted.kept, at_rest=at_rest)
+        needed = self.planner.needed(IDLE, None, wanted.kept)
         levels = [*((each.name, each.only) for each in wanted.around), (wanted.name, wanted.only)]
         for index, (name, only) in enumerate(levels):
-            asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept, at_rest=at_rest)
+            asked = self.planner.needed(name, levels[index - 1][0] if index else None, wanted.kept)
             chosen = plan_checks.still_meant(only, self._handles)
             needed = asked if chosen is None else asked.limited_to(chosen, needed)
         return needed

@@ -7,14 +7,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
-from placement.core.states import IDLE, Plan, State
+from placement.core.states import IDLE, Plan
 from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.group.vote import GroupVote, describe
@@ -183,7 +182,7 @@ class PhaseStack:
             stalled = self.executor.stopwatch()
             self._vote.ask_to_confer()  # the other ranks may not give it up
             try:
-                opened.plan = replace(plan.without(name).also(name, State.CPU_OFFLOADED), prefetch=plan.prefetch)
+                opened.plan = plan.giving_up(name)
                 opened.kept.discard(name)
                 self.executor.carry_out(opened.plan, opened.name)
             except BaseException as error:
@@ -224,7 +223,10 @@ class PhaseStack:
             return  # the decision is unknown: other ranks may have entered the phase, so going back could be as wrong as going on
         self._note(error, self.executor.retreat(plan, self.phase_name))
         if (told := self._vote.failed(error)) is not None:
-            raise told from error
+            try:
+                raise told from error
+            finally:
+                del told  # its traceback has this frame: a cycle would keep the tensors of all frames until they are collected
 
     def _note(self, error: BaseException, failures: list[Exception]) -> None:
         for failure in failures:

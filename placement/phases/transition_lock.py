@@ -67,7 +67,10 @@ class TransitionLock:
                     yield
                 except BaseException as raised:
                     if (told := self._tell(vote, raised, own)) is not None:
-                        raise told from raised
+                        try:
+                            raise told from raised
+                        finally:
+                            del told  # its traceback has this frame: a cycle would keep the tensors of all frames until they are collected
                     raise
 
     def _tell(self, vote: GroupVote, error: BaseException, own: bool) -> BaseException | None:

@@ -56,8 +56,8 @@ class GroupRanks(TorchRanks):
         return self._group.confer(what, text)
 
     def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
-        """See `Group.agree`."""
-        return self._group.agree(plan, stage, lacks_engines)
+        """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the handle has moved."""
+        return self._group.agree(Plan({}) if self._group.confers else plan, stage, lacks_engines)
 
 
 class Replication:

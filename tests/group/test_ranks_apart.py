@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,81 @@ def test_handles_of_different_sizes(policy: str) -> None:
     for _ in range(5):
         assert on_all(ranks, values) == ["done"] * WORLD
     go_on(ranks, 1)
+
+
+@pytest.mark.parametrize("policy", KEEPING)
+def test_gradients_are_dropped_on_all_ranks_although_one_gave_the_model_up(policy: str) -> None:
+    ranks = made(dist.HashStore(), policy=f"{policy}(drop_gradients=True)")
+
+    def step(rank: Rank, gives_up: int | None) -> str:
+        with rank.manager.phase("log_prob") as phase:
+            if gives_up == rank.rank:
+                phase.done_with("actor")
+            phase.switch("ref_log_prob")
+            phase.switch("train")
+            rank.learn()
+        return "done"
+
+    for gives_up in (None, 1, None, 0, None):
+        assert on_all(ranks, lambda rank, gives_up=gives_up: step(rank, gives_up)) == ["done"] * WORLD  # type: ignore[misc]
+    assert [parameter.grad for rank in ranks for parameter in rank.actor.parameters()] == [None] * 4
+
+
+@pytest.mark.parametrize("policy", [*KEEPING, "colocated"])
+def test_a_phase_inside_one_in_which_one_rank_has_given_a_handle_up(policy: str) -> None:
+    """The handle belongs to the phase around, and only one rank still has it."""
+    ranks, critics = made(dist.HashStore(), policy=policy), [nn.Linear(WIDTH, WIDTH) for _ in range(WORLD)]
+    for rank, critic in zip(ranks, critics, strict=True):
+        rank.manager.register("critic", critic, role="critic")
+
+    def values(rank: Rank) -> str:
+        with rank.manager.phase("log_prob") as phase:
+            if rank.rank == 1:
+                phase.done_with("ref")
+            with rank.manager.phase("values", only=["critic"]):
+                pass
+        return "done"
+
+    def saves(rank: Rank) -> str:
+        with rank.manager.phase("train") as phase:
+            rank.learn()
+            if rank.rank == 1:
+                phase.done_with("adam")
+            with rank.manager.phase("checkpoint"):
+                pass
+        return "done"
+
+    for inner in (values, saves, values, saves):
+        assert on_all(ranks, inner) == ["done"] * WORLD
+    go_on(ranks, 2)
+
+
+@pytest.mark.parametrize(("operation", "at"), [("sync", 3), ("host", 1), ("map", 3)])
+def test_a_failed_change_leaves_no_cycle_that_holds_tensors(operation: str, at: int) -> None:
+    """Else the gradients of the step before stay alive, and an audit finds references to them, until garbage is collected."""
+    rank = Rank(StoreGroup(dist.HashStore(), 0, 1, 5.0), 0)
+
+    def step(*, fails: bool) -> str:
+        try:
+            with rank.manager.phase("weight_sync") as phase:
+                with rank.manager.phase("train"):
+                    rank.learn()
+                if fails:
+                    rank.faults.fail(operation, at=at)
+                phase.switch("ref_log_prob")
+        except PlacementError:
+            return "failed"
+        return "done"
+
+    gc.disable()
+    try:
+        step(fails=True)
+        rank.faults.clear()
+        for _ in range(2):
+            assert step(fails=False) == "done"
+            assert rank.manager.audit().findings == ()
+    finally:
+        gc.enable()
 
 
 class Shard:
