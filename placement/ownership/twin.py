@@ -13,40 +13,50 @@ import torch
 from placement.ownership.leaves import has_state
 from placement.tensors.plain import nested_tensors, parts_of, reference
 
+Form = tuple[int, torch.Size, torch.dtype]
+"""The identity of a parameter, and what the size of its state depends on. A parameter may get other data, and when one is freed, another
+one may get its identity."""
+
 
 class Unborn:
     """State that later steps of one optimizer will create. It comes parameter by parameter: an expert's with its first token.
 
     Args:
-        sizes: bytes of each storage of the state, by identity of its parameter.
-        stepped: see `stepped_by`, when these were computed.
+        sizes: bytes of each storage of the state, by its parameter.
+        stepped: see `stepped_by`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[int, Sequence[int]], stepped: Sequence[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sizes: Mapping[Form, Sequence[int]], stepped: Sequence[int]) -> None:
         self._optimizer = reference(optimizer)
-        self._by_parameter: dict[int, Sequence[int]] = {**dict.fromkeys(stepped, ()), **sizes}
-        """The sizes for each parameter in the groups that is stepped, or was before it was frozen."""
+        self._by_parameter = dict(sizes)
+        """The sizes for each parameter in the groups that had no state when it was looked at."""
         self._stepped = stepped
+        self._missing = list(sizes)
+        """The stepped parameters that had no state at the last look."""
         self._num_entries = -1
-        self._is_all_born = False
 
     def follow(self, compute_device: torch.device, given: Container[int] = ()) -> bool:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen.
+
+        Once all state exists, and as long as the same parameters are stepped, only their identities are looked at.
 
         Args:
             compute_device: see `unborn_state`, as for `given`.
 
         Returns:
-            Whether they are others than before.
+            Whether others have no state than at the last look.
         """
         optimizer = self._optimizer()
-        if optimizer is None or (stepped := stepped_by(optimizer, given)) == self._stepped:
+        if optimizer is None or ((stepped := stepped_by(optimizer, given)) == self._stepped and self._is_all_born):
             return False
-        if new := [each for each in stepped if each not in self._by_parameter]:
-            self._by_parameter |= {**dict.fromkeys(new, ()), **(_predicted(optimizer, compute_device, new) or {})}
+        self._stepped, before = stepped, self._missing
+        missing = self._look(optimizer)
+        if self._missing == before:
+            return False
+        if new := [parameter for parameter in missing if _form(parameter) not in self._by_parameter]:
+            self._by_parameter |= _predicted(optimizer, compute_device, new) or dict.fromkeys(map(_form, new), ())
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._by_parameter = {key: sizes for key, sizes in self._by_parameter.items() if key in present}
-        self._stepped, self._is_all_born = stepped, False
+        self._by_parameter = {form: sizes for form, sizes in self._by_parameter.items() if form[0] in present}
         return True
 
     @property
@@ -59,17 +69,29 @@ class Unborn:
         """Bytes of state that the first step of one parameter will create; 0 if it has state."""
         optimizer = self._optimizer()
         is_born = optimizer is None or has_state(optimizer.state.get(parameter, {}))
-        return 0 if is_born else sum(self._by_parameter.get(id(parameter), ()))
+        return 0 if is_born else sum(self._by_parameter.get(_form(parameter), ()))
 
     def sizes(self) -> list[int]:
         """Bytes of each storage that does not exist yet."""
-        optimizer, num_entries = self._optimizer(), self.num_entries
-        if optimizer is None or (self._is_all_born and num_entries == self._num_entries):
+        optimizer = self._optimizer()
+        if optimizer is None or self._is_all_born:
             return []
+        self._look(optimizer)
+        return [size for form in self._missing for size in self._by_parameter.get(form, ())]
+
+    @property
+    def _is_all_born(self) -> bool:
+        """Whether every stepped parameter had state at the last look, and no entry has come or gone since. Costs nothing."""
+        return not self._missing and self.num_entries == self._num_entries
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Find the stepped parameters that have no state, in the order of the groups."""
         born = {id(parameter) for parameter, entry in optimizer.state.items() if has_state(entry)}
-        missing = [size for key in self._stepped if key not in born for size in self._by_parameter[key]]
-        self._num_entries, self._is_all_born = num_entries, not missing
-        return missing
+        awaited = {*self._stepped} - born
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        missing = {_form(parameter): parameter for parameter in parameters if id(parameter) in awaited} if awaited else {}
+        self._num_entries, self._missing = len(optimizer.state), list(missing)
+        return list(missing.values())
 
 
 def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> Unborn | None:
@@ -82,28 +104,36 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
         given: identities of parameters that get a gradient without autograd (main parameters).
     """
     stepped = stepped_by(optimizer, given)
-    sizes = _predicted(optimizer, compute_device, stepped)
+    each_once = {*stepped}
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if id(each) in each_once]
+    sizes = _predicted(optimizer, compute_device, parameters)
     return None if sizes is None else Unborn(optimizer, sizes, stepped)
 
 
 def stepped_by(optimizer: torch.optim.Optimizer, given: Container[int]) -> list[int]:
-    """Identities of the parameters that may get a gradient, each once, in the order of the groups."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [*dict.fromkeys([id(parameter) for parameter in parameters if parameter.requires_grad or id(parameter) in given])]
+    """Identities of the parameters that may get a gradient, in the order of the groups."""
+    return [id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad or id(each) in given]
 
 
-def _predicted(optimizer: torch.optim.Optimizer, compute_device: torch.device, stepped: Sequence[int]) -> dict[int, list[int]] | None:
-    """Bytes of each storage of the state of these parameters (by identity). None if they cannot be told."""
+def _form(parameter: torch.Tensor) -> Form:
+    return id(parameter), parameter.shape, parameter.dtype
+
+
+def _predicted(
+    optimizer: torch.optim.Optimizer, compute_device: torch.device, parameters: Sequence[torch.Tensor]
+) -> dict[Form, Sequence[int]] | None:
+    """Bytes of each storage of the state of these parameters. None if they cannot be told."""
     python_state = random.getstate()
     devices = [compute_device] if compute_device.type == "cuda" else []
     try:
         # Under torch.device, so that a default device of the user does not put the twin's counters on the accelerator.
         with torch.random.fork_rng(devices=devices), torch.device("cpu"), torch.no_grad():
-            return _step_twin(optimizer, frozenset(stepped))
+            sizes = _step_twin(optimizer, frozenset(map(id, parameters)))
     except Exception:  # a user's class may do anything in a step; its state is then measured once it exists
         return None
     finally:
         random.setstate(python_state)
+    return {form: sizes.get(form[0], ()) for form in map(_form, parameters)}
 
 
 def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dict[int, list[int]]:

@@ -134,11 +134,19 @@ class HeldStorage(Storage):
         return self.adapter.kept_by_framework()
 
     def measure(self) -> None:
-        """See whether an optimizer's steps have created state (`born_bytes`), or will step other parameters. Looks at no state."""
+        """Update `born_bytes`: see whether an optimizer's steps have created state. Looks at no tensor."""
         if self.on_device:
             self.storages.measure_births()
-        elif self.adapter.follow_groups():
-            self.storages.look_at_unborn()
+
+    def follow_groups(self) -> bool:
+        """Update `unborn_bytes` if the object is an offloaded optimizer that steps other parameters than before. Returns whether it is.
+
+        Looks at every parameter. On the device, the next `measure_unadopted` or offload does the same.
+        """
+        if self.on_device or not self.adapter.follow_groups():
+            return False
+        self.storages.look_at_unborn()
+        return True
 
     def measure_unadopted(self) -> None:
         self.storages.look()

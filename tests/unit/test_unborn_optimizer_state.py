@@ -14,6 +14,7 @@ from torch import nn
 import placement
 from placement import DeviceMemoryError, Handle, Manager
 from placement.devices.memory import DeviceMemory
+from placement.ownership import twin
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import OFF
@@ -237,6 +238,72 @@ def test_parameters_that_come_later_count_before_their_first_step(how: str, is_b
     with pytest.raises(DeviceMemoryError, match=rf"adam +0 +{202 * PAGE:,}\n"), manager.phase("train"):
         raise AssertionError("entered")
     assert handle.num_bytes == 202 * PAGE
+
+
+@pytest.mark.parametrize("when", ["between phases", "in the phase"])
+def test_a_parameter_that_gets_the_identity_of_a_freed_one_counts_with_its_own_size(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, adam = registered(manager, [(PAGE // 4,)] * 2, torch.optim.AdamW)
+
+    def replace_the_second() -> None:
+        freed = id(model[1])
+        model[1] = optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.randn(10 * PAGE // 4))
+        # Stands in for the allocator, which often puts a new object where one was freed, but not always.
+        monkeypatch.setattr(twin, "id", lambda each: freed if each is model[1] else id(each), raising=False)
+
+    if when == "between phases":
+        replace_the_second()
+    with manager.phase("train"):
+        if when == "in the phase":
+            replace_the_second()
+    assert adam.num_bytes == 22 * PAGE
+    with manager.phase("train"):
+        step(model, optimizer)
+    assert adam.num_bytes == 22 * PAGE
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize(("data", "pages"), [(torch.ones(10 * PAGE // 4), 22), (torch.ones(PAGE // 4, dtype=torch.bfloat16), 3)])
+def test_a_parameter_that_gets_other_data_counts_with_its_new_size(data: torch.Tensor, pages: int) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, adam = registered(manager, [(PAGE // 4,)] * 2, torch.optim.AdamW)
+    with manager.phase("train"):
+        model[1].data = data
+    assert adam.num_bytes == pages * PAGE
+    with manager.phase("train"):
+        step(model, optimizer)
+    assert adam.num_bytes == pages * PAGE
+
+
+def test_only_phases_that_use_an_optimizer_look_at_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model, optimizer, _ = registered(manager, [(PAGE // 4,)], torch.optim.AdamW)
+    manager.register("ref", nn.Linear(8, 8), role="ref", readonly=True)
+    looks: list[object] = []
+    stepped_by = twin.stepped_by
+    monkeypatch.setattr(twin, "stepped_by", lambda *given: (looks.append(given), stepped_by(*given))[1])
+    for _ in range(2):
+        with manager.phase("ref_log_prob"):
+            pass
+        with manager.phase("log_prob"):
+            assert not looks
+        with manager.phase("train"):
+            assert len(looks) == 2, "before the plan, and at the load"
+            step(model, optimizer)
+        looks.clear()
+
+
+def test_ranks_are_told_what_an_optimizer_needs_from_now_on() -> None:
+    manager = Manager(device=SimulatedDevice(64 * MIB))
+    model = nn.ParameterList([nn.Parameter(torch.randn(PAGE // 4)) for _ in range(2)])
+    model[1].requires_grad_(False)
+    manager.register("actor", model, role="actor")
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager.register("adam", optimizer)
+    planner = manager._stack.executor.planner
+    assert planner.placing()["adam"][0] == 2 * PAGE
+    model[1].requires_grad_()
+    assert planner.placing()["adam"][0] == 4 * PAGE
 
 
 class WithTorch(SimulatedDevice):
