@@ -112,10 +112,7 @@ class Cyclic(Colocated):
         if worker is None:
             if len(self._workers) >= _MOST_WORKERS:
                 self._workers.clear()
-            resting = {
-                h.name: replace(h, state=State.CPU_OFFLOADED, resident_bytes=0, prefetched_bytes=0, resident_tags=frozenset())
-                for h in view.handles.values()
-            }
+            resting = {name: handle.at_rest() for name, handle in view.handles.items()}
             at_rest = replace(view, handles=resting, enclosing=None, upcoming=())
             worker = self._workers[facts] = Worker(at_rest, functools.partial(Colocated.plan, self))
         return worker

@@ -70,6 +70,9 @@ class Planner:
         """
         view = self.view(phase, enclosing, kept)
         plan = plan_checks.ask(self._policy, view)
+        if _follow_groups(handle for name, handle in self._handles.items() if plan.targets[name] is not State.CPU_OFFLOADED):
+            view = self.view(phase, enclosing, kept)
+            plan = plan_checks.ask(self._policy, view)
         self.reasons.note(view)
         return view, plan
 
@@ -84,7 +87,7 @@ class Planner:
         """
         view = replace(self.view(phase, enclosing, kept), budget_bytes=0)
         if at_rest:
-            view = replace(view, handles={name: _at_rest(handle) for name, handle in view.handles.items()})
+            view = replace(view, handles={name: handle.at_rest() for name, handle in view.handles.items()})
         return plan_checks.ask(self._policy, view)
 
     def idle(self, kept: frozenset[str] = frozenset()) -> Plan:
@@ -112,7 +115,8 @@ class Planner:
         return None if self.least is None or self.budget_bytes(phase) <= self.least.nbytes else self.least.rank
 
     def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
-        """What policies may base plans on: device bytes of each handle, whether they are on the device, and which tags of an engine."""
+        """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
+        _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not confer
         views = {name: plan_checks.handle_view(handle) for name, handle in self._handles.items()}
         return {name: (each.num_bytes, self._handles[name].node[1], sorted(each.resident_tags)) for name, each in views.items()}
 
@@ -124,7 +128,7 @@ class Planner:
         return self._budget.limit(phase, self._others(), _held_bytes(handles) + self._born_bytes)
 
     def room_bytes(self, phase: str, plan: Plan) -> int:
-        """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. None under leases: others wait for it."""
+        """Device bytes that the budget of a phase leaves beside its plan, for what arrives early. 0 under leases: others wait for it."""
         if self._is_leased:
             return 0
         view = self.view(phase, None, frozenset())
@@ -168,7 +172,9 @@ def _held_bytes(handles: Iterable[Handle | HandleView]) -> int:
     return sum(handle.resident_bytes for handle in handles if not handle.external)
 
 
-def _at_rest(handle: HandleView) -> HandleView:
-    """The handle as it would be off the device."""
-    nowhere = frozenset[str]()
-    return replace(handle, state=State.CPU_OFFLOADED, resident_bytes=0, prefetched_bytes=0, resident_tags=nowhere, streaming=False)
+def _follow_groups(handles: Iterable[Handle]) -> bool:
+    """Measure the offloaded optimizers among these anew that step other parameters than before. Returns whether there are any.
+
+    This looks at every parameter, so the optimizers that a phase does not use are not asked.
+    """
+    return True in [handle.holding.follow_groups() for handle in handles if handle.holding is not None]  # each is asked

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 import placement.ray
 from placement.core.errors import GroupError, PhaseError, PlacementError
+from placement.integrations.ray.coordinator import actor_name, find
 from tests.observe.test_prometheus import Prometheus, until
 
 WORLD = 4
@@ -265,3 +267,20 @@ def test_a_method_that_leaves_the_fleets_phase(job: Any, what: str) -> None:
     with job.fleet.phase("train"):
         job.all("step")
     assert_outside(job)
+
+
+def test_a_worker_that_leaves_its_fleet_is_known_no_longer(job: Any) -> None:
+    """The last test of the file, because the worker reports no more."""
+    coordinator = find(actor_name(job.name), job.name)
+
+    def known() -> set[str]:
+        return {target.labels["rank"] for target in job.ray.get(coordinator.targets.remote())}
+
+    until(lambda: known() == {str(rank) for rank in range(WORLD)}, "every worker is known", 30.0)
+    for _ in range(2):
+        job.ray.get(job.workers[2].leave_fleet.remote())
+        assert known() == {"0", "1", "3"}
+    time.sleep(1.5)  # longer than the pause between two reports
+    assert known() == {"0", "1", "3"}
+    with job.fleet.phase("train"):
+        assert len(set(job.all("step"))) == 1

@@ -57,6 +57,12 @@ def test_phases_are_unique_and_idle_is_one() -> None:
     assert IDLE in PHASES
 
 
+def test_a_handle_at_rest_is_off_the_device_and_otherwise_the_same() -> None:
+    now = {"state": SYNC, "resident_bytes": 7, "prefetched_bytes": 3, "resident_tags": frozenset({"kv"}), "streaming": True}
+    stays = {"role": "rollout", "tags": {"kv": 5}, "window_bytes": 4, "kept": True}
+    assert handle("engine", **now, **stays).at_rest() == handle("engine", **stays)
+
+
 def test_the_module_needs_the_standard_library_only() -> None:
     tree = ast.parse(Path(states.__file__).read_text())
     modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
