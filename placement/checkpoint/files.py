@@ -79,7 +79,10 @@ def save(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
 def async_save(
     manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None
 ) -> Future[None]:
-    """`save` in another thread. The saved values are those at the time of the call, whatever happens afterwards.
+    """`save` in another thread. The saved values are those at the time of the call, whatever phases and steps follow.
+
+    One write is not kept apart: an operation in place on a tensor of an offloaded handle's state dict goes into the host copy that the
+    thread is reading. Wait for the future before it, or write inside a phase. `load_state_dict` waits by itself.
 
     The thread reads the host copies. Values that changed on the device are copied there first, which takes as long as in an offload.
     Until the files are written, an offload of a saved handle waits, and so do `unregister` and `close`. A load, and training after it, do
