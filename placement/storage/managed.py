@@ -205,7 +205,7 @@ class ManagedStorage(HeldStorage):
     def commit_load(self) -> None:
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
         for r in self.ranges:
-            if r.prints is None or (r.is_shown and not self.readonly):
+            if r.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value from now on
                 r.prints = self.storages.fingerprint(r, 0, len(r.chunk_sizes))
             r.is_shown = False
         self.on_device = True
@@ -246,6 +246,7 @@ class ManagedStorage(HeldStorage):
             self.storages.bring_back()
             self.storages.state_dict_tensors.point_to_host(self.storages.by_address)
             self.storages.state_dict_tensors.note_shown(self.storages.by_address)
+            self.storages.state_dict_tensors.note_held(self.storages.by_address)
             if self.storages.state_dict_tensors:
                 self.storages.writes.allow()
             self.storages.writes.note_gradients()
@@ -275,11 +276,14 @@ class ManagedStorage(HeldStorage):
     def _distrust_host_copies_with_views(self) -> None:
         """Let the next offload copy every chunk of ranges whose host copy somebody may still write.
 
-        They can through a view of a state dict's tensor.
+        They can through a view of a state dict's tensor. The host copy of a readonly object stays as they leave it, because nothing is
+        copied back. So its ranges count as shown until the next load, which takes the fingerprints anew.
         """
-        if not self.readonly and self.storages.state_dict_tensors.are_held:
+        if self.storages.state_dict_tensors.are_held:
             for r, _ in self.storages.state_dict_tensors.left_on_host(self.storages.by_address):
-                if not r.is_shared:
+                if self.readonly:
+                    r.note_shown()
+                elif not r.is_shared:
                     r.prints = None
 
     def _take_back_early(self) -> None:

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
 from placement.policies import Colocated
@@ -336,6 +338,48 @@ def test_a_backward_pass_outside_a_phase_is_found() -> None:
     world.entered()
 
 
+class Passing(TorchDispatchMode):
+    """A mode that changes nothing, as `FlopCounterMode` does."""
+
+    def __torch_dispatch__(self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_a_foreach_zero_grad_under_a_mode_is_found(option: str) -> None:
+    world = World()
+    adam = torch.optim.AdamW(world.model.parameters(), **{option: True})
+    with Passing():
+        adam.zero_grad(set_to_none=False)
+    with pytest.raises(placement.IntegrityError):
+        world.entered()
+    world.check_values()
+    with Passing():
+        _zeroed(world)
+    world.check_values()
+    with Passing():
+        adam.zero_grad()
+    world.entered()
+    assert all(parameter.grad is None for parameter in world.model.parameters())
+
+
+def _rows() -> list[tuple[str, str]]:
+    return re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_the_page_has_these_rows() -> None:
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", _PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(rows) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
+    assert set(_rows()) >= {(way, outcome) for outcome, ways in ROWS.items() for way in ways}
+
+
+@pytest.mark.parametrize(
+    ("way", "outcome"),
+    [
+        ("the very tensors of a state dict loaded back", "whoever still holds `sd` reads NaN"),
+        ("a readonly handle: a write into a tensor of its state dict", "and the handle's from then on"),
+        ("under a `TorchDispatchMode`", "`IntegrityError` at the next transition that loads it, gradients as they were"),
+        ("without movable bytes added after `register()`", "a state dict shows it as it is"),
+    ],
+)
+def test_the_page_tells_what_other_tests_find(way: str, outcome: str) -> None:
+    """Those tests: the one above, and `test_readonly_state_dict`, `test_state_dict_loaded_back`, `test_state_dict_layouts`."""
+    assert [one for one, other in _rows() if way in one and outcome in other]

@@ -104,7 +104,7 @@ class StateDictTensors:
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
             # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was gathered and cut for this state dict.
-            is_ours = is_plain_type(type(tensor)) and tensor.untyped_storage().nbytes() > 0
+            is_ours = is_plain_type(type(tensor)) and _has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
             return self._hand_out_plain(tensor, places, from_host) if is_ours else tensor
         with torch.no_grad():
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
@@ -118,6 +118,8 @@ class StateDictTensors:
         return (part if host is None else host).clone()
 
     def _hand_out_plain(self, tensor: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
+        if not _has_storage(tensor):
+            return tensor
         host = self.readable(tensor, places) if from_host else None
         if host is not None:
             self.note_shown(places, [host])
@@ -133,6 +135,8 @@ class StateDictTensors:
         Raises:
             IntegrityError: the tensor was put in place of a registered one, with values computed from poison.
         """
+        if not _has_storage(tensor):
+            return None
         if (host := self.over_host(tensor, places)) is not None:
             return host
         storage = tensor.untyped_storage()
@@ -178,6 +182,16 @@ class StateDictTensors:
             place = places.find(tensor)
             if place is not None:
                 place[0].note_shown()
+
+    def note_held(self, places: RangesByAddress) -> None:
+        """Note the same of views of such tensors: they are not known themselves, but their storages are.
+
+        Also of ranges that were shown since the last load (of a readonly object): early chunks do not have what was written there.
+        """
+        held = [address for address, storage in [*self._storages.items()] if not storage.expired()]
+        for r in places.ranges:
+            if r.is_shown or any(0 <= address - r.host.address < r.nbytes for address in held):
+                r.note_shown()
 
     def point_to_host(self, places: RangesByAddress, except_for: Collection[int] = ()) -> None:
         """Point every living tensor to the host copy, except tensors in storages that follow by themselves. Idempotent.
@@ -242,6 +256,11 @@ class StateDictTensors:
                     align(alive)
         self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
         self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its bytes in one storage, if it has any. One that has not never lies in a range, and torch may refuse to ask."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:

@@ -129,6 +129,7 @@ class Exchange:
         if stays:
             self._departures.let_stay(leaving)
             self._open_window()
+        self._check_newborn(leaving)
         for each, rest in zip(leaving, parts, strict=True):
             for _ in rest:  # while this vacates, the device computes the next fingerprints
                 self._vacate(each, waits=False)
@@ -139,9 +140,14 @@ class Exchange:
             each.holding.save_early()
         if leaving and (not self._staying or any(each.fresh for each in leaving)):
             self._device.wait(mark)  # the copies of new storages, which are in no batch
-        for each in leaving:
-            self._verifier.check_newborn(each.holding, each.fresh)
         return self._decide(leaving)
+
+    def _check_newborn(self, leaving: Sequence[Leaving]) -> None:
+        """Verify the new storages before any memory goes: where a state dict was loaded back, they may lie in that of a range."""
+        if self._verifier.is_on and any(each.fresh for each in leaving):
+            self._device.wait(self._device.mark("to_host"))
+            for each in leaving:
+                self._verifier.check_newborn(each.holding, each.fresh)
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Begin the moves, and map what arrived early behind the addresses of what comes."""
@@ -199,8 +205,9 @@ class Exchange:
         return holding.gradients.ranges(holding.ranges) if holding in self._dropping else None
 
     def _early_bytes(self, holding: ManagedStorage) -> int:
-        # Not where something may read the host copy at any moment, or where what arrives there is to be compared.
-        return 0 if holding.storages.state_dict_tensors or self._verifier.is_on else self._staying.get(holding, 0)
+        # Not where something may use the host copy at any moment, also through a view, or where what arrives there is to be compared.
+        shown = holding.storages.state_dict_tensors
+        return 0 if shown or shown.are_held or self._verifier.is_on else self._staying.get(holding, 0)
 
     def _limit_room(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Limit the memory that a swap takes, however much is free, to the larger side and the window, and leave the rest to others."""
