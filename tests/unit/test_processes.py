@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -48,6 +49,24 @@ def refused(work: Callable[[], object]) -> None:
     with pytest.raises(PlacementError, match="forked child") as caught:
         work()
     assert type(caught.value) is PlacementError
+
+
+@pytest.mark.parametrize("phase", [None, "train"])
+@pytest.mark.parametrize("what", ["parameter", "state dict", "clone"])
+def test_a_forked_child_does_not_have_the_memory_of_handles(what: str, phase: str | None) -> None:
+    """As docs/worker.md says: better a crash than old bytes."""
+    worker = Worker()
+    held = worker.net.state_dict()["0.weight"]
+    tensor = {"parameter": worker.net[0].weight.detach(), "state dict": held, "clone": held.clone()}[what]
+    with contextlib.nullcontext() if phase is None else worker.manager.phase(phase):
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.disable()  # the crash is expected
+            torch.set_num_threads(1)
+            tensor[0, 0].item()
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if what == "clone" else -signal.SIGSEGV)
 
 
 @pytest.mark.parametrize("phase", [None, "train"])
