@@ -210,9 +210,10 @@ class HandleMover:
             logger.warning(
                 "%r: views of tensors of a state dict (%s) were taken while it was offloaded, and somebody still holds them. The tensors "
                 "themselves show the device now, these views show the host copy: they do not see what is changed from here on, and what is "
-                "written to them is lost. Take views anew in each phase, or clone() them",
+                "written to them is %s. Take views anew in each phase, or clone() them",
                 handle.name,
                 ", ".join(names[:8]),
+                "the handle's value from the next offload on" if handle.readonly else "lost",
             )
 
     def _complain(self, handle: Handle, moved: MoveResult) -> None:
