@@ -76,8 +76,8 @@ class Outside:
 
     @property
     def others_bytes(self) -> int | None:
-        """Device bytes of other processes; None while unknown."""
-        return None if self._others is None else self._others.nbytes
+        """Device bytes of other processes; None while unknown, or not subtracted from `own_bytes` yet."""
+        return None if self._others is None or self._own_bytes is None else self._others.nbytes
 
     @property
     def own_bytes(self) -> int | None:

@@ -77,9 +77,11 @@ def check_fits(view: View, plan: Plan, other_rank: int | None = None) -> int:
     if wanted <= view.budget_bytes:
         return max(0, view.budget_bytes - sum(h.resident_bytes for h in view.handles.values() if not h.external))
     if other_rank is not None:
-        reason = f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank"
-        advice = f"Name the handles that it needs together (only=[...]), or raise the budget of rank {other_rank}."
-        raise OtherBudgetError(f"rank {other_rank} {reason}. {advice}", other_rank, reason)
+        reason = (
+            f"has a budget of {mib(view.budget_bytes)}, and phase {view.phase!r} needs {mib(wanted)} on the device of each rank: raise "
+            "budget_bytes there, or name the handles that the phase needs together (only=[...])"
+        )
+        raise OtherBudgetError(f"rank {other_rank} {reason}", other_rank, reason)
     raise DeviceMemoryError(
         f"phase {view.phase!r} needs {mib(wanted)} on the device, the budget is {mib(view.budget_bytes)}.\n{table(view.handles, plan)}\n"
         'Name the handles that it needs together: manager.phase("' + view.phase + '", only=[...]), or raise budget_bytes.'

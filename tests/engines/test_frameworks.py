@@ -333,7 +333,9 @@ class Telling(ModuleAdapter):
 QUESTIONS = {
     name: value
     for name, value in vars(Adapter).items()
-    if not name.startswith("_") and name not in ("key_objects", "module_adapters", "owned", "unchanged")
+    if (callable(value) or isinstance(value, property))
+    and not name.startswith("_")
+    and name not in ("key_objects", "module_adapters", "owned", "unchanged")
 }
 
 
@@ -369,6 +371,20 @@ def test_every_module_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert found
     elif isinstance(found, int):
         assert found == 2
+
+
+def test_all_of_them_know_that_the_object_is_handed_back() -> None:
+    class Special(nn.Parameter):
+        """A kind that cannot be moved."""
+
+    parts = [net(), net()]
+    composite = CompositeAdapter("rollout", Telling, parts)
+    moved = len(list(composite.owned()))
+    parts[1].special = Special(torch.ones(1))
+    with pytest.raises(RegistrationError, match="Special"):
+        list(composite.owned())
+    composite.hands_back = True
+    assert len(list(composite.owned())) == moved
 
 
 def test_unchanged_is_what_all_of_them_say() -> None:

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import nn
 
 import placement
+from placement.devices.outside import Outside
 from placement.observe import nvml
 from placement.observe.nvml import OtherProcesses
 from placement.testing import SimulatedDevice
@@ -116,6 +117,24 @@ def test_what_others_hold_is_not_unaccounted(monkeypatch: pytest.MonkeyPatch) ->
     with manager.serve():
         until(lambda: manager.snapshot().other_processes_bytes == 3000)
         assert manager.snapshot().unaccounted_bytes == before.unaccounted_bytes - 3000
+
+
+def test_what_others_hold_is_not_shown_before_it_is_subtracted() -> None:
+    """The thread that measures may have its first number before anybody asks."""
+
+    class Others:
+        nbytes = 3000
+        asked: ClassVar[list[Callable[[int | None], None]]] = []
+
+        def ask(self, then: Callable[[int | None], None]) -> None:
+            self.asked.append(then)
+
+    device = SimulatedDevice(1 << 20, chunk_bytes=4096)
+    outside = Outside(device, device.memory())
+    outside.watch(Others())  # type: ignore[arg-type]
+    assert (outside.others_bytes, outside.own_bytes) == (None, None)
+    Others.asked[0](3000)
+    assert (outside.others_bytes, outside.own_bytes) == (3000, outside.nbytes - 3000)
 
 
 class Slow(Library):
