@@ -194,7 +194,10 @@ class RayGroup(Group):
 
     Args:
         board: the actor's name or handle.
-        rank, world_size, deadline_seconds, generation: see `Group`.
+        rank: see `Group`.
+        world_size: see `Group`.
+        deadline_seconds: see `Group`.
+        generation: see `Group`.
         name: the group's name, where several groups use one board.
         namespace: the Ray namespace of the actor's name; None: this job's.
 
