@@ -49,6 +49,8 @@ class Unborn:
         optimizer = self._optimizer()
         if optimizer is None or ((stepped := stepped_by(optimizer, given)) == self._stepped and self._is_all_born):
             return False
+        if stepped == self._stepped and self.num_entries < self._num_entries:
+            return False  # state was taken away: until the next offload takes note of that, its place counts
         self._stepped, before = stepped, self._missing
         missing = self._look(optimizer)
         if self._missing == before:

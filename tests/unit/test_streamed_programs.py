@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -142,6 +142,7 @@ class Program:
 @pytest.mark.timeout(3000 if IS_SWEEP else 120)
 @settings(max_examples=4000 if IS_SWEEP else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, chunks=st.sampled_from([84, 110, 400]), bucket_chunks=st.sampled_from([1, 3]))
+@example(steps=[("train", {}, [("begin anew", 0)]), ("restore", {}, [])], chunks=84, bucket_chunks=1)
 def test_random_programs_compute_the_same_bits(steps: list[Step], chunks: int, bucket_chunks: int) -> None:
     program = Program(chunks, bucket_chunks)
     for step in steps:
