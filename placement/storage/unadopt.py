@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -10,8 +11,9 @@ from placement.devices.base import Device
 from placement.storage import range_layout
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
-from placement.storage.scanning.scanner import borrowed, stepped
+from placement.storage.scanning.scanner import borrowed, note_borrowed, stepped, tensors_of_all_objects
 from placement.tensors.owned import Adapter, Owned
+from placement.tensors.plain import has_storage, is_lazy_view, is_plain_type
 from placement.tensors.sparse import follow
 
 
@@ -26,26 +28,50 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     storages.state_dict_tensors.leave()
     for r in storages.ranges:  # first, because a registration that broke off may have tensors to rebind to other storages
         r.move_in()
-    target = device.torch_device if on_device else torch.device("cpu")
-    aliases: dict[int, list[torch.Tensor]] = {}
     everything = list(adapter.owned())
-    # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from, a
-    # shard of an optimizer in the module's buffer, and the parameters of an optimizer that outlives the module.
+    # On another device only the tensors that are named here follow. Beside the object's own these are what its views were made from, and a
+    # shard of an optimizer in the module's buffer.
     own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
-    outliving = () if everything else stepped()  # asks every optimizer of the process: only where the module itself is gone
-    for tensor in (*own, *borrowed(), *outliving):
-        known = aliases.setdefault(tensor.untyped_storage()._cdata, [])
-        if all(each is not tensor for each in known):
-            known.append(tensor)
-    for storage, r, offset in [*_placed(storages), *_shown_and_loaded_back(storages, everything)]:
-        known = aliases.get(storage._cdata, [])
-        range_layout.move_out(device, storage, known, target, _filler(device, r, offset, storage.nbytes(), on_device), r.homes)
+    target = device.torch_device if on_device else torch.device("cpu")
+    _move_out(device, [*_placed(storages), *_shown_and_loaded_back(storages, everything)], (*own, *borrowed()), target, on_device)
+    if left := [*_placed(storages)]:
+        # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
+        # takes tens of milliseconds, so nobody is asked before.
+        _move_out(device, left, (*stepped(), *tensors_of_all_objects(), *_tensors_of_the_process()), target, on_device)
+    note_borrowed(owned.tensor for owned in everything)
     follow(everything)
     storages.align_wrappers()
 
 
 _InRange = tuple[torch.UntypedStorage, Range, int]
 """A storage at the device addresses of a range, the range, and the storage's offset there."""
+
+
+def _move_out(device: Device, placed: list[_InRange], tensors: Iterable[torch.Tensor], target: torch.device, on_device: bool) -> None:
+    """Give storages that lie in ranges, and those of these tensors that use them, ordinary memory.
+
+    Drops the list's content, so that a storage that nobody else uses is gone afterwards.
+    """
+    aliases: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        known = aliases.setdefault(tensor.untyped_storage()._cdata, [])
+        if all(each is not tensor for each in known):
+            known.append(tensor)
+    while placed:
+        storage, r, offset = placed.pop()
+        filler = _filler(device, r, offset, storage.nbytes(), on_device)
+        range_layout.move_out(device, storage, aliases.get(storage._cdata, ()), target, filler, r.homes)
+
+
+def _tensors_of_the_process() -> Iterator[torch.Tensor]:
+    """The tensors with bytes of their own that Python's garbage collector knows, and their gradients. `gc.freeze()` hides some."""
+    # Not isinstance, which asks some objects for their `__class__`, and lazy ones then run code of theirs.
+    known: list[torch.Tensor] = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    for each in known:
+        if is_plain_type(type(each)) and not torch._C._functorch.is_functorch_wrapped_tensor(each):
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None and has_storage(tensor) and not is_lazy_view(tensor) and not tensor.is_inference():
+                    yield tensor
 
 
 def _placed(storages: ObjectStorages) -> Iterator[_InRange]:

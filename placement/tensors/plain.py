@@ -132,6 +132,11 @@ def has_bytes(part: torch.Tensor) -> bool:
     return is_plain_type(type(part)) and part.layout is torch.strided and not part.is_meta and part.numel() > 0
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its bytes in one storage, if it has any. One that has not never lies in a range, and torch may refuse to ask."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
 def plain_parts(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The parts of a tensor that have bytes of their own."""
     return ((path, part) for path, part in parts_of(tensor, name) if has_bytes(part))

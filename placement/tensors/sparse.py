@@ -65,7 +65,19 @@ def put_parts(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
 
 def made_of(tensor: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A sparse tensor like another one, with these indices and values."""
-    return torch.sparse_coo_tensor(indices, values, tensor.size(), is_coalesced=tensor.is_coalesced(), check_invariants=False)
+    # Not torch.sparse_coo_tensor: before torch 2.13 it warns of checks that are left out, even if it was told to leave them out.
+    made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        tensor.sparse_dim(),
+        tensor.dense_dim(),
+        tensor.size(),
+        indices,
+        values,
+        dtype=tensor.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=tensor.is_coalesced(),
+    )
+    return made
 
 
 def problem_of_sparse(part: torch.Tensor, compute_device: torch.device) -> str | None:

@@ -10,9 +10,22 @@ import torch
 from torch import nn
 
 from placement import IntegrityError, Manager, RegistrationError, State
+from placement.devices import adoption
 from placement.testing import SimulatedDevice
 
 CHUNK = 4096
+
+
+@pytest.fixture(params=["followed", "named"], autouse=True)
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs twice: as it is, and with a torch that cannot exchange the memory of storages.
+
+    There, and wherever an object goes from the device to the host, only those tensors follow that are named.
+    """
+    if request.param == "named":
+        monkeypatch.setattr(adoption, "can_swap", lambda: False)
+
+
 Change = Callable[[nn.Sequential, nn.Sequential], None]
 
 
@@ -70,6 +83,34 @@ def test_what_cannot_be_moved_does_not_keep_the_rest(change: Change, how: str) -
     for name, model in (("a", actor), ("c", critic), ("r", ref)):
         moved = [each for each in values(model) if each.numel() != 300]
         assert all(torch.equal(*pair) for pair in zip(moved, expected[name], strict=True)), name
+
+
+LETS_GO = {
+    "close": lambda manager: manager.close(),
+    "unregister": lambda manager: manager.unregister("actor"),
+    "on the device": lambda manager: manager.unregister("actor", on_device=True),
+    "drop": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("how", LETS_GO)
+@pytest.mark.parametrize("policy", ["colocated", "resident"])
+def test_what_was_taken_out_of_a_model_keeps_its_values_when_the_model_leaves(policy: str, how: str) -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), policy=policy)
+    model = net()
+    expected = values(model[1])
+    manager.register("actor", model, role="actor")
+    head, row = model[1], model[1].weight.detach()[3]
+    model[1] = nn.Linear(32, 32)
+    with manager.phase("log_prob"):
+        model(torch.ones(1, 32))
+    LETS_GO[how](manager)
+    del manager
+    gc.collect()
+    assert all(torch.equal(*pair) for pair in zip(values(head), expected, strict=True))
+    assert torch.equal(row, expected[0][3])
+    row.zero_()
+    assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
 
 
 def test_an_object_that_stays_is_refused_as_before() -> None:

@@ -19,7 +19,7 @@ from placement.devices.base import Device
 from placement.storage.offloaded.changes import has_nan
 from placement.storage.range import Range, RangesByAddress
 from placement.tensors.owned import Adapter
-from placement.tensors.plain import align, is_plain_type, is_wrapper, parts_of, rewrapped
+from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped
 from placement.tensors.sparse import is_sparse, made_of
 
 
@@ -104,7 +104,7 @@ class StateDictTensors:
             return made_of(tensor, indices, values)
         if not is_wrapper(tensor):
             # A tensor of an unknown class (FSDP1's ShardedTensor) never lies in a range: it was gathered and cut for this state dict.
-            is_ours = is_plain_type(type(tensor)) and _has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
+            is_ours = is_plain_type(type(tensor)) and has_storage(tensor) and tensor.untyped_storage().nbytes() > 0
             return self._hand_out_plain(tensor, places, from_host) if is_ours else tensor
         with torch.no_grad():
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
@@ -118,7 +118,7 @@ class StateDictTensors:
         return (part if host is None else host).clone()
 
     def _hand_out_plain(self, tensor: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
-        if not _has_storage(tensor):
+        if not has_storage(tensor):
             return tensor
         host = self.readable(tensor, places) if from_host else None
         if host is not None:
@@ -135,7 +135,7 @@ class StateDictTensors:
         Raises:
             IntegrityError: the tensor was put in place of a registered one, with values computed from poison.
         """
-        if not _has_storage(tensor):
+        if not has_storage(tensor):
             return None
         if (host := self.over_host(tensor, places)) is not None:
             return host
@@ -256,11 +256,6 @@ class StateDictTensors:
                     align(alive)
         self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
         self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its bytes in one storage, if it has any. One that has not never lies in a range, and torch may refuse to ask."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
 def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:

@@ -60,9 +60,21 @@ def borrowed() -> Iterator[torch.Tensor]:
     return iter(_BORROWED)
 
 
+def note_borrowed(tensors: Iterable[torch.Tensor]) -> None:
+    """Note those of an object's tensors that lie in storages of other objects, because the object is about to leave placement."""
+    for tensor in tensors:
+        if RANGES.owner_of(tensor.untyped_storage().data_ptr()) is not None:
+            _BORROWED.add(tensor)
+
+
 def stepped() -> Iterator[torch.Tensor]:
     """The parameters that registered optimizers step. An optimizer holds them even when their module is gone."""
     return (tensor for scanner in _SCANNERS for tensor in scanner.stepped())
+
+
+def tensors_of_all_objects() -> Iterator[torch.Tensor]:
+    """The tensors that the registered objects of the process have now."""
+    return (tensor for scanner in _SCANNERS for tensor in scanner.tensors_now())
 
 
 class Versions(NamedTuple):
@@ -135,6 +147,14 @@ class StorageScanner:
     def stepped(self) -> Iterator[torch.Tensor]:
         """See `Adapter.stepped`."""
         return self._adapter.stepped()
+
+    def tensors_now(self) -> list[torch.Tensor]:
+        """The object's tensors that can be moved, also where it has got some that cannot."""
+        before, self._adapter.hands_back = self._adapter.hands_back, True
+        try:
+            return [owned.tensor for owned in self._adapter.owned()]
+        finally:
+            self._adapter.hands_back = before
 
     def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> NewStorages:
         """The storages that the object owns now outside their places.
