@@ -26,7 +26,7 @@ of earlier epochs deleted, because a stopped rank may come back and ask for the 
 A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. A rank
 that is interrupted after its vote goes back alone, as from a phase that it had entered; if the decision was COMMIT, it ends the
 next epoch. A restarted process finds its rank's place taken, ends the open epoch, and stays outside.
-The protocol's model is tests/model/barrier.pml.
+The protocol's models are tests/model/barrier.pml, and stages.pml for phase transitions with engines.
 """
 
 from __future__ import annotations

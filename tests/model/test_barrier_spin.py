@@ -1,4 +1,4 @@
-"""The protocol between ranks, every run of it: tests/model/barrier.pml in spin. With SWEEP=all also what takes minutes and gigabytes."""
+"""The protocol between ranks, every run of it: barrier.pml and stages.pml in spin. With SWEEP=all also what takes minutes and gigabytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-MODEL = Path(__file__).with_name("barrier.pml")
+BARRIER = "barrier.pml"
+STAGES = "stages.pml"
 DEPTH = 1_000_000
 MEMORY_MIB = 16_000
 
@@ -36,10 +37,10 @@ class Verdict(NamedTuple):
     unreached: list[str]
 
 
-def check(folder: Path, optimisation: str = "-O2", **defines: int) -> Verdict:
+def check(folder: Path, optimisation: str = "-O2", model: str = BARRIER, **defines: int) -> Verdict:
     """Look at every state that the model can reach, until a property is violated."""
-    shutil.copy(MODEL, folder)
-    generate = ["spin", *(f"-D{name}={value}" for name, value in defines.items()), "-a", MODEL.name]
+    shutil.copy(Path(__file__).with_name(model), folder)
+    generate = ["spin", *(f"-D{name}={value}" for name, value in defines.items()), "-a", model]
     smaller = ["-DCOLLAPSE"] if EVERYTHING else []  # half the memory, and a third slower
     compiler = ["gcc", optimisation, "-w", "-DSAFETY", *smaller, f"-DMEMLIM={MEMORY_MIB}", "-o", "pan", "pan.c"]
     for command in (generate, compiler):
@@ -55,7 +56,7 @@ def check(folder: Path, optimisation: str = "-O2", **defines: int) -> Verdict:
         depth=int(found[1]),
         violated=None if violated is None else violated[1] or violated[2],
         is_exhaustive="max search depth too small" not in text and "Search not completed" not in text,
-        unreached=re.findall(r"barrier\.pml:\d+, state \d+, \"(.+)\"", text),
+        unreached=re.findall(r"\.pml:\d+, state \d+, \"(.+)\"", text),
     )
 
 
@@ -116,3 +117,41 @@ def test_each_shortcut_is_refuted(mutant: str, violated: str, tmp_path: Path, co
     verdict = check(tmp_path, "-O1", **world, **{mutant: 1})
     assert (verdict.errors, verdict.violated) == (1, violated)
     counted(f"commit protocol in spin: {mutant} violates {violated} after {verdict.states:,} states, at depth {verdict.depth}")
+
+
+@pytest.mark.parametrize(
+    "defines",
+    [
+        {"RANKS": 2, "CHANGES": 2},
+        {"RANKS": 3, "CHANGES": 1},
+        pytest.param({"RANKS": 3, "CHANGES": 2}, marks=slow),
+        pytest.param({"RANKS": 4, "CHANGES": 1}, marks=slow),
+    ],
+    ids=lambda defines: f"{defines['RANKS']}-ranks-{defines['CHANGES']}-transitions",
+)
+def test_ranks_with_different_engines_change_phase_together(
+    defines: dict[str, int], tmp_path: Path, counted: Callable[[str], None]
+) -> None:
+    verdict = check(tmp_path, "-O1", STAGES, **defines)
+    assert (verdict.errors, verdict.violated, verdict.unreached) == (0, None, [])
+    assert verdict.is_exhaustive
+    counted(f"stages of a phase transition in spin ({defines['RANKS']} ranks): {verdict.states:,} states, all of them, 0 errors")
+
+
+def test_and_they_do_not_fail_where_nothing_fails(tmp_path: Path) -> None:
+    verdict = check(tmp_path, "-O1", STAGES, FAILS=0)
+    assert (verdict.errors, verdict.violated) == (0, None)
+    assert verdict.is_exhaustive
+
+
+@pytest.mark.parametrize(
+    ("mutant", "violated"),
+    [
+        ("NAMELESS", "smooth"),  # votes do not name their stage, so votes for two stages add up to COMMIT
+        ("OWN", "invalid end state"),  # a rank without engines to load ends while others go on
+        ("AT_ONCE", "room"),  # engines are loaded together with the other handles
+    ],
+)
+def test_each_shortcut_between_stages_is_refuted(mutant: str, violated: str, tmp_path: Path) -> None:
+    verdict = check(tmp_path, "-O1", STAGES, FAILS=0, **{mutant: 1})
+    assert (verdict.errors, verdict.violated) == (1, violated)
