@@ -129,7 +129,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tenso
 
 def has_bytes(part: torch.Tensor) -> bool:
     """Whether a part is a plain tensor with bytes behind it."""
-    return is_plain_type(type(part)) and part.layout is torch.strided and not part.is_meta and part.numel() > 0
+    return is_plain_type(type(part)) and has_storage(part) and part.numel() > 0
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -15,10 +15,13 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "meta": lambda: torch.empty(10, device="meta"),
     "csr": lambda: torch.eye(5).to_sparse_csr(),
     "coo": lambda: torch.eye(5).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.strided),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support is in beta state", "ignore:The PyTorch API of nested tensors is in prototype stage"
+)
 @pytest.mark.parametrize("as_parameter", [False, True])
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_tensor_that_cannot_be_moved_is_shown_as_it_is(kind: str, as_parameter: bool) -> None:
