@@ -98,6 +98,7 @@ def leave(worker: Worker, name: str) -> Any:
     (r,) = worker.handles[name].storage.ranges
     if r.spill.is_here:
         r.spill.is_claimed = False
+        gc.collect()  # torch 2.10 leaves the state dict that it saved in a cycle of references
         assert r.spill.leave(lambda: True, lambda: None)
     assert r.spill.place is Place.DISK
     return r.spill
