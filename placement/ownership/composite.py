@@ -77,10 +77,13 @@ class CompositeAdapter(Adapter):
     def owned(self) -> Iterator[Owned]:
         """The tensors of the modules that the object has now. The object may have replaced modules since it was registered.
 
+        While the object is handed back, those of the modules that are known already: a new one may be refused, and has no place yet.
+
         Raises:
             RegistrationError: a module cannot be moved.
         """
-        self._refresh()
+        if not self.hands_back:
+            self._refresh()
         for adapter in self._adapters:
             adapter.hands_back = self.hands_back
         found = [owned for adapter in self._adapters for owned in adapter.owned()]

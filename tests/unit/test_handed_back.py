@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from placement import IntegrityError, Manager, RegistrationError, State
+from placement import Engine, IntegrityError, Manager, RegistrationError, State
 from placement.devices import adoption
 from placement.testing import SimulatedDevice
 
@@ -111,6 +112,36 @@ def test_what_was_taken_out_of_a_model_keeps_its_values_when_the_model_leaves(po
     assert torch.equal(row, expected[0][3])
     row.zero_()
     assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
+
+
+class Grown(Engine):
+    """An engine that makes modules after it was registered."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        self.parts = [*parts]
+
+    def modules(self) -> list[nn.Module]:
+        return self.parts
+
+    def update_weights(self, bucket: Any) -> None: ...
+
+
+@pytest.mark.parametrize("first", ["actor", "rollout"])
+def test_an_engine_with_a_module_that_cannot_be_moved_is_handed_back_and_keeps_nobody(first: str) -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model, actor, refused = net(), net(), net()
+    expected, expected_of_actor = values(model), values(actor)
+    engine = Grown(model)
+    manager.register("rollout", engine, role="rollout")
+    manager.register("actor", actor, role="actor")
+    gets_a_kind_that_cannot_move(refused, refused)
+    engine.parts.append(refused)
+    layer = actor[0]
+    actor[0] = nn.Linear(32, 32)
+    manager.unregister(first)
+    manager.close()
+    assert all(torch.equal(*pair) for pair in zip(values(model), expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(values(layer, actor[1]), expected_of_actor, strict=True))
 
 
 def test_an_object_that_stays_is_refused_as_before() -> None:
