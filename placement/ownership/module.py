@@ -167,7 +167,9 @@ class ModuleAdapter(Adapter):
             return iter(())
         found = self._collect(module)
         # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
-        if not self._frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests:
+        # A walk for handing back refuses nothing, so the next one has to look at everything.
+        is_simple = not self._frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests
+        if is_simple and not self.hands_back:
             self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 

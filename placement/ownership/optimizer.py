@@ -98,7 +98,7 @@ class OptimizerAdapter(Adapter):
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
         objects, leaves = self._look()
         optimizers = [leaf.optimizer for leaf in leaves]
-        if self._external is not None or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
+        if self._external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
         staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
         if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):

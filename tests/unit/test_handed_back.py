@@ -114,6 +114,22 @@ def test_what_was_taken_out_of_a_model_keeps_its_values_when_the_model_leaves(po
     assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
 
 
+def test_an_object_that_got_what_cannot_be_moved_is_refused_also_after_another_one_has_left() -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    actor, critic = net(), net()
+    manager.register("actor", actor, role="actor")
+    manager.register("critic", critic, role="critic")
+    with manager.phase("values"):
+        pass
+    kept = actor[0].weight.detach()  # to find it, the other objects are asked for their tensors
+    gets_a_kind_that_cannot_move(critic, critic)
+    manager.unregister("actor")
+    assert not bool(kept.isnan().any())
+    with pytest.raises(RegistrationError, match="only plain tensors"), manager.phase("values"):
+        pass
+    manager.close()
+
+
 class Grown(Engine):
     """An engine that makes modules after it was registered."""
 
