@@ -27,8 +27,7 @@ from placement.storage.scanning.scanner import StorageScanner
 from placement.storage.scanning.unadopted import Unadopted
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
-from placement.tensors.owned import Adapter
-from placement.tensors.plain import align
+from placement.tensors.owned import Adapter, align_all
 from placement.tensors.sparse import own_storages
 
 
@@ -290,9 +289,7 @@ class ObjectStorages:
 
     def align_wrappers(self) -> None:
         """Correct the device that each wrapper names, where its parts were rebound to another one."""
-        for owned in self._adapter.owned():
-            if owned.wrapper is not None and owned.wrapper.device != owned.tensor.device:
-                align(owned.wrapper)
+        align_all(self._adapter.owned())
 
     # --- dropping ranges
 

@@ -21,6 +21,7 @@ from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
 from placement.tensors.owned import Owned
+from placement.tensors.plain import as_lazy_as
 
 ALIGNMENT = 512
 """The alignment of storages, in bytes from the beginning of a range."""
@@ -230,11 +231,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for alias in aliases:
             if alias.untyped_storage().data_ptr() != home.data_ptr():
                 data = torch.empty(0, dtype=alias.dtype, device=home.device)
-                alias.data = data.set_(home, alias.storage_offset(), alias.size(), alias.stride())
+                alias.data = as_lazy_as(alias, data.set_(home, alias.storage_offset(), alias.size(), alias.stride()))
 
 
 def _refuse_unknown(claim: Claim) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -12,9 +13,9 @@ from placement.storage import range_layout
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
 from placement.storage.scanning.scanner import borrowed, note_borrowed, stepped, tensors_of_all_objects
-from placement.tensors.owned import Adapter, Owned
-from placement.tensors.plain import has_storage, is_lazy_view, is_plain_type
-from placement.tensors.sparse import follow
+from placement.tensors.owned import Adapter, Owned, align_all
+from placement.tensors.plain import has_storage, is_plain_type, parts_of
+from placement.tensors.sparse import follow, is_sparse, sparse_parts
 
 
 def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_device: bool) -> None:
@@ -34,13 +35,16 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     own = [each for owned in everything for each in (owned.tensor, owned.tensor._base) if each is not None]
     target = device.torch_device if on_device else torch.device("cpu")
     _move_out(device, [*_placed(storages), *_shown_and_loaded_back(storages, everything)], (*own, *borrowed()), target, on_device)
+    others: list[Owned] = []
     if left := [*_placed(storages)]:
         # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
         # takes tens of milliseconds, so nobody is asked before.
-        _move_out(device, left, (*stepped(), *tensors_of_all_objects(), *_tensors_of_the_process()), target, on_device)
+        others = _users_in_the_process({storage._cdata for storage, _, _ in left})
+        _move_out(device, left, (*stepped(), *tensors_of_all_objects(), *(each.tensor for each in others)), target, on_device)
     note_borrowed(owned.tensor for owned in everything)
-    follow(everything)
+    follow((*everything, *others))
     storages.align_wrappers()
+    align_all(others)
 
 
 _InRange = tuple[torch.UntypedStorage, Range, int]
@@ -63,15 +67,36 @@ def _move_out(device: Device, placed: list[_InRange], tensors: Iterable[torch.Te
         range_layout.move_out(device, storage, aliases.get(storage._cdata, ()), target, filler, r.homes)
 
 
+def _users_in_the_process(storages: Collection[int]) -> list[Owned]:
+    """The tensors that use these storages (`_cdata`), among all that Python's garbage collector knows. `gc.freeze()` hides some."""
+    found: list[Owned] = []
+    with torch._C.DisableTorchFunctionSubclass():  # the subclasses that anybody made would run code of theirs at each question
+        for tensor in _tensors_of_the_process():
+            with suppress(Exception):  # somebody's wrapper that cannot name its parts must not keep this object's values
+                for path, part in sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, ""):
+                    wrapper = None if part is tensor else tensor
+                    if _can_be_rebound(part) and part.untyped_storage()._cdata in storages:
+                        found += [Owned(path, each, wrapper=wrapper) for each in (part, part._base) if each is not None]
+    return found
+
+
 def _tensors_of_the_process() -> Iterator[torch.Tensor]:
-    """The tensors with bytes of their own that Python's garbage collector knows, and their gradients. `gc.freeze()` hides some."""
     # Not isinstance, which asks some objects for their `__class__`, and lazy ones then run code of theirs.
     known: list[torch.Tensor] = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     for each in known:
-        if is_plain_type(type(each)) and not torch._C._functorch.is_functorch_wrapped_tensor(each):
-            for tensor in (each, each.grad if each.is_leaf else None):
-                if tensor is not None and has_storage(tensor) and not is_lazy_view(tensor) and not tensor.is_inference():
-                    yield tensor
+        if not torch._C._functorch.is_functorch_wrapped_tensor(each):
+            yield each
+            if each.is_leaf and (gradient := each.grad) is not None:
+                yield gradient
+
+
+def _can_be_rebound(part: torch.Tensor) -> bool:
+    """Whether a tensor has its bytes in a storage of its own, and may be given another. A class with a dispatch of its own has not."""
+    return (
+        (is_plain_type(type(part)) or type(part).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
+        and has_storage(part)
+        and not part.is_inference()
+    )
 
 
 def _placed(storages: ObjectStorages) -> Iterator[_InRange]:

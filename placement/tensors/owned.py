@@ -7,11 +7,13 @@ created at the first step, and gradients come and go.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from placement.tensors.plain import align
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,13 @@ class Owned:
     def version(self) -> int:
         """A count of writes. Some do not count (fused and foreach steps, collectives), so it can prove a write, never its absence."""
         return self.tensor._version + (0 if self.wrapper is None else self.wrapper._version)
+
+
+def align_all(owned: Iterable[Owned]) -> None:
+    """Correct the device that each wrapper names, where its parts were rebound to another one."""
+    for each in owned:
+        if each.wrapper is not None and each.wrapper.device != each.tensor.device:
+            align(each.wrapper)
 
 
 class Seen(NamedTuple):

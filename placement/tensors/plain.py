@@ -93,6 +93,12 @@ def is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def as_lazy_as(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """`plain`, seen as the conjugates or negatives of its bytes where a tensor is seen so."""
+    seen = plain.conj() if tensor.is_conj() else plain
+    return torch._neg_view(seen) if tensor.is_neg() else seen
+
+
 LAZY_VIEW = "is a lazily conjugated or negated view, so its bytes are not its values: assign its resolve_conj() or resolve_neg() instead"
 
 

@@ -42,13 +42,13 @@ def own_storages(tensor: torch.Tensor) -> None:
 
 
 def follow(owned: Iterable[Owned]) -> None:
-    """Give sparse tensors the indices and values that were found in them and have since been rebound to another device."""
+    """Give sparse tensors the indices and values that were found in them and have since been rebound to other storages."""
     found: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
     for each in owned:
         if each.wrapper is not None and is_sparse(each.wrapper):
             found.setdefault(id(each.wrapper), (each.wrapper, {}))[1][each.name.rpartition(".")[2]] = each.tensor
     for tensor, parts in found.values():
-        if len(parts) == 2 and parts["values"].device != tensor.device:
+        if len(parts) == 2 and parts["values"].untyped_storage()._cdata != tensor._values().untyped_storage()._cdata:
             put_parts(tensor, parts["indices"], parts["values"])
 
 

@@ -114,6 +114,22 @@ def test_what_was_taken_out_of_a_model_keeps_its_values_when_the_model_leaves(po
     assert not bool(head.weight[3].any()), "a view is a view of the same bytes still"
 
 
+@pytest.mark.parametrize("how", LETS_GO)
+def test_a_parameter_that_became_one_of_a_kind_that_cannot_move_keeps_its_values(how: str) -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = net()
+    expected = values(model)
+    manager.register("actor", model, role="actor")
+    model[1].weight = Special(model[1].weight.data)
+    with pytest.raises(RegistrationError, match="only plain tensors"), manager.phase("log_prob"):
+        pass
+    if how != "on the device":
+        LETS_GO[how](manager)
+    del manager
+    gc.collect()
+    assert all(torch.equal(*pair) for pair in zip(values(model), expected, strict=True))
+
+
 def test_an_object_that_got_what_cannot_be_moved_is_refused_also_after_another_one_has_left() -> None:
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
     actor, critic = net(), net()
