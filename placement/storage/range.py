@@ -60,7 +60,10 @@ class RangesByAddress:
 
     def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
         """The range that a tensor's storage lies in, and the storage's offset there; None where it lies in none."""
-        address = tensor.untyped_storage().data_ptr()
+        return self.at(tensor.untyped_storage().data_ptr())
+
+    def at(self, address: int) -> tuple[Range, int] | None:
+        """The range that an address lies in, and its offset there; None where it lies in none."""
         index = bisect.bisect_right(self._bases, address) - 1
         if index < 0 or address - self._bases[index] >= self._ranges[index].nbytes:
             return None

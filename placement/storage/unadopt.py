@@ -36,7 +36,7 @@ def unadopt(device: Device, adapter: Adapter, storages: ObjectStorages, *, on_de
     target = device.torch_device if on_device else torch.device("cpu")
     _move_out(device, [*_placed(storages), *_shown_and_loaded_back(storages, everything)], (*own, *borrowed()), target, on_device)
     others: list[Owned] = []
-    if left := [*_placed(storages)]:
+    if left := [*_placed(storages), *_shown(storages)]:
         # Somebody else has them: an optimizer that outlives the module, a module that got a layer of this one, a variable. To find them
         # takes tens of milliseconds, so nobody is asked before.
         others = _users_in_the_process({storage._cdata for storage, _, _ in left})
@@ -115,6 +115,14 @@ def _shown_and_loaded_back(storages: ObjectStorages, owned: Iterable[Owned]) -> 
         storage = each.tensor.untyped_storage()
         place = None if storage._cdata in seen else storages.by_address.find(each.tensor)
         seen.add(storage._cdata)
+        if place is not None and storage.data_ptr() == place[0].layout.addresses.base + place[1]:
+            yield storage, *place
+
+
+def _shown(storages: ObjectStorages) -> Iterator[_InRange]:
+    """Storages that state dicts have shown, of which somebody has a view."""
+    for storage in storages.state_dict_tensors.shown():
+        place = storages.by_address.at(storage.data_ptr())
         if place is not None and storage.data_ptr() == place[0].layout.addresses.base + place[1]:
             yield storage, *place
 

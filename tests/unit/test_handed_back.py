@@ -130,6 +130,22 @@ def test_a_parameter_that_became_one_of_a_kind_that_cannot_move_keeps_its_values
     assert all(torch.equal(*pair) for pair in zip(values(model), expected, strict=True))
 
 
+@pytest.mark.parametrize("how", LETS_GO)
+def test_a_view_of_a_state_dict_on_the_device_keeps_its_values_when_the_model_leaves(how: str) -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = net()
+    expected = values(model)[0][3]
+    manager.register("actor", model, role="actor")
+    state = model.state_dict()  # of the host copy: on the device its tensors lie in storages of their own
+    with manager.phase("log_prob"):
+        row = state["0.weight"][3]
+    LETS_GO[how](manager)
+    del manager
+    gc.collect()
+    assert torch.equal(row, expected)
+    assert torch.equal(state["0.weight"][3], expected)
+
+
 def test_an_object_that_got_what_cannot_be_moved_is_refused_also_after_another_one_has_left() -> None:
     manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
     actor, critic = net(), net()

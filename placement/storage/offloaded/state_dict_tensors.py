@@ -82,6 +82,11 @@ class StateDictTensors:
         """Whether anybody has a tensor that was handed out, or a view of one, and could write there."""
         return any(not storage.expired() for storage in [*self._storages.values()])
 
+    def shown(self) -> Iterator[torch.UntypedStorage]:
+        """The storages that were made for such tensors, on either side, as far as anybody holds them."""
+        living = [storage for storage in [*self._storages.values()] if not storage.expired()]
+        return (torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in living)
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The plain tensors and the parts of wrappers."""
         for ref in [*self._tensors.values()]:
