@@ -18,6 +18,7 @@ from placement.tensors.plain import (
     LAZY_VIEW,
     has_bytes,
     is_lazy_view,
+    is_leaf,
     is_plain,
     nested_tensors,
     parts_of,
@@ -291,7 +292,8 @@ class ModuleAdapter(Adapter):
             self._other_names[name] = first
             return
         # A tensor inside a live graph (a cached activation, an auxiliary loss) is replaced at the next forward.
-        transient = transient or not tensor.is_leaf
+        leaf = is_leaf(tensor)
+        transient = transient or not leaf
         for path, part in parts_of(tensor, name):
             wrapper = None if part is tensor else tensor
             if self._external is not None:
@@ -306,7 +308,7 @@ class ModuleAdapter(Adapter):
                     raise RegistrationError(f"{self._name!r}: {path!r} {LAZY_VIEW}.")
                 if part.numel() or part.untyped_storage().nbytes():  # an empty shard may be a view of padding, which has to move
                     found.append(Owned(path, part, transient, wrapper))
-        if tensor.is_leaf and (gradient := tensor.grad) is not None:
+        if leaf and (gradient := tensor.grad) is not None:
             self._add_gradient(f"{name}.grad", gradient, found, seen)
 
     def _stays(self, path: str, part: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
 from placement.storage.scanning.scanner import borrowed, note_borrowed, stepped, tensors_of_all_objects
 from placement.tensors.owned import Adapter, Owned, align_all
-from placement.tensors.plain import has_storage, is_plain_type, parts_of
+from placement.tensors.plain import has_storage, is_leaf, is_plain_type, parts_of
 from placement.tensors.sparse import follow, is_sparse, sparse_parts
 
 
@@ -86,7 +86,7 @@ def _tensors_of_the_process() -> Iterator[torch.Tensor]:
     for each in known:
         if not torch._C._functorch.is_functorch_wrapped_tensor(each):
             yield each
-            if each.is_leaf and (gradient := each.grad) is not None:
+            if is_leaf(each) and (gradient := each.grad) is not None:
                 yield gradient
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placement.tensors.plain import align
+from placement.tensors.plain import align, is_leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Adapter(abc.ABC):
 
     def with_gradients(self) -> Iterator[torch.Tensor]:
         """The tensors of the object that have a gradient now."""
-        return (each.tensor for each in self.owned() if each.tensor.is_leaf and each.tensor.grad is not None)
+        return (each.tensor for each in self.owned() if is_leaf(each.tensor) and each.tensor.grad is not None)
 
     def replaced(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of tensors with which a framework still computes, although the object has replaced them."""

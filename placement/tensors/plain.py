@@ -93,6 +93,17 @@ def is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no result inside a graph.
+
+    Torch raises where it is asked about one of several views that one call has made (`chunk`), once the memory was written in place.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def as_lazy_as(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     """`plain`, seen as the conjugates or negatives of its bytes where a tensor is seen so."""
     seen = plain.conj() if tensor.is_conj() else plain

@@ -15,7 +15,7 @@ import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.tensors.owned import Seen
-from placement.tensors.plain import nested_tensors
+from placement.tensors.plain import is_leaf, nested_tensors
 
 _BLOCK = 256
 """The number of tensors that are asked everything before the next ones. What torch keeps about a tensor lies in six places, which stay in
@@ -49,14 +49,14 @@ class Steady:
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
         others = [values[index] for index in self._others]
-        if not all(map(_IS_LEAF, others)) or _any_gradient(others):
+        if not all(map(is_leaf, others)) or _any_gradient(others):
             return None
         seen = Seen([values[index] for index in self._owned], [], [])
         for start, block in _blocks(seen.tensors):
             versions = list(map(_VERSION, block))
             # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one
             # reads the gradient of a tensor inside a graph.
-            if versions != self._versions[start : start + _BLOCK] and not all(map(_IS_LEAF, block)):
+            if versions != self._versions[start : start + _BLOCK] and not all(map(is_leaf, block)):
                 return None
             if _any_gradient(block):
                 return None
@@ -137,7 +137,6 @@ _WHERE_COUNTERS_ARE = ("fused", "capturable")
 """Options of a parameter group that decide on which device torch keeps its counters."""
 _IS_CPU = operator.attrgetter("is_cpu")
 _GRADIENT = operator.attrgetter("grad")
-_IS_LEAF = operator.attrgetter("is_leaf")
 _VERSION = operator.attrgetter("_version")
 
 

@@ -109,3 +109,41 @@ def test_every_kind_of_tensor_in_its_memory_follows_an_object_that_leaves(
     gc.collect()
     assert torch.equal(plain(kept), expected)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), own, strict=True))
+
+
+def a_view_that_torch_gives_no_answers_about() -> torch.Tensor:
+    whole = torch.ones(64, requires_grad=True) * 3
+    first, _ = whole.chunk(2)
+    with torch.no_grad():
+        whole.mul_(2)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        _ = first.is_leaf
+    return first
+
+
+def test_a_view_that_torch_gives_no_answers_about_keeps_no_object_from_being_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    somewhere = a_view_that_torch_gives_no_answers_about()
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = Odd()
+    expected = model.weight.detach().clone()
+    manager.register("actor", model, role="actor")
+    kept = model.weight.detach()
+    model.weight = nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(adoption, "can_swap", lambda: False)
+    manager.close()
+    assert torch.equal(kept, expected)
+    assert somewhere.requires_grad
+
+
+def test_a_module_may_keep_a_view_that_torch_gives_no_answers_about() -> None:
+    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
+    model = Odd()
+    handle = manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        model.seen = a_view_that_torch_gives_no_answers_about()
+    assert handle.resident_bytes == 0
+    assert manager.audit().ok
+    with manager.phase("log_prob"):
+        assert model.seen.data.tolist() == [6] * 32
+    manager.close()
+    assert model.seen.data.tolist() == [6] * 32
