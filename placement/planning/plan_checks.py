@@ -85,7 +85,7 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
     for name, tags in plan.parts.items():
         if unknown_tags := tags - frozenset(view.handles[name].tags if name in view.handles else ()):
             yield f"it wants {', '.join(sorted(unknown_tags))} of {name!r}, which has no such part"
-        elif not tags or not plan.on_device(name):
+        elif not tags or name not in plan.targets or not plan.on_device(name):
             yield f"it wants parts of {name!r}, but not the handle on the device: leave {name!r} out of parts"
     for name in plan.dropped & view.handles.keys():
         if view.handles[name].kind == "optimizer":
@@ -96,13 +96,14 @@ def _problems(view: View, plan: Plan) -> Iterable[str]:
 
 
 def _problems_of_prefetch(view: View, plan: Plan) -> Iterable[str]:
-    for name, nbytes in plan.prefetch.items():
+    wishes: Mapping[str, Any] = plan.prefetch  # written by a user's policy
+    for name, nbytes in wishes.items():
         if name in view.handles and not view.handles[name].can_prefetch:
             yield f"it prefetches {name!r}, of which nothing can arrive early (HandleView.can_prefetch)"
         elif plan.targets.get(name, State.CPU_OFFLOADED) is not State.CPU_OFFLOADED:
             yield f"it prefetches {name!r}, which it wants {plan.targets[name]}: only what is CPU_OFFLOADED can arrive early"
-        elif nbytes < 0:
-            yield f"it prefetches {nbytes} bytes of {name!r}"
+        elif not isinstance(nbytes, int) or nbytes < 0:
+            yield f"it prefetches {nbytes!r} bytes of {name!r}"
 
 
 def _wrongly_streamed(view: View, plan: Plan) -> Iterable[str]:

@@ -264,6 +264,16 @@ def test_plans_that_are_none(parts: Any, message: str, shared: Path) -> None:
         manager.phase("eval").__enter__()
 
 
+def test_a_plan_that_forgets_an_engine_and_names_a_part_of_it(shared: Path) -> None:
+    class Forgetful(placement.policies.Colocated):
+        def plan(self, view: placement.View) -> Plan:
+            return super().plan(view) if view.phase != "eval" else Plan({"actor": State.GPU_RESIDENT}, parts={"rollout": {"weights"}})
+
+    manager, _ = make(shared, Own(shared), policy=Forgetful())
+    with pytest.raises(PolicyError, match=r"it forgets .*'rollout'"):
+        manager.phase("eval").__enter__()
+
+
 def test_what_is_kept_of_an_engine_is_what_was_there(shared: Path) -> None:
     engine = Own(shared)
     manager, _ = make(shared, engine)

@@ -186,6 +186,7 @@ def test_a_phase_name_of_another_type(worker: Worker, name: Any) -> None:
 
 ANSWERS: dict[str, tuple[Any, str]] = {
     "forgets": (lambda view: Plan({"actor": State.GPU_RESIDENT}), "forgets 'actor.optimizer', 'ref', 'critic'"),
+    "prefetches text": (lambda view: view.total_plan({}, prefetch={"actor": "1GiB"}), "prefetches '1GiB' bytes of 'actor'"),
     "invents": (lambda view: Plan({**view.total_plan({}).targets, "ghost": State.GPU_RESIDENT}), "names 'ghost', which are not registered"),
     "trains readonly": (lambda view: view.total_plan({"ref": State.TRAINING}), "wants 'ref' in TRAINING, which is readonly"),
     "streams without a sync": (lambda view: view.total_plan({"actor": State.GPU_RESIDENT}, ["actor"]), "streams 'actor' without SYNCING"),
