@@ -167,7 +167,7 @@ class Settings(BaseModel):
             raise ValueError("write a number of bytes, not true or false")  # noqa: TRY004 - pydantic reports ValueErrors only
         return parse_bytes(value) if isinstance(value, str) else value
 
-    @field_validator("verify", mode="before")
+    @field_validator("verify", "annotate", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML parses an unquoted off as false

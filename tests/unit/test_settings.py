@@ -134,7 +134,8 @@ def test_what_kubernetes_sets_for_a_service_called_placement_is_no_setting(monke
 
 
 def test_an_unquoted_off_of_yaml_is_off() -> None:
-    assert Settings.from_any({"verify": False}).verify == "off"
+    settings = Settings.from_any({"verify": False, "annotate": False})
+    assert (settings.verify, settings.annotate) == ("off", "off")
     with pytest.raises(ValueError, match="verify: Input should be 'always', 'sample' or 'off'"):
         Settings.from_any({"verify": True})
 
