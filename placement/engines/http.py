@@ -72,15 +72,7 @@ class Server:
         self._deadline_seconds = deadline_seconds
         self._headers = {"Accept": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, str | Iterable[str]] | None = None,
-        body: Any = None,
-        deadline_seconds: float | None = None,
-    ) -> Answer:
+    def ask(self, method: str, path: str, *, query: Mapping[str, str | Iterable[str]] | None = None, body: Any = None) -> Answer:
         """Send one request and read the whole answer, whatever its status.
 
         Args:
@@ -93,7 +85,7 @@ class Server:
         """
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
         request = f"{method} {self.url}{target}"
-        began, limit = time.monotonic(), self._deadline_seconds if deadline_seconds is None else deadline_seconds
+        began, limit = time.monotonic(), self._deadline_seconds
         kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=limit)
         try:

@@ -16,7 +16,7 @@ from placement.planning.simulation import SimulatedPhase, Simulation, Step
 
 _MOST_CYCLES = 8
 """A policy that has not settled after so many steps is shown as it is then."""
-NO_LIMIT = 1 << 62
+_NO_LIMIT = 1 << 62
 """The budget in bytes where none is given."""
 
 
@@ -103,11 +103,11 @@ def in_the_steady_state(
         rows.append(tuple(found))
         steps += cycles[-1]
     notes = [*notes, *_over_the_limit([*rows[0], *rows[-1]], host_limit_bytes)]
-    return summed_up(policy.name, budget_bytes, rows[-1], steps, handles, ranks_per_node, first=rows[0], notes=notes, refused=refused)
+    return _summed_up(policy.name, budget_bytes, rows[-1], steps, handles, ranks_per_node, first=rows[0], notes=notes, refused=refused)
 
 
 def _limit(budget_bytes: int | None) -> int:
-    return NO_LIMIT if budget_bytes is None else budget_bytes
+    return _NO_LIMIT if budget_bytes is None else budget_bytes
 
 
 def _over_the_limit(phases: Sequence[PhaseForecast], limit_bytes: int | None) -> list[str]:
@@ -159,7 +159,7 @@ def once(
         steps.append(simulation.enter(phase))
         seconds = work_seconds
         rows.append(of_phase(*_follow(steps[-1], None), work_seconds))
-    return summed_up(policy.name, budget_bytes, tuple(rows), steps, handles, 1, notes=notes)
+    return _summed_up(policy.name, budget_bytes, tuple(rows), steps, handles, 1, notes=notes)
 
 
 class _RowMaker(Protocol):
@@ -202,7 +202,7 @@ def _row_maker(handles: Sequence[SimulatedHandle], costs: Costs) -> _RowMaker:
     return of_phase
 
 
-def summed_up(
+def _summed_up(
     policy: str,
     budget_bytes: int | None,
     phases: tuple[PhaseForecast, ...],

@@ -6,7 +6,6 @@ What is created while it is on the device lies in torch's own memory until then.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,14 +48,12 @@ class RangeSizes:
         sizes = [each.nbytes for each in storages]
         length = expected_bytes(sizing, sizes)
         used, chunks = used_bytes(length), chunk_sizes(sizing, length)
-        ends = list(itertools.accumulate(chunks))
         used_sizes = [*chunks[:-1], used - sum(chunks[:-1])] if chunks else []
         offsets = packed(sizes)[0]
 
         def touched(chosen: Sequence[bool]) -> int:
             spans = [(start, start + size) for start, size, is_chosen in zip(offsets, sizes, chosen, strict=True) if is_chosen and size]
-            first = [end - size for end, size in zip(ends, chunks, strict=True)]
-            hit = {i for start, end in spans for i in range(start // sizing.chunk_bytes, -(-end // sizing.chunk_bytes)) if i < len(first)}
+            hit = {i for start, end in spans for i in range(start // sizing.chunk_bytes, -(-end // sizing.chunk_bytes)) if i < len(chunks)}
             return sum(used_sizes[i] for i in hit)
 
         whole = tuple(zip(chunks, used_sizes, strict=True))

@@ -87,8 +87,6 @@ def encoded_trace(
     *,
     last_seconds: float | None = None,
     base_nanoseconds: int = 0,
-    pid: int | None = None,
-    process: str | None = None,
     after: Iterable[Event] = (),
 ) -> Iterator[bytes]:
     """A trace file in pieces that are made on demand, so a long journal is never held as text.
@@ -103,10 +101,9 @@ def encoded_trace(
     start = -1.0 if last_seconds is None else now - last_seconds
     records = (record for record in journal if record.at_seconds >= start)
     spans = (each for each in journal.phase_spans() if each.end_seconds >= start)
-    pid = os.getpid() if pid is None else pid
-    name = process or f"placement {pid}"
+    pid = os.getpid()
     events = itertools.chain(
-        trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=name),
+        trace_events(records, spans, now_seconds=now, offset_seconds=offset, pid=pid, process=f"placement {pid}"),
         [{"ph": "M", "name": MANAGER_EVENT, "pid": pid, "args": facts}] if (facts := journal.describe()) else [],
     )
     yield f'{{"displayTimeUnit":"ms","baseTimeNanoseconds":{base_nanoseconds},"traceEvents":[\n'.encode()

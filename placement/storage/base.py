@@ -47,11 +47,6 @@ class Storage(abc.ABC):
         return False
 
     @property
-    def external_reason(self) -> str | None:
-        """The framework feature that places the bytes, for messages; None where placement or an engine places them."""
-        return None
-
-    @property
     def lost(self) -> str | None:
         """Which values are lost, and since when; None while no value is lost."""
         return None
@@ -268,10 +263,6 @@ class ExternalStorage(Storage):
     def resident_bytes(self) -> int:
         """Bytes of the object's tensors on the device, as of the last `measure`."""
         return self._resident_bytes
-
-    @property
-    def external_reason(self) -> str | None:
-        return self._adapter.external
 
     def measure(self) -> None:
         """Count the bytes that the object has on an accelerator now, each torch storage once."""

@@ -156,11 +156,6 @@ class ManagedStorage(HeldStorage):
                 r.early.discard(gone, chunk_pool)
         return before - self.prefetched_bytes
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every byte of a load is on its way, so that the load can be committed."""
-        return True
-
     def complete_alone(self) -> None:
         """Start the missing copies of an incomplete load, over this process's own link."""
 
@@ -264,9 +259,8 @@ class ManagedStorage(HeldStorage):
 
     def vacate(self, r: Range, first: int, last: int, chunk_pool: ChunkPool) -> None:
         """Take away the memory behind chunks `first` up to `last` (not included), whose bytes are on the host."""
-        if (
-            not self._is_vacating and self.storages.state_dict_tensors
-        ):  # another thread may be writing a checkpoint from these tensors, which must never read poison
+        if not self._is_vacating and self.storages.state_dict_tensors:
+            # Another thread may be writing a checkpoint from these tensors, which must never read poison.
             self.device.wait(self.device.mark("to_host"))
             self.storages.state_dict_tensors.point_to_host(self.storages.by_address, except_for=self.storages.moving_in)
         self._is_vacating = True

@@ -247,10 +247,10 @@ class Range:
         for index in held:
             del self.chunks[index]
 
-    def copies(self, wanted: Iterable[int] | None = None) -> list[Copy]:
-        """The copies for these chunks (ascending; None: all), with neighbours joined and the last cut to the used length."""
+    def copies(self, wanted: Iterable[int]) -> list[Copy]:
+        """The copies for these chunks (ascending), with neighbours joined and the last cut to the used length."""
         runs: list[Copy] = []
-        for index in range(len(self.chunk_sizes)) if wanted is None else wanted:
+        for index in wanted:
             start, nbytes = self.starts[index], self.used_sizes[index]
             if runs and runs[-1].device_address + runs[-1].nbytes == self.layout.addresses.base + start:
                 last = runs.pop()
