@@ -27,6 +27,7 @@ from placement.planning.policy_lookup import resolve_policy
 from placement.planning.simulated_handles import EngineHandle, SimulatedHandle
 from placement.planning.simulation import SimulatedPhase
 from placement.storage.range_layout import Sizing
+from placement.tensors.dtypes import dtype_of
 
 Gradients = Literal["cleared", "kept"]
 """Whether gradients are None when training ends (`zero_grad()` after `step()`), or alive: then they move with their model."""
@@ -224,7 +225,7 @@ def weights_bytes(source: str | os.PathLike[str] | torch.nn.Module, dtype: torch
     Raises:
         ValueError, OSError, ImportError: as `forecast`.
     """
-    return sum(part.nbytes for part in parts_of(module_of(source, _dtype(dtype), "lm"), ALONE, _dtype(dtype)))
+    return sum(part.nbytes for part in parts_of(module_of(source, dtype_of(dtype), "lm"), ALONE, dtype_of(dtype)))
 
 
 def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) -> tuple[list[SimulatedHandle], list[str]]:
@@ -232,7 +233,7 @@ def _handles(name: str, given: Model | Rollout, layout: Layout, sizing: Sizing) 
     if isinstance(given, Rollout):
         return [EngineHandle(_facts(name, "engine", given.role, tags=given.tags), keeps_weights=given.keeps_weights)], []
     role = given.role or (name if name in ROLES else None)
-    dtype = _dtype(given.dtype)
+    dtype = dtype_of(given.dtype)
     head = given.head or ("value" if role in _VALUE_ROLES else "lm")
     divided = ALONE if given.replicated or not given.sharded else layout
     built = module_of(given.source, dtype, head)
@@ -262,7 +263,7 @@ def _storage(part: Part, *, is_trained: bool) -> StorageSize:
 def _gradients(given: Model, parts: Sequence[Part]) -> list[int]:
     if given.optimizer is None:
         return []
-    dtype = _dtype(given.gradient_dtype)
+    dtype = dtype_of(given.gradient_dtype)
     trained = [each for part in parts for each in part.parameters if each.requires_grad]
     return [each.numel() * (each.itemsize if dtype is None else dtype.itemsize) for each in trained]
 
@@ -297,12 +298,3 @@ def _bytes(given: int | str) -> int:
     if nbytes < 0:
         raise ValueError(f"a number of bytes must be 0 or more, not {nbytes}")
     return nbytes
-
-
-def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    if given is None or isinstance(given, torch.dtype):
-        return given
-    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(given, str(given)), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{given!r} is no dtype of torch; write bfloat16, float16 or float32")  # noqa: TRY004  # the text is wrong
-    return found

@@ -23,6 +23,7 @@ from placement.ownership.module import ModuleAdapter
 from placement.publish.lora import Adapters
 from placement.publish.published import check_publishable, published
 from placement.storage.base import Storage
+from placement.tensors.dtypes import dtype_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Publisher(Protocol):
 
 def weights_info(handle: Publisher, *, dtype: torch.dtype | str | None, adapters: Adapters) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    dtype = _dtype(dtype)
+    dtype = dtype_of(dtype)
     root = _root(handle, adapters)
     with without_modes():
         found = [] if root is None else published(root, adapters)
@@ -95,7 +96,7 @@ def weights(
     handle: Publisher, *, bucket_bytes: int | str, dtype: torch.dtype | str | None, adapters: Adapters
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
-    bucket_bytes, dtype = bytes_of("bucket_bytes", bucket_bytes), _dtype(dtype)
+    bucket_bytes, dtype = bytes_of("bucket_bytes", bucket_bytes), dtype_of(dtype)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
@@ -118,16 +119,6 @@ def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
         many = f" with {len(modules)} modules" if len(modules) > 1 else ""
         raise RegistrationError(f"{handle.name!r} has kind {handle.kind}{many} and publishes no weights: publish a handle of one module")
     return modules[0]
-
-
-def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype that may be given by its name in torch."""
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if found is not None and isinstance(found, torch.dtype):
-        return found
-    if given is not None:
-        raise ValueError(f'dtype={given!r} is no dtype of torch; write torch.bfloat16 or "bfloat16"')
-    return None
 
 
 def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
