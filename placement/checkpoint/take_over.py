@@ -17,7 +17,7 @@ from placement.checkpoint.base import Change, Part, copy_over, same_values
 from placement.core.errors import CheckpointError
 from placement.registration.guards import is_off
 from placement.storage.offloaded.host_reads import from_host_copies
-from placement.storage.scanning.scanner import byte_view
+from placement.storage.range_layout import byte_view
 from placement.tensors.plain import parts_of
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-Annotate = Literal["off", "profiler", "nvtx"]
-"""Kinds of marks. `profiler`: torch.profiler.record_function. `nvtx`: an NVTX range on the calling thread."""
+from placement.core.settings import Annotate
 
 Mark = Callable[[str], AbstractContextManager[object]]
 

@@ -24,6 +24,7 @@ LEASES_FOLDER = f"/dev/shm/placement-{os.getuid()}"  # noqa: S108 - the ledger c
 WorkerRole = Literal["trainer", "rollout", "hybrid"]
 Verify = Literal["always", "sample", "off"]
 Annotate = Literal["off", "profiler", "nvtx"]
+"""Kinds of marks. `profiler`: torch.profiler.record_function. `nvtx`: an NVTX range on the calling thread."""
 
 _WANTED = (State.GPU_RESIDENT, State.SYNCING, State.TRAINING)
 _ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")

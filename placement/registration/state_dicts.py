@@ -16,6 +16,7 @@ from placement.core.torch_modes import without_modes
 from placement.registration.method_call import MethodCall
 from placement.storage.address_map import RANGES
 from placement.storage.managed import ManagedStorage
+from placement.storage.offloaded.changes import has_nan
 from placement.storage.offloaded.host_reads import from_host_copies, is_reading
 from placement.tensors.plain import has_bytes, is_plain_type, nested_tensors, parts_of
 
@@ -148,8 +149,8 @@ def _refuse_poison(handle: Handle, found: Any) -> None:
         for name, part in parts_of(value, path.lstrip("."))
         if has_bytes(part) and not any(each.has_place(part) for each in storages)
     ]
-    wrong = [name for name, part in computed if _has_nan(part)]
-    if wrong and not any(_has_nan(host) for each in (handle, *handle.owners) for host in _host_copies(each)):
+    wrong = [name for name, part in computed if has_nan(part, throughout=False)]
+    if wrong and not any(has_nan(host, throughout=False) for each in (handle, *handle.owners) for host in _host_copies(each)):
         raise NotResidentError(
             f"{', '.join(wrong[:8])} of the state dict of {handle.name!r} came out as NaN, but the values it was computed from have none. "
             f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r}, and a hook or method of its state dict reads its device "
@@ -162,9 +163,3 @@ def _host_copies(handle: Handle) -> list[torch.Tensor]:
     if not handle.storage.is_on_host:
         return []
     return [host for owned in handle.adapter.owned() if (host := handle.storage.over_host(owned.tensor)) is not None]
-
-
-def _has_nan(tensor: torch.Tensor) -> bool:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    return bool((tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan().any().item())

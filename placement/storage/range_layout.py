@@ -189,13 +189,13 @@ def move_out(
     follows = storage.device == target_device == device.torch_device
     if follows and device.adopter.way(storage) == "pool":
         device.adopter.reallocate(storage)
-        fill(_bytes_of(storage))
+        fill(byte_view(storage))
         return
     homes = {} if homes is None else homes
     home = homes.get(storage.data_ptr())
     if home is None:
         home = torch.UntypedStorage(nbytes, device=target_device)
-        fill(_bytes_of(home))
+        fill(byte_view(home))
     if follows and adoption.can_swap():
         storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
     else:
@@ -225,9 +225,9 @@ def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
     return offsets, start
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A uint8 tensor over a whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None:

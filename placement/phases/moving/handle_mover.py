@@ -12,7 +12,8 @@ from types import MappingProxyType
 from placement.core.errors import BrokenHandleError, IntegrityError, PhaseError, RegistrationError
 from placement.core.journal import Journal, Record
 from placement.core.machine import Node, path
-from placement.core.profiler_marks import Annotate, marker
+from placement.core.profiler_marks import marker
+from placement.core.settings import Annotate, Verify
 from placement.core.states import TRANSITIONS, Plan, State, Trigger
 from placement.devices.base import Device
 from placement.phases.moving.engine_mover import EngineMover
@@ -24,7 +25,7 @@ from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
-from placement.storage.transfer.verification import Verifier, Verify
+from placement.storage.transfer.verification import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from placement.core.errors import BrokenHandleError, CoordinatorLost
 from placement.core.journal import Journal
 from placement.core.machine import Node, path
-from placement.core.profiler_marks import Annotate
+from placement.core.settings import Annotate, Verify
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
 from placement.group.agreement import Reached
@@ -26,7 +26,6 @@ from placement.storage.offloaded.changes import WrittenWhileOffloaded
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
 from placement.storage.transfer.load import ALONE, TOGETHER, Load
-from placement.storage.transfer.verification import Verify
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),

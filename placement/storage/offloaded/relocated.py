@@ -14,9 +14,8 @@ from placement.devices.base import Device
 from placement.devices.memory import Copy
 from placement.storage.offloaded.put_back import bring_back
 from placement.storage.range import Range
-from placement.storage.range_layout import Claim
+from placement.storage.range_layout import Claim, byte_view
 from placement.storage.scanning.places import Places, Relocated
-from placement.storage.scanning.scanner import byte_view
 
 
 class RelocatedStorages:

@@ -28,7 +28,7 @@ from placement.storage.address_map import Owner
 from placement.storage.range import Range, used_bytes
 from placement.storage.replicated.range import SharedRange, own_spans
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.scanning.scanner import StorageScanner, byte_view
+from placement.storage.scanning.scanner import StorageScanner
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
 
@@ -124,7 +124,7 @@ class SharedScanner(StorageScanner):
             if claim.storage.device == self._device.torch_device:
                 copies.append(Copy(claim.storage.data_ptr() + first, slab.address + start, nbytes))
             else:
-                slab.view(start, nbytes).copy_(byte_view(claim.storage)[first : first + nbytes])
+                slab.view(start, nbytes).copy_(range_layout.byte_view(claim.storage)[first : first + nbytes])
         if copies:
             self._device.copy(copies, "to_host")
         self._device.sync()
@@ -196,7 +196,7 @@ def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]
     found: list[torch.Tensor] = []
     for claim in claims:
         if claim.storage.device.type != "cpu":
-            data = byte_view(claim.storage)
+            data = range_layout.byte_view(claim.storage)
             whole = len(data) // 8 * 8
             prints = [fingerprints(data, [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)])]
             if whole < len(data):

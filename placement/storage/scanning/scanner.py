@@ -24,12 +24,6 @@ from placement.storage.scanning.places import NewStorages, Places, Relocated
 from placement.tensors.owned import Adapter, Owned
 from placement.tensors.sparse import is_sparse
 
-
-def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A uint8 tensor over a whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 _CDATA = operator.attrgetter("_cdata")
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
 _BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
@@ -288,7 +282,7 @@ class StorageScanner:
             if claim.storage.device == self._device.torch_device:
                 copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
             else:
-                fresh.view(offset, claim.storage.nbytes()).copy_(byte_view(claim.storage))
+                fresh.view(offset, claim.storage.nbytes()).copy_(range_layout.byte_view(claim.storage))
         if copies:
             self._device.copy(copies, "to_host")
         return fresh

@@ -9,17 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal
 
 import torch
 
 from placement.core.errors import IntegrityError
+from placement.core.settings import Verify
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
-from placement.storage.scanning.scanner import byte_view
+from placement.storage.range_layout import byte_view
 from placement.storage.transfer.fingerprint import fingerprints
 
-Verify = Literal["always", "sample", "off"]
 Span = tuple[Range, int, int]
 """Chunks `first` up to `last` (not included) of a range."""
 
