@@ -171,7 +171,7 @@ class PlanExecutor:
             The errors; empty if every handle is where the plan wants it.
         """
         with suppress(Exception):  # a device that failed says so below
-            if any(handle.node[1] and not plan.on_device(handle.name) for handle in self._handles.values()):
+            if any(handle.is_on_device and not plan.on_device(handle.name) for handle in self._handles.values()):
                 self._wait_for_work()
         self.prefetcher.hold()
         within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
@@ -183,7 +183,7 @@ class PlanExecutor:
             failures.append(error)
         before = self._journal.num_changes
         is_there = self._reconciler.is_there(self._handles, within)
-        leaves = not is_there and any(handle.node[1] and not within.on_device(handle.name) for handle in self._handles.values())
+        leaves = not is_there and any(handle.is_on_device and not within.on_device(handle.name) for handle in self._handles.values())
         try:
             # Zeroed gradients mean poison that is refilled now, and nothing may be loaded under the refilling. An offload waits for it
             # anyway.
@@ -236,7 +236,7 @@ class PlanExecutor:
         return self.prefetcher.look_ahead(name, plan, self._reconciler.chunk_pool)
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
-        return tuple(each for each in self._handles.values() if each.node[1] and not each.external and not plan.on_device(each.name))
+        return tuple(each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name))
 
     def complete(self, load: Load) -> list[Exception]:
         """See `Reconciler.complete`."""
@@ -347,5 +347,5 @@ class PlanExecutor:
 
 
 def _decision(handle: Handle, plan: Plan) -> str:
-    on, wanted = handle.node[1], plan.on_device(handle.name)
+    on, wanted = handle.is_on_device, plan.on_device(handle.name)
     return "keep" if on is wanted else "load" if wanted else "offload"

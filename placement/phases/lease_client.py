@@ -172,4 +172,4 @@ def giving_way(handles: Mapping[str, Handle]) -> Plan:
 def _lacks(handle: Handle, plan: Plan) -> bool:
     if not handle.is_built or handle.external or not plan.on_device(handle.name):
         return False
-    return not handle.node[1] or not wanted_tags(handle, plan) <= handle.storage.resident_tags
+    return not handle.is_on_device or not wanted_tags(handle, plan) <= handle.storage.resident_tags

@@ -177,7 +177,7 @@ class PhaseStack:
         with self.lock.transition():
             opened = self._require_innermost(phase, f"be done with {name!r}")
             handle, plan = self.members.known(name), opened.plan
-            if handle.external or not handle.node[1]:
+            if handle.external or not handle.is_on_device:
                 return
             stalled = self.executor.stopwatch()
             self._vote.ask_to_confer()  # the other ranks may not give it up
@@ -326,7 +326,7 @@ class PhaseStack:
 
     def _worth_keeping(self, opened: OpenPhase) -> frozenset[str]:
         """Names of handles that the phase keeps and that are on the device. A keep carries residency over; it loads nothing."""
-        return frozenset(name for name in opened.kept if name in self._handles and self._handles[name].node[1])
+        return frozenset(name for name in opened.kept if name in self._handles and self._handles[name].is_on_device)
 
     def _expire_keeps(self, plan: Plan | None = None) -> None:
         """End all keeps, which last for one phase transition. Count those that its plan did not take over as expired."""

@@ -118,7 +118,7 @@ class Planner:
         """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
         _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not confer
         views = {name: plan_checks.handle_view(handle) for name, handle in self._handles.items()}
-        return {name: (each.num_bytes, self._handles[name].node[1], sorted(each.resident_tags)) for name, each in views.items()}
+        return {name: (each.num_bytes, self._handles[name].is_on_device, sorted(each.resident_tags)) for name, each in views.items()}
 
     def budget_bytes(self, phase: str) -> int:
         """Device bytes that all handles of this rank together may hold in a phase, as of now."""

@@ -182,6 +182,11 @@ class Handle:
             return state, self.storage.on_device
         return state, state is not State.CPU_OFFLOADED
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device, as the state says. An external handle's state says what may be done, not where they are."""
+        return self.node[1]
+
     def state_dict(self) -> Any:
         """The object's state dict with its present values, in every state.
 

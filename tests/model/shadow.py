@@ -77,7 +77,7 @@ class Shadow:
     def learn(self) -> None:
         """The object was changed by its user just now: believe what is there."""
         live = self.tensors()
-        if self.facts and not self.handle.node[1]:
+        if self.facts and not self.handle.is_on_device:
             self.outside |= live.keys() - self.facts.keys()
         self.facts = {name: self._facts(name, tensor) for name, tensor in live.items()}
         self.partition = _partition(live)
@@ -122,7 +122,7 @@ class Shadow:
             assert self.object._load_state_dict_pre_hooks, f"{handle!r} has lost its guards"
             is_refused = isinstance(vars(self.object).get("forward"), GuardedForward)
             assert handle.holding is None or is_refused is not handle.holding.on_device, f"{handle!r} can be called: {not is_refused}"
-        if not handle.is_built or handle.node[1]:
+        if not handle.is_built or handle.is_on_device:
             return
         for name, tensor in self.tensors().items():
             is_counter = isinstance(self.object, torch.optim.Optimizer) and tensor.dim() == 0
@@ -139,7 +139,7 @@ class Shadow:
         if offloads != self.offloads:
             self.offloads, self.is_tainted = offloads, False
             self.outside.clear()
-            if not self.handle.node[1]:  # a phase transition that failed has brought it back: nothing is stray while it is there
+            if not self.handle.is_on_device:  # a phase transition that failed has brought it back: nothing is stray while it is there
                 assert self.handle.stray_references == len(self.strays) + self._num_stale(), self.handle.stray_names
 
     def _num_stale(self) -> int:

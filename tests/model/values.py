@@ -87,11 +87,11 @@ def has_strays(shadow: Shadow) -> bool:
 
 
 def is_on(shadow: Shadow) -> bool:
-    return shadow.handle.node[1] and shadow.handle.is_built
+    return shadow.handle.is_on_device and shadow.handle.is_built
 
 
 def is_off(shadow: Shadow) -> bool:
-    return shadow.handle.is_built and not shadow.handle.node[1] and not (is_optimizer(shadow) and trains(shadow))
+    return shadow.handle.is_built and not shadow.handle.is_on_device and not (is_optimizer(shadow) and trains(shadow))
 
 
 def trains(shadow: Shadow) -> bool:

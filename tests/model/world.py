@@ -103,7 +103,7 @@ class World(RuleBasedStateMachine):
 
     def on_device(self, name: str) -> bool:
         shadow = self.shadows.get(name)
-        return shadow is not None and shadow.handle.node[1]
+        return shadow is not None and shadow.handle.is_on_device
 
     # --- phase transitions
 
@@ -240,7 +240,7 @@ class World(RuleBasedStateMachine):
 
     def _check_targets(self) -> None:
         for name, handle in self.manager.handles.items():
-            on = handle.node[1]
+            on = handle.is_on_device
             if handle.holding is not None:
                 assert handle.holding.on_device is on, f"{handle!r}: state and decision differ"
             if not on:

@@ -299,7 +299,7 @@ class Reconciler:
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
         """Repair every handle after interrupted moves. Returns the errors."""
         errors: list[Exception] = []
-        for handle in sorted(handles.values(), key=lambda each: each.node[1]):  # handles that free memory before those that need it
+        for handle in sorted(handles.values(), key=lambda each: each.is_on_device):  # handles that free memory before those that need it
             try:
                 self._mover.make_consistent(handle)
             except Exception as error:
