@@ -3,7 +3,7 @@
 One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
 
 1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
-   Where their policies may see different things (see `asks_to_confer`, `placing`), they confer: what merely stays on some devices leaves.
+   Where their plans may differ (see `plans_may_differ`, `placing`), they compare them first: what merely stays on some devices leaves.
 2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
 3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
 4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
@@ -89,12 +89,12 @@ class Group(Membership):
         super().__init__(board, rank, world_size, deadline_seconds=deadline_seconds, generation=generation)
         self.budget_rank = rank
         """The rank with the least budget in the last change."""
-        self.asks_to_confer = False
+        self.plans_may_differ = False
         """Whether the ranks may make different plans: a change has failed, a rank was restarted, or this one has given up a handle."""
         self.placing = ""
-        """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ confer."""
-        self.confers = False
-        """Whether the ranks confer in the present change. It is the same on all of them."""
+        """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
+        self.compares_plans = False
+        """Whether the ranks compare what stays on their devices, before they move, in the present change. The same on all of them."""
         self._action = ""
         """The last action that this rank proposed."""
         self._outcome: tuple[int, str | None] = (-1, None)
@@ -116,15 +116,17 @@ class Group(Membership):
         with self._reaching_the_board(action):
             failpoint("group.before_proposal")
             self._action = named(action)
-            proposal = Proposal(action=self._action, budget_bytes=budget_bytes, asks_to_confer=self.asks_to_confer, placing=self.placing)
+            proposal = Proposal(
+                action=self._action, budget_bytes=budget_bytes, plans_may_differ=self.plans_may_differ, placing=self.placing
+            )
             while (basis := self._put_forward(proposal.encode(), catches_up)) is None:
                 pass
             self._forget_before(self.epoch)
             failpoint("group.before_prepare")
-            least_bytes, self.budget_rank, self.confers = basis
+            least_bytes, self.budget_rank, self.compares_plans = basis
             return least_bytes
 
-    def confer(self, what: str, text: str) -> list[str]:
+    def exchange_texts(self, what: str, text: str) -> list[str]:
         """Exchange texts within a change, after `propose` and before `agree`. Returns each rank's text about `what`, by rank.
 
         Args:
@@ -222,8 +224,8 @@ class Group(Membership):
         else:
             failpoint("group.before_basis")
             least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
-            may_differ = len({each.placing for each in proposals}) > 1 or any(each.asks_to_confer for each in proposals)
-            self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, confers=may_differ).encode())
+            may_differ = len({each.placing for each in proposals}) > 1 or any(each.plans_may_differ for each in proposals)
+            self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode())
 
     def _count_votes(self, own: Vote, deadline: float) -> None:
         votes = self._collect(Vote, "vote", deadline)
@@ -267,12 +269,12 @@ class Group(Membership):
         return found
 
     def _basis(self, deadline: float, catches_up: bool) -> tuple[int, int, bool] | None:
-        """The least budget, its rank, whether the ranks confer; None after passing over the epoch. Raises the error that it ended with."""
+        """The least budget, its rank, whether plans are compared; None after passing over the epoch. Raises the error it ended with."""
         found = self._awaited("basis", "proposal", deadline)
         if not isinstance(found, Decision):
             basis = decode(Basis, found)
             if basis.budget_bytes is not None:
-                return basis.budget_bytes, basis.budget_rank, basis.confers
+                return basis.budget_bytes, basis.budget_rank, basis.compares_plans
             found = abort({self.rank: "read a basis without a budget: the epoch had ended"})
         decision = self._claim(found)
         if catches_up and self._is_missed_in(decision):
@@ -323,7 +325,7 @@ class Group(Membership):
             epoch, reason = self._outcome
             if epoch == self.epoch and reason is not None:  # this rank failed too late for the others to hear of it
                 failures = failures | {self.rank: reason}
-        self.asks_to_confer = True  # a step that some ranks have begun and others have not leaves them with different handles
+        self.plans_may_differ = True  # a step that some ranks have begun and others have not leaves them with different handles
         self._leave_epoch()
         reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
         reasons += [f"and {unnamed:,} more ranks failed"] if unnamed else []

@@ -34,7 +34,7 @@ class Proposal(Message):
     action: str = Field(max_length=_MAX_ACTION)
     """For example "enter train only=actor" or "leave train"; must be the same on all ranks."""
     budget_bytes: int = Field(ge=0)
-    asks_to_confer: bool = False
+    plans_may_differ: bool = False
     """Whether the rank knows that the ranks may make different plans."""
     placing: str = Field(default="", max_length=64)
     """A digest of the sizes of the rank's handles and of where they are, on which policies may base their plans."""
@@ -47,7 +47,7 @@ class Basis(Message):
     """The least budget of all ranks; None when the epoch has ended before: then see its decision."""
     budget_rank: int = Field(default=0, ge=0)
     """The rank with the least budget."""
-    confers: bool = False
+    compares_plans: bool = False
     """Whether the ranks tell each other what stays on their devices: one of them asked for it, or their handles differ in size or place."""
 
 

@@ -77,7 +77,7 @@ class GroupVote:
         if checked(group).is_in_doubt:
             raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
         self._group = group
-        group.asks_to_confer = True  # a rank that was restarted has its handles elsewhere, and has seen no cycle of phases
+        group.plans_may_differ = True  # a rank that was restarted has its handles elsewhere, and has seen no cycle of phases
         self._key = secrets.token_hex(8)
 
     @contextlib.contextmanager
@@ -123,14 +123,14 @@ class GroupVote:
         return None if self._group is None else self.agree
 
     @property
-    def confers(self) -> bool:
+    def compares_plans(self) -> bool:
         """Whether the ranks tell each other in this change what stays on their devices, see `in_common`. Asked after `propose`."""
-        return self._group is not None and self._group.confers
+        return self._group is not None and self._group.compares_plans
 
-    def ask_to_confer(self) -> None:
+    def expect_different_plans(self) -> None:
         """Note that this rank's plans may differ from now on."""
         if self._group is not None:
-            self._group.asks_to_confer = True
+            self._group.plans_may_differ = True
 
     def in_common(self, staying: Iterable[tuple[str, str]], streamed: Iterable[str]) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
         """The handles that stay on every rank's device, and those that any rank streams.
@@ -144,7 +144,7 @@ class GroupVote:
         """
         assert self._group is not None
         with self._hearing():
-            told = self._group.confer("plan", json.dumps([sorted(staying), sorted(streamed)]))
+            told = self._group.exchange_texts("plan", json.dumps([sorted(staying), sorted(streamed)]))
         plans = [json.loads(each) for each in told]
         stays = frozenset.intersection(*(frozenset((name, tag) for name, tag in staying) for staying, _ in plans))
         return stays, frozenset().union(*(streamed for _, streamed in plans))
@@ -206,7 +206,7 @@ class GroupVote:
                 self.failed(error if error is not None else failures[0], waits=False)
             else:
                 self.propose(action)
-                self.agree(_ALL_HAVE_LEFT if self.confers else plan)
+                self.agree(_ALL_HAVE_LEFT if self.compares_plans else plan)
                 if self._epoch is not None:
                     self._epoch.has_left = True
         except (GroupError, CoordinatorLost) as told:

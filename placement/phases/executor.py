@@ -287,7 +287,7 @@ class PlanExecutor:
         A policy that keeps what is on the device, or streams what does not fit, gives another plan to a rank that was restarted, has given
         up a handle, missed a step or has larger handles.
         """
-        if not self._vote.confers:
+        if not self._vote.compares_plans:
             return plan
         chosen = plan_checks.still_meant(wanted.only, self._handles)
         needed = self.planner.needed(wanted.name, innermost(wanted.around), wanted.kept, at_rest=True)

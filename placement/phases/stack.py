@@ -180,7 +180,7 @@ class PhaseStack:
             if handle.external or not handle.is_on_device:
                 return
             stalled = self.executor.stopwatch()
-            self._vote.ask_to_confer()  # the other ranks may not give it up
+            self._vote.expect_different_plans()  # the other ranks may not give it up
             try:
                 opened.plan = plan.giving_up(name)
                 opened.kept.discard(name)

@@ -116,7 +116,7 @@ class Planner:
 
     def placing(self) -> dict[str, tuple[int, bool, list[str]]]:
         """Facts for policies: device bytes of each handle, whether they are on the device, and an engine's tags there."""
-        _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not confer
+        _follow_groups(self._handles.values())  # else ranks that step other parameters from now on would not compare their plans
         views = {name: plan_checks.handle_view(handle) for name, handle in self._handles.items()}
         return {name: (each.num_bytes, self._handles[name].is_on_device, sorted(each.resident_tags)) for name, each in views.items()}
 

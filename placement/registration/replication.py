@@ -52,12 +52,12 @@ class GroupRanks(TorchRanks):
         """Use a new group from now on."""
         self._group = group
 
-    def confer(self, what: str, text: str) -> list[str]:
-        return self._group.confer(what, text)
+    def exchange_texts(self, what: str, text: str) -> list[str]:
+        return self._group.exchange_texts(what, text)
 
     def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
         """See `Group.agree`. Where the plans of the ranks may differ otherwise, they agree that the handle has moved."""
-        return self._group.agree(Plan({}) if self._group.confers else plan, stage, lacks_engines)
+        return self._group.agree(Plan({}) if self._group.compares_plans else plan, stage, lacks_engines)
 
 
 class Replication:
@@ -100,7 +100,7 @@ class Replication:
             if ranks is None:
                 self.vote.agree(Plan({}))
         except GroupError as told:
-            self.vote.heard(told)  # `confer` and `agree` ask the group past the vote, which has to learn the outcome
+            self.vote.heard(told)  # `exchange_texts` and `agree` ask the group past the vote, which has to learn the outcome
             raise RegistrationError(f"{name!r} cannot be replicated: {told}") from told
         except BaseException as error:
             self.vote.failed(error)

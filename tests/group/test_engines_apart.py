@@ -240,11 +240,11 @@ def test_a_rank_that_waits_for_what_others_tell_looks_ever_more_rarely() -> None
     groups[0]._board.__class__ = Board  # type: ignore[assignment]
     told = threading.Event()
 
-    def confers(rank: int) -> list[str]:
+    def exchanges(rank: int) -> list[str]:
         groups[rank].propose("enter train", 1)
         if rank == 1:
             told.wait(1.0)
-        return groups[rank].confer("plan", str(rank))
+        return groups[rank].exchange_texts("plan", str(rank))
 
-    assert in_threads(lambda: confers(0), lambda: confers(1)) == [["0", "1"]] * WORLD
+    assert in_threads(lambda: exchanges(0), lambda: exchanges(1)) == [["0", "1"]] * WORLD
     assert looks < 120, "2,400 a second before the pauses grew"

@@ -286,4 +286,4 @@ def test_what_one_rank_needs_and_the_other_does_not_is_refused_for_good() -> Non
 def test_two_that_were_never_apart_tell_each_other_nothing_more() -> None:
     ranks = made(dist.HashStore(), policy="cyclic")
     go_on(ranks, 3)
-    assert not any(rank.group.confers for rank in ranks)
+    assert not any(rank.group.compares_plans for rank in ranks)

@@ -241,7 +241,7 @@ class LeastOfAll:
     """Stands for a group whose other rank has the smaller budget."""
 
     budget_rank = 1
-    confers = False
+    compares_plans = False
     placing = ""
 
     def __init__(self, least_bytes: int) -> None:

@@ -55,7 +55,7 @@ class FleetGroup(RayGroup):
         self._has_begun = False
         self._memberships += 1
         super().__init__(self._actor, self.rank, self.world_size, self.deadline_seconds, generation=generation, name=self._of)
-        self.asks_to_confer = self._memberships > 1  # as after `Manager.rejoin`: one of the others may have been restarted
+        self.plans_may_differ = self._memberships > 1  # as after `Manager.rejoin`: one of the others may have been restarted
         self._has_begun = True
 
     def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> int:

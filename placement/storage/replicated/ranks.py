@@ -27,7 +27,7 @@ class Ranks(abc.ABC):
         """The number of the present change of the group, 1 or more. All ranks have the same one; every change of every group another."""
 
     @abc.abstractmethod
-    def confer(self, what: str, text: str) -> list[str]:
+    def exchange_texts(self, what: str, text: str) -> list[str]:
         """Send text to all ranks under the topic `what`. Returns the text of each rank on this topic, by rank.
 
         Raises:

@@ -93,7 +93,7 @@ class SharedScanner(StorageScanner):
             file, path = -1, ""
             if shares.rank == 0:
                 file, path = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
-            said = ranks.confer("layout", f"{_layout(device, claims, layout)} {path}")
+            said = ranks.exchange_texts("layout", f"{_layout(device, claims, layout)} {path}")
             self._check_layouts([each.partition(" ")[0] for each in said])
             if shares.rank != 0:
                 file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
@@ -101,7 +101,7 @@ class SharedScanner(StorageScanner):
             self._write(claims, layout, slab)
             table = _prints_of(slab, shares.world_size)
             table[shares.rank] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
-            ranks.confer("share", "written")
+            ranks.exchange_texts("share", "written")
         self._check_equal(table, [name for name, _ in prints])
         self._try_out()
         slab.pin()
