@@ -122,7 +122,7 @@ def from_environment(
         CoordinatorLost: the store does not answer.
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not environment.get(name)]
+    missing = [each for each in names if not environment.get(each)]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start with torchrun, or make a StoreGroup over a store of your own")
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -223,7 +223,7 @@ class EarlyChunks:
         return handed
 
     def give_back(self, addresses: Addresses, into: dict[int, Chunk]) -> None:
-        """Undo `save`: map all chunks behind the range's addresses again. Only they have certain bytes.
+        """Undo `stay`: map all chunks behind the range's addresses again. Only they have certain bytes.
 
         Raises:
             DeviceMemoryError: the driver refused. The chunks that are still here can be given back later.
