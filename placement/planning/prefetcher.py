@@ -14,7 +14,7 @@ from placement.planning.early_room import Share, Wish, divide
 from placement.planning.planner import Planner
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Place
+from placement.storage.range import RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.prefetch import Prefetch
 
@@ -143,7 +143,7 @@ class Prefetcher:
         self._has_any = True  # state that was born in the phase before has a place only now
         self._prefetch.begin(self._shares(plan, room_bytes), chunk_pool, steps)
 
-    def _next_steps(self, name: str) -> dict[ManagedStorage, list[tuple[Place, ...]]]:
+    def _next_steps(self, name: str) -> dict[ManagedStorage, list[tuple[RangeChunk, ...]]]:
         """The storages of which a step is streamed in this phase, each with the chunks that the next one begins with.
 
         Their room is the window that the plan leaves to the step. Nothing comes where torch's allocator has found no memory beside it.

@@ -25,7 +25,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import MethodCall
 from placement.registration.step_parts import StepParts
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Place, Range
+from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.buckets import first_buckets, window_of
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.streamed_step import Streamed, StreamedStep
@@ -117,7 +117,7 @@ class StreamedOptimizer:
             self._usual_steps[self._phase] = self._num_steps
         self._phase, self._num_steps = name, 0
 
-    def first_buckets(self) -> list[tuple[Place, ...]]:
+    def first_buckets(self) -> list[tuple[RangeChunk, ...]]:
         """The chunks of each bucket that the next step begins with; none if no further step is expected in this phase.
 
         A phase is expected to have as many steps as when it was last open with any, and one at first.

@@ -269,5 +269,5 @@ class Range:
         return found
 
 
-Place = tuple[Range, int]
+RangeChunk = tuple[Range, int]
 """A chunk of a range, by its index."""

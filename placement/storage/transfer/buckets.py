@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from placement.devices.memory import Mark
-from placement.storage.range import Place, Range
+from placement.storage.range import Range, RangeChunk
 
 AHEAD = 2
 """The number of buckets that come while one is stepped. With one, the link would wait for each bucket's kernels and driver calls."""
@@ -16,7 +16,7 @@ AHEAD = 2
 class Piece(NamedTuple):
     """The state of one parameter, or of a slice of it: the least that can be stepped."""
 
-    chunks: tuple[Place, ...] = ()
+    chunks: tuple[RangeChunk, ...] = ()
     """The chunks that have bytes of it."""
     unborn_bytes: int = 0
     """Bytes of state that the step will create."""
@@ -33,13 +33,13 @@ class Bucket:
 
     first: int
     last: int
-    chunks: tuple[Place, ...]
+    chunks: tuple[RangeChunk, ...]
     unborn_bytes: int
     arrived: Mark | None = None
     """Tells when its bytes are on the device."""
     left: Mark | None = None
     """Tells when those that leave with it are on the host."""
-    leaving: tuple[Place, ...] = ()
+    leaving: tuple[RangeChunk, ...] = ()
     fresh: Range | None = None
     """Where the state that its step has created moves when it has been copied."""
 
@@ -51,8 +51,8 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
     """
     order = {r: place for place, r in enumerate(dict.fromkeys(r for piece in pieces for r, _ in piece.chunks))}
     found: list[Bucket] = []
-    before: frozenset[Place] = frozenset()
-    chunks: dict[Place, None] = {}
+    before: frozenset[RangeChunk] = frozenset()
+    chunks: dict[RangeChunk, None] = {}
     first = unborn = used = 0
     for index, piece in enumerate(pieces):
         more = piece.unborn_bytes + bytes_of(each for each in piece.chunks if each not in chunks and each not in before)
@@ -69,7 +69,7 @@ def buckets_of(pieces: Sequence[Piece], bucket_bytes: int) -> list[Bucket]:
 
 def first_buckets(pieces: Iterable[Piece], bucket_bytes: int, window_bytes: int) -> list[Bucket]:
     """The buckets that a step of these pieces begins with, as many as the window has room for."""
-    found, held, nbytes = list[Piece](), set[Place](), 0
+    found, held, nbytes = list[Piece](), set[RangeChunk](), 0
     for piece in pieces:
         held.update(piece.chunks)
         nbytes += piece.unborn_bytes
@@ -92,16 +92,16 @@ def window_of(pieces: Iterable[Piece], bucket_bytes: int) -> int:
     return min(whole, AHEAD * bucket_bytes + max(bucket_bytes, largest))
 
 
-def bytes_of(chunks: Iterable[Place]) -> int:
+def bytes_of(chunks: Iterable[RangeChunk]) -> int:
     """Device bytes of chunks."""
     return sum(r.chunk_sizes[index] for r, index in chunks)
 
 
-def _sorted(chunks: Iterable[Place], order: Mapping[Range, int]) -> tuple[Place, ...]:
+def _sorted(chunks: Iterable[RangeChunk], order: Mapping[Range, int]) -> tuple[RangeChunk, ...]:
     return tuple(sorted(chunks, key=lambda each: (order[each[0]], each[1])))
 
 
-def runs(chunks: Iterable[Place]) -> Iterator[tuple[Range, list[int]]]:
+def runs(chunks: Iterable[RangeChunk]) -> Iterator[tuple[Range, list[int]]]:
     """The same chunks as runs of neighbours in one range."""
     run: list[int] = []
     at: Range | None = None

@@ -24,7 +24,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Copy, Mark
 from placement.storage.early import EarlyChunks, runs
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Place, Range
+from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 BURST_CHUNKS = 4
@@ -72,7 +72,7 @@ class Prefetch:
         self,
         shares: Mapping[ManagedStorage, tuple[int, int]],
         chunk_pool: ChunkPool,
-        steps: Mapping[ManagedStorage, Sequence[Sequence[Place]]],
+        steps: Mapping[ManagedStorage, Sequence[Sequence[RangeChunk]]],
     ) -> None:
         """Put memory behind more chunks, as far as there is memory, and start copying all that is missing. Call `hold` before.
 
@@ -102,7 +102,7 @@ class Prefetch:
             self._copying = _Copying(self._device, bursts)
             self._copying.start_first()
 
-    def _burst_of(self, storage: ManagedStorage, bucket: Sequence[Place], chunk_pool: ChunkPool) -> _Burst:
+    def _burst_of(self, storage: ManagedStorage, bucket: Sequence[RangeChunk], chunk_pool: ChunkPool) -> _Burst:
         """Put memory behind the chunks of a bucket. Returns the copies that they still need."""
         burst = _Burst([], [], [])
         for r, places in itertools.groupby(bucket, key=operator.itemgetter(0)):

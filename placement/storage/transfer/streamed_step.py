@@ -23,7 +23,7 @@ from placement.core.errors import DeviceMemoryError
 from placement.core.torch_modes import without_modes
 from placement.devices.memory import Chunk
 from placement.storage.managed import ManagedStorage
-from placement.storage.range import Place
+from placement.storage.range import RangeChunk
 from placement.storage.stepping import take_in_born
 from placement.storage.transfer.buckets import AHEAD, Bucket, Piece, buckets_of, bytes_of, runs
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -60,7 +60,7 @@ class StreamedStep:
     window_bytes: int
     step: Callable[[int, int], object]
     _buckets: list[Bucket] = field(default_factory=list)
-    _uses: dict[Place, list[int]] = field(default_factory=dict)
+    _uses: dict[RangeChunk, list[int]] = field(default_factory=dict)
     """The buckets that have bytes in a chunk, ascending."""
     _fetched: int = 0
     """The number of buckets that have memory."""
@@ -87,7 +87,7 @@ class StreamedStep:
         """
         holding, device = self.holding, self.holding.device
         self._buckets = buckets_of(self.pieces, self.bucket_bytes)
-        uses: defaultdict[Place, list[int]] = defaultdict(list)
+        uses: defaultdict[RangeChunk, list[int]] = defaultdict(list)
         for index, bucket in enumerate(self._buckets):
             for each in bucket.chunks:
                 uses[each].append(index)
@@ -242,7 +242,7 @@ class StreamedStep:
                 self._to_host_bytes += sum(copy.nbytes for copy in copies)
             bucket.left = device.mark("to_host")
 
-    def _next_use(self, chunk: Place, index: int) -> float:
+    def _next_use(self, chunk: RangeChunk, index: int) -> float:
         """The next bucket that has bytes in a chunk. A chunk that is used again soon stays until that bucket leaves."""
         uses = self._uses[chunk]
         later = bisect.bisect_right(uses, index)
@@ -275,7 +275,7 @@ class StreamedStep:
         device.wait(device.mark("to_host"))
         self._take_away(kept, chunk_pool)
 
-    def _take_away(self, chunks: Sequence[Place], chunk_pool: ChunkPool) -> None:
+    def _take_away(self, chunks: Sequence[RangeChunk], chunk_pool: ChunkPool) -> None:
         """Take the memory away from behind chunks that have left."""
         device = self.holding.device
         for r, run in runs(chunks):
@@ -284,6 +284,6 @@ class StreamedStep:
             r.give(run, chunk_pool)
 
 
-def _is_early(each: Place) -> bool:
+def _is_early(each: RangeChunk) -> bool:
     r, index = each
     return r.early is not None and index in r.early.chunks
