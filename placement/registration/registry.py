@@ -111,7 +111,7 @@ class Registry:
                 target = handle.lazy.factory()
         except Exception as error:
             raise RegistrationError(f"the factory of {handle.name!r} failed: {error}") from error
-        lazy = handle.lazy
+        lazy, before = handle.lazy, (handle.kind, handle.role, handle.owners)
         try:
             handle.built_object = target  # nobody else may hold the object
             self._bind(handle, target, external=False)
@@ -119,6 +119,7 @@ class Registry:
         except BaseException:
             self._unbind(handle)
             handle.detach()
+            handle.kind, handle.role, handle.owners = before  # the object that could not be bound told others
             handle.lazy = lazy
             raise
 

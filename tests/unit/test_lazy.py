@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from placement import DeviceMemoryError, Lazy, NotResidentError, PhaseError, RegistrationError, State
+from placement import DeviceMemoryError, HostMemoryError, Lazy, NotResidentError, PhaseError, RegistrationError, State
 from placement.policies import AsyncRollout, Colocated
-from placement.testing import assert_nothing_resident
+from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import GPU, OFF, SYNC, TRAIN, Scripted, assert_same, batch, everything, learn, make_manager, net
 
 
@@ -174,6 +174,19 @@ def test_what_a_factory_made_may_not_fit() -> None:
     assert critic.resident_bytes == 0
     assert manager.phase_name == "idle"
     assert_nothing_resident(manager)
+
+
+def test_a_build_that_fails_late_leaves_the_handle_as_it_was_registered() -> None:
+    faults = Faults(SimulatedDevice(1 << 20))
+    manager = make_manager(device=faults, policy=Scripted(eval=lambda view: view.total_plan({"adam": GPU})))
+    model = net()
+    manager.register("actor", model, role="actor")
+    adam = manager.register("adam", Lazy(lambda: torch.optim.AdamW(model.parameters())))
+    faults.fail("host", at=1)
+    with pytest.raises(HostMemoryError), manager.phase("eval"):
+        pass
+    assert (adam.kind, adam.role, adam.owners) == ("module", None, ())
+    manager.unregister("actor")  # nothing steps it
 
 
 def test_what_a_factory_made_lives_as_long_as_its_handle() -> None:
