@@ -102,7 +102,7 @@ function timeline(worker) {
       }
     }
   });
-  for (let tick = 0; tick < 5; tick += 1) {
+  for (let tick = 0; tick < 5; tick += wide - LEFT < 300 ? 2 : 1) { // on a phone every second one has room
     const text = draw("text", { x: x(now - tick * shown / 5), y: rows.length * ROW + 14, "text-anchor": tick ? "middle" : "end" });
     const seconds = tick * shown / 5;
     text.textContent = tick ? `−${seconds < 60 ? `${seconds} s` : `${seconds / 60} min`}` : "now";
