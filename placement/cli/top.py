@@ -129,9 +129,9 @@ def _table(columns: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, justify="right" if column in NUMBERS else "left", no_wrap=column not in _LONG)
+        table.add_column(_text(column), justify="right" if column in NUMBERS else "left", no_wrap=column not in _LONG)
     return table
 
 

@@ -56,5 +56,8 @@ def find_targets(places: Iterable[str]) -> list[Target]:
         elif Path(place).is_dir():
             found += targets_in(place)
         else:
-            raise PlacementError(f"{place!r} is not a worker's URL (http://host:port), a URL that ends in /targets, or a discovery folder")
+            raise PlacementError(
+                f"{place!r} is not a worker's URL (http://host:port), a URL that ends in /targets, or a discovery folder "
+                "(workers create it when they announce themselves)"
+            )
     return found

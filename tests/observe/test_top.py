@@ -71,6 +71,8 @@ def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Mana
         assert "http://127.0.0.1:9/workers does not answer" in out
         assert main(["status"]) == 1
         assert "no workers named" in capsys.readouterr().err
+        assert main(["status", "no/such/folder"]) == 1
+        assert "or a discovery folder (workers create it when they announce themselves)" in capsys.readouterr().err
         assert main(["top", server.url, "--interval", "0"]) == 1
         assert "must be more than 0" in capsys.readouterr().err
 
@@ -140,6 +142,8 @@ def test_a_terminal_of_80_columns_shows_names_phases_and_sizes_whole(workers: li
     assert row.split()[1:4] == ["log_prob", "8", "KiB"]
     (row,) = [line for line in lines if "node0/rank11" in line]
     assert "…" in row
+    (head,) = [line for line in lines if "on device" in line]
+    assert not lines[lines.index(head) - 1].strip(), "the header has one line"
 
 
 @pytest.mark.parametrize(
