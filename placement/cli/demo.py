@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", type=port, metavar="PORT", help="serve /metrics, /healthz and /state while the demo runs (0: any port)")
     parser.add_argument("--no-placement", action="store_true", help="run the same loop with everything resident, for comparison")
     parser.add_argument("--model", type=_directory, metavar="DIR", help="a causal language model's checkpoint instead of the built-in one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, rewards, phases and the audit")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write losses, rewards, phases and the audit")
 
 
 def _device_name(text: str) -> str:
@@ -59,6 +59,14 @@ def _directory(text: str) -> Path:
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a directory")
     return Path(text)
+
+
+def _new_file(text: str) -> Path:
+    """A file that can be written when the job is over. A mistake is told before the job runs."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return path
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -124,6 +124,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ["discover", ".", "--port", "99999"],
         ["discover", ".", "--port", "-1"],
         ["demo", "--model", "no/such/directory"],
+        ["demo", "--json", "no/such/directory/result.json"],
+        ["demo", "--json", "."],
     ],
 )
 def test_a_mistake_on_the_command_line_exits_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
