@@ -68,6 +68,8 @@ class Part(abc.ABC):
     """The word for the part in the names of torch's state dict functions."""
 
     def __init__(self, handle: Handle) -> None:
+        if not hasattr(handle, "kind"):
+            raise TypeError(f"{type(self).__name__} takes the handle that register() has returned, not a {type(handle).__name__}")
         if handle.kind != self.kind:
             raise TypeError(f"{handle.name!r} has kind {handle.kind}; {type(self).__name__} takes handles of kind {self.kind}")
         self.handle = handle

@@ -364,3 +364,9 @@ def test_a_handle_in_place_of_the_manager_is_told_of_only(tmp_path: Path, do: An
     with pytest.raises(TypeError, match=r"the manager, not a Sequential$"):
         do(worker.net, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("part", [checkpoint.Model, checkpoint.Optimizer])
+def test_a_module_in_place_of_its_handle_is_told(part: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes the handle that register\(\) has returned, not a Linear$"):
+        part(torch.nn.Linear(2, 2))
