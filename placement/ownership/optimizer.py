@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ class OptimizerAdapter(Adapter):
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
                 "and it is no module and no engine. Supported: torch.optim.Optimizer, objects that hold optimizers in "
                 f"{', '.join('.' + attribute for attribute in WRAPPING)}, torch.nn.Module, placement.Engine, and placement.Lazy. "
-                "What to do: register the optimizer itself (a scheduler need not be registered)."
+                f"What to do: {_advice(optimizer)}."
             )
         parameters = self.parameters()
         self._external = "the caller says so (external=True)" if external else external_optimizer(objects, parameters, self._device)
@@ -296,3 +297,14 @@ class OptimizerAdapter(Adapter):
     def _look(self) -> tuple[list[Any], list[Leaf]]:
         root = self._root()
         return find(root) if root is not None else ([], [])
+
+
+def _advice(obj: Any) -> str:
+    """What to register in place of an object that is none of the supported kinds."""
+    if isinstance(obj, torch.Tensor | list | tuple | dict):
+        return "register the torch.nn.Module that has the tensors, or the optimizer"
+    if inspect.isroutine(obj) or isinstance(obj, type):
+        return f"register what it returns; placement.Lazy({obj.__name__}) calls it when a phase needs that"
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+        return "register the optimizer itself (a scheduler need not be registered)"
+    return "register the module or the optimizer itself; for vLLM and SGLang an engine of placement.engines, such as VllmInProcess(llm)"

@@ -449,6 +449,21 @@ def test_what_is_no_optimizer_is_refused(odd: Any) -> None:
         adapt(odd)
 
 
+@pytest.mark.parametrize(
+    ("odd", "advice"),
+    [
+        ([nn.Parameter(torch.zeros(2))], r"register the torch\.nn\.Module that has the tensors"),
+        (torch.zeros(2), r"register the torch\.nn\.Module that has the tensors"),
+        (nn.Linear, r"placement\.Lazy\(Linear\) calls it"),
+        (lambda: None, r"register what it returns; placement\.Lazy"),
+        (object(), r"such as VllmInProcess\(llm\)"),
+    ],
+)
+def test_the_advice_fits_what_was_given(odd: Any, advice: str) -> None:
+    with pytest.raises(RegistrationError, match=f"What to do: .*{advice}"):
+        adapt(odd)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_meta_parameters_and_state_of_odd_layout_are_refused() -> None:
     with pytest.raises(RegistrationError, match="parameter 0 is on the meta device"):
