@@ -90,6 +90,11 @@ def test_a_submodule_of_a_registered_module(worker: Worker) -> None:
         worker.manager.register("part", worker.net[0])
 
 
+def test_a_module_of_another_manager_under_the_same_name(worker: Worker) -> None:
+    with pytest.raises(RegistrationError, match=r"'actor' is registered in another manager of this process.*unregister it there first"):
+        placement.Manager(device="simulated:1MiB").register("actor", worker.net, role="actor")
+
+
 def test_a_module_around_a_registered_one(worker: Worker) -> None:
     around = torch.nn.Sequential(torch.nn.Linear(4, 4), worker.net)
     with pytest.raises(RegistrationError, match="belongs to 'actor' already"):

@@ -248,6 +248,11 @@ class StorageScanner:
             return False
         if self._adapter.hands_back or self._adapter.kind == "optimizer" or (owned.wrapper is not None and is_sparse(owned.wrapper)):
             return True
+        if owner.name == self._name:  # within one manager a name is given once
+            raise RegistrationError(
+                f"{owned.name!r} of {self._name!r} is registered in another manager of this process, as {owner.name!r} too; a storage has "
+                "one owner. Use that manager, or unregister it there first (close() does that for all handles of a manager)."
+            )
         raise RegistrationError(
             f"{owned.name!r} of {self._name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "
             "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
