@@ -95,7 +95,10 @@ def _advise(handle: Handle, advice: str, *phases: str) -> str:
         "for 'train' and 'restore' the shipped policies load the modules that a registered optimizer steps, for other phases modules by "
         "their roles"
     )
-    return f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {why}; only= leaves out all that it does not name"
+    return (
+        f"the plan of this {phase!r} leaves it out (its role: {handle.role!r}): {why}; only= leaves out all that it does not name, and "
+        "done_with() offloads what it names until the phase ends"
+    )
 
 
 def _unneeded(handle: Handle) -> str:

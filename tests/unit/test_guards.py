@@ -147,6 +147,15 @@ def test_a_role_that_no_shipped_phase_needs_is_told_of_a_phase_of_ones_own() -> 
         LoadGuard(handle)(None)
 
 
+def test_after_done_with_the_error_says_so() -> None:
+    manager, model = make_manager(), net()
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob") as phase:
+        phase.done_with("actor")
+        with pytest.raises(NotResidentError, match=r"done_with\(\) offloads what it names until the phase ends$"):
+            model(batch())
+
+
 def test_a_module_without_a_role_is_told_to_have_one() -> None:
     manager, model = make_manager(), net()
     manager.register("actor", model)
