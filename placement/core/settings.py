@@ -217,7 +217,8 @@ class Settings(BaseModel):
                 if where and source == "environment":
                     where = PREFIX + where.upper()
                 value = f" (got {error['input']!r})" if where else ""
-                problems.append(f"{where}: {error['msg']}{value}" if where else error["msg"].removeprefix("Value error, "))
+                what = error["msg"].removeprefix("Value error, ")  # pydantic's words before those of a validator
+                problems.append(f"{where}: {what}{value}" if where else what)
             raise ValueError(f"{source}: {'; '.join(problems)}") from exc
 
 

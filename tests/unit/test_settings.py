@@ -188,6 +188,11 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, monkeypatch: pytest.Mo
         Settings.from_any(None)
 
 
+def test_a_bad_value_is_told_in_our_words_alone() -> None:
+    with pytest.raises(ValueError, match=r"^settings: budget_bytes: 'lots' is not a number of bytes; write 12GiB"):
+        Settings.from_any({"budget_bytes": "lots"})
+
+
 def test_every_unknown_key_is_named() -> None:
     with pytest.raises(ValueError, match=r"(?s)'polcy'.*'zzz'"):
         Settings.from_any({"polcy": 1, "zzz": 2})
