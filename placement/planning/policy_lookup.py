@@ -58,7 +58,7 @@ def resolve_policy(spec: str | type[Policy] | Policy) -> Policy:
             how = "with these options" if options.are_given else "without arguments"
             raise PolicyError(f"policy {_shown(spec)} cannot be constructed {how}: {exc}") from exc
     if not callable(getattr(found, "plan", None)):
-        raise PolicyError(f"policy {_shown(spec)} has no method plan(view)")
+        raise PolicyError(f"policy {_shown(spec)} has no method plan(view): write a class with a `name` and that method")
     name = getattr(found, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PolicyError(f"policy {_shown(spec)} needs a name matching {_NAME.pattern} (`name = ...` in its class), not {name!r}")

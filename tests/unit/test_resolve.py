@@ -123,7 +123,7 @@ class TestResolve:
             ("no_such_module:Mine", "cannot be imported from no_such_module:Mine: ModuleNotFoundError"),
             ("placement.policies:Mine", "cannot be imported.*AttributeError"),
             (".:Mine", "cannot be imported"),
-            ("json:dumps", "'json:dumps' has no method plan"),
+            ("json:dumps", r"'json:dumps' has no method plan\(view\): write a class with a `name` and that method"),
             (NoPlan, "NoPlan has no method plan"),
             (NoPlan(), "NoPlan has no method plan"),
             (NoName, "NoName needs a name"),
