@@ -19,7 +19,6 @@ from placement.core.snapshot import DurationHistogram
 from placement.core.states import IDLE, State, Trigger
 
 logger = logging.getLogger("placement")
-logger.addHandler(logging.NullHandler())
 
 REASONS = ("device_memory", "host_memory", "integrity", "interrupted", "error")
 """The reasons for which a transition can fail: the values of the metric's `reason` label."""

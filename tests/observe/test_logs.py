@@ -54,6 +54,16 @@ def test_quiet_by_default() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
+def test_a_warning_shows_where_logging_is_not_set_up() -> None:
+    code = (
+        "import placement, torch\n"
+        "m = placement.Manager(device='simulated:1MiB'); m.register('actor', torch.nn.Linear(2, 2), role='actor')\n"
+        "with m.phase('train'): pass"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'actor' is no longer registered" in done.stderr
+
+
 def test_a_failure_is_logged_as_a_warning_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     faults = Faults(SimulatedDevice(1 << 20, chunk_bytes=4096))
     manager = placement.Manager(device=faults)
