@@ -45,6 +45,10 @@ class TorchEngine(Engine):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"TorchEngine takes a torch.nn.Module, not a {type(module).__name__}; placement.engines has the engines for vLLM and SGLang"
+            )
         self.module = module
         self._taker: WeightTaker | None = None
         """The weight taker of the sync that is under way; None outside one."""

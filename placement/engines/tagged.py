@@ -92,9 +92,9 @@ class TaggedEngine(Engine):
     ) -> None:
         if not 0 < deadline_seconds < math.inf:
             raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
-        for word, known in ((weights, ("keep", "discard")), (verify, ("memory", "answer"))):
+        for argument, word, known in (("weights", weights, ("keep", "discard")), ("verify", verify, ("memory", "answer"))):
             if word not in known:
-                raise ValueError(f"{word!r} is unknown; use one of {', '.join(known)}")
+                raise ValueError(f"{word!r} is unknown; {argument} is one of {', '.join(known)}")
         given = {} if tag_bytes is None else {tag: parse_bytes(n) if isinstance(n, str) else n for tag, n in tag_bytes.items()}
         for tag, nbytes in given.items():
             if nbytes < 0:

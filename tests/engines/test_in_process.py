@@ -283,3 +283,8 @@ def test_the_real_sglang_has_this_shape() -> None:
 
     for name in ("release_memory_occupation", "resume_memory_occupation", "flush_cache", "update_weights_from_tensor"):
         assert [*inspect.signature(getattr(Engine, name)).parameters] == [*inspect.signature(getattr(SglEngine, name)).parameters]
+
+
+def test_a_torch_engine_of_no_module_is_told_of_the_other_engines(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not a LLM; placement\.engines has the engines for vLLM and SGLang"):
+        TorchEngine(LLM(tmp_path / "shared"))  # type: ignore[arg-type]

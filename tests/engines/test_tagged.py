@@ -217,8 +217,8 @@ def test_bad_input(shared: Path) -> None:
         ({"tags": ("weights", "lora")}, "unknown tags 'lora'"),
         ({"tag_bytes": {"cuda_graph": 1}}, "unknown tags 'cuda_graph'; this engine has weights, kv_cache"),
         ({"tag_bytes": {"weights": "12 apples"}}, "is not a number of bytes"),
-        ({"weights": "sleep"}, "'sleep' is unknown; use one of keep, discard"),
-        ({"verify": "no"}, "'no' is unknown; use one of"),
+        ({"weights": "sleep"}, "'sleep' is unknown; weights is one of keep, discard"),
+        ({"verify": "no"}, "'no' is unknown; verify is one of"),
         ({"deadline_seconds": float("inf")}, "more than 0 and finite"),
         ({"tag_bytes": {"weights": -1}}, "tag_bytes of 'weights' must be 0 or more"),
     ):
