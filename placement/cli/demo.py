@@ -109,7 +109,7 @@ def run_managed(worker: Worker, device: Device, arguments: argparse.Namespace, n
     memory = device.memory()
     total_bytes = memory.total_bytes - memory.poison_bytes
     verdict = "would not fit" if needed_bytes > total_bytes else "would fit"
-    print(f"device {device.name} has {mebibytes(total_bytes)} MiB; the whole job, {mebibytes(needed_bytes)} MiB, {verdict}")
+    print(f"device {device.name} has {mebibytes(total_bytes)} MiB; the whole job, {mebibytes(needed_bytes)} MiB, {verdict}; tables in MiB")
 
     manager = placement.Manager(device=device, policy=arguments.policy)
     with contextlib.ExitStack() as stack:
