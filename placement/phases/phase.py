@@ -168,6 +168,8 @@ class Phase:
 class PhaseContext(Phase):
     """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
 
+    _open: OpenPhase | None = None  # of the class, for `__del__` after an interrupt at the beginning of `__init__`
+
     def __init__(
         self,
         stack: PhaseStack,
@@ -177,7 +179,6 @@ class PhaseContext(Phase):
         keeps_alive: object = None,
         in_any_order: bool = False,
     ) -> None:
-        self._open: OpenPhase | None = None
         self.in_any_order = in_any_order
         super().__init__(self, name)
         self._manager = keeps_alive

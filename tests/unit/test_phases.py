@@ -15,6 +15,7 @@ import torch
 
 import placement
 from placement import DeviceMemoryError, PhaseError, Plan, PolicyError, RegistrationError, State
+from placement.phases.phase import PhaseContext
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, SYNC, TRAIN, Scripted, Worker, assert_same, everything, learn, make_manager, net
 
@@ -477,6 +478,14 @@ def steps(worker: Worker) -> Iterator[int]:
     with worker.manager.phase("train"):
         yield 1
         yield 2
+
+
+def test_a_phase_whose_making_was_interrupted_at_once_is_collected_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    PhaseContext.__new__(PhaseContext)  # as an interrupt leaves it before the first line of `__init__`
+    gc.collect()
+    assert not told
 
 
 def test_a_generator_that_is_closed_leaves_its_phase() -> None:
