@@ -300,7 +300,7 @@ class OptimizerAdapter(Adapter):
 
 
 def _advice(obj: Any) -> str:
-    """What to register in place of an object that is none of the supported kinds."""
+    """Advice what to register in place of an object that is none of the supported kinds."""
     if isinstance(obj, torch.Tensor | list | tuple | dict):
         return "register the torch.nn.Module that has the tensors, or the optimizer"
     if inspect.isroutine(obj) or isinstance(obj, type):
