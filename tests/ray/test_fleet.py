@@ -280,7 +280,7 @@ def test_a_worker_that_leaves_its_fleet_is_known_no_longer(job: Any) -> None:
     for _ in range(2):
         job.ray.get(job.workers[2].leave_fleet.remote())
         assert known() == {"0", "1", "3"}
-    time.sleep(1.5)  # longer than the pause between two reports
+    time.sleep(1.5)  # longer than the pause between two reports; a report that does not come gives nothing to wait for
     assert known() == {"0", "1", "3"}
     with job.fleet.phase("train"):
         assert len(job.all("step")) == WORLD
