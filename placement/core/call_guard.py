@@ -8,6 +8,9 @@ While the bytes are away, each guarded module has a `forward` attribute of its o
   refused. The compiled code is kept and serves again once the bytes are back, so nothing is compiled twice.
 * A hook costs time in every call. The guard costs nothing while the bytes are on the device, because then it is not installed.
 
+A framework may replace `forward` while the guard is there (accelerate's `unwrap_model`). So a module that was registered, and one whose
+`forward` was replaced before, have a pre-hook as well while the bytes are away.
+
 The guard does not see code that reads the weights without calling their module (`torch.nn.functional.linear(x, model.weight)`), a
 bound `forward` of a module without children that was taken while the module was on the device, or the results of `torch.jit` and
 `torch.export`, which hold the tensors themselves. Give a module of one of torch's own classes (`nn.Sequential`) to `torch.compile`
@@ -64,18 +67,16 @@ class GuardedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._plain())
 
-    @property
-    def __code__(self) -> types.CodeType:
-        """The code object for `torch.jit.script` and `torch.export`, which read it instead of calling `forward`."""
-        self.check(None, ())
-        code: types.CodeType = self._plain().__code__
-        return code
+    def __getattr__(self, name: str) -> Any:
+        """The attribute of the module's own `forward`: frameworks follow `__wrapped__`, and bind `__func__` anew.
 
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        self.check(None, ())
-        found: dict[str, Any] = self._plain().__globals__
-        return found
+        `torch.jit.script` and `torch.export` read its code instead of calling it.
+        """
+        if name in ("__code__", "__globals__"):
+            self.check(None, ())
+        elif name in ("__deepcopy__", "__copy__", "_module", "before"):  # a copy is `__reduce__`'s; fields are missing while it is made
+            raise AttributeError(name)
+        return getattr(self._plain(), name)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[torch.nn.Module | None, str]]:
         """A copied module gets the method of its class; copying is refused while the module is offloaded."""
@@ -108,23 +109,26 @@ class CallGuard:
 
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
+        roots = {id(root) for root in self.roots()}
         for reference, forward in self._forwards:  # tens of thousands in a mixture of experts: few steps for each
             module = reference()
             if module is None:
                 continue
             fields = module.__dict__
-            if "forward" in fields or fields["_forward_pre_hooks"]:
+            if "forward" in fields or fields["_forward_pre_hooks"] or id(module) in roots:
                 self._refuse(module, forward)
             else:
                 fields["forward"] = forward
 
     def _refuse(self, module: torch.nn.Module, forward: GuardedForward) -> None:
-        """Refuse one module on which a framework has put hooks or a `forward` of its own."""
+        """Refuse a root, or a module on which a framework has put hooks or a `forward` of its own.
+
+        The hook runs before a framework's, which may gather all ranks' weights (FSDP2).
+        """
         before = vars(module).get("forward")
         if isinstance(before, GuardedForward) and before.check is self._check:
             return
-        if module._forward_pre_hooks:  # a framework's hook may gather all ranks' weights (FSDP2): the refusal runs first
-            self._hooks.append(module.register_forward_pre_hook(self._check, prepend=True))
+        self._hooks.append(module.register_forward_pre_hook(self._check, prepend=True))
         # A new guard around each patch, because whoever patched `forward` since the last time may call the previous guard.
         vars(module)["forward"] = forward if before is None else GuardedForward(self._check, module, before)
 
