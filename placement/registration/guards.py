@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
@@ -245,33 +246,52 @@ class CopyGuard(_Guard):
                 refuse(each, "copied or pickled", do)
 
 
-class MergeGuard(_Guard):
-    """Runs before a PEFT layer merges or unmerges its adapters. While offloaded, PEFT would write into poison and only record the merge."""
+class ReadGuard(_Guard):
+    """Runs before a framework's method that reads tensors past every hook of torch: Megatron's `sharded_state_dict`, PEFT's `merge`.
+
+    While offloaded, it would compute with poison; PEFT writes nothing then and only records the merge.
+    """
+
+    def __init__(self, handle: Handle, what: str = "read by its framework") -> None:
+        super().__init__(handle)
+        self._what = what
 
     def __call__(self, *_: Any) -> None:
         handle = self.handle()
         if handle is None or not is_off(handle):
             return
-        if handle.is_streaming:
+        phase = "train" if handle.kind == "optimizer" else "log_prob"
+        advice = _advise(handle, f"do it inside a phase that has it on the device, such as manager.phase({phase!r})", phase)
+        if handle.kind == "module" and handle.is_streaming:
             advice = (
                 "its weights are published from the host copy here (stream_sync=True), and nothing of it is on the device. weights() "
-                "merges the weights that it publishes and leaves the model as it is; to merge in the model, open a phase that loads it, "
+                "merges the weights that it publishes and leaves the model as it is; to do it to the model, open a phase that loads it, "
                 "such as manager.phase('log_prob')"
             )
-        else:
-            do = "do it inside a phase that has it on the device, such as manager.phase('log_prob') or phase('train')"
-            advice = _advise(handle, do, "log_prob", "train")
-        refuse(handle, "merged with its adapters", advice)
+        refuse(handle, self._what, advice)
 
 
-class ReadGuard(_Guard):
-    """Runs before a framework's method that reads or writes tensors past every hook (Megatron's `sharded_state_dict`)."""
+class InjectGuard(ReadGuard):
+    """Runs before PEFT makes an adapter whose first values it computes by decomposing the weights: torch fails to decompose poison."""
 
-    def __call__(self, *_: Any) -> None:
-        handle = self.handle()
-        if handle is not None and is_off(handle):
-            do = "do it inside a phase that has it on the device, such as manager.phase('restore')"
-            refuse(handle, "read by its framework", _advise(handle, do, "restore"))
+    def __call__(self, tuner: Any, args: Any, kwargs: Any) -> None:
+        config = tuner.peft_config[kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]]
+        if config.peft_type in _DECOMPOSING or str(getattr(config, "init_lora_weights", "")).startswith(_DECOMPOSING):
+            super().__call__()
+
+
+class SaveGuard(ReadGuard):
+    """Runs before PEFT saves a prompt's embeddings or SHiRA's indices, which it reads past the state dict: before anything is written."""
+
+    def __call__(self, model: Any, args: Any, _: Any) -> None:
+        past = any(config.is_prompt_learning or config.peft_type == "SHIRA" for config in model.peft_config.values())
+        is_saving = isinstance(args, tuple)  # a call of `save_pretrained`; else this is torch's hook of each state dict
+        if past and (is_saving or any(each.f_code.co_name == "get_peft_model_state_dict" for each, _ in traceback.walk_stack(None))):
+            super().__call__()
+
+
+_DECOMPOSING = ("pissa", "corda", "mica", "loftq", "lora_ga", "OSF", "PSOFT", "TINYLORA")
+"""Beginnings of values of `init_lora_weights`, and types of adapters."""
 
 
 class StateDictGuard(_Guard):
@@ -308,37 +328,40 @@ class GatherGuard(_Guard):
         return cast("_Removable", removable)
 
 
-def _parts(objects: Iterable[Any]) -> Iterable[torch.nn.Module]:
+def _parts(roots: list[torch.nn.Module]) -> Iterable[torch.nn.Module]:
     """The submodules of a handle's modules, each once."""
-    modules = [target for target in objects if isinstance(target, torch.nn.Module)]
-    return {id(part): part for target in modules for part in target.modules() if not any(part is each for each in modules)}.values()
+    return {id(part): part for root in roots for part in root.modules() if not any(part is each for each in roots)}.values()
 
 
 def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
     hooks: list[_Removable] = handle.guards  # appended one by one: after an interrupt `Registry.remove` finds every one
     gathers = handle.adapter is not None and handle.adapter.gathers is not None
-    for part in _parts(objects):
-        hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
-        hooks.append(part.register_state_dict_post_hook(PartGuard(handle)))
-        hooks.append(StateDictCall(_Guard(handle).handle, part))
-        if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
-            hooks += [MethodCall(MergeGuard(handle), part, name) for name in ("merge", "unmerge")]
-        if gathers:
-            hooks.append(GatherGuard(handle).install(part))
-        hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
-    for target in objects:
-        if isinstance(target, torch.nn.Module):
-            hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
-            hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
-            hooks.append(StateDictCall(_Guard(handle).handle, target))
+    roots = [target for target in objects if isinstance(target, torch.nn.Module)]
+    for kind, parts in ((PartGuard, _parts(roots)), (StateDictGuard, roots)):
+        for part in parts:
+            hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
+            hooks.append(part.register_state_dict_post_hook(kind(handle)))
+            hooks.append(StateDictCall(_Guard(handle).handle, part))
             if gathers:
-                hooks.append(GatherGuard(handle).install(target))
-            hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
-        elif handle.kind == "optimizer":
+                hooks.append(GatherGuard(handle).install(part))
+            hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
+            _install_for_peft(handle, part, hooks)
+    for target in objects:
+        if handle.kind == "optimizer" and not isinstance(target, torch.nn.Module):
             _install_on_optimizer(handle, target, hooks)
-    _install_on_calls(handle, [target for target in objects if isinstance(target, torch.nn.Module)], hooks)
+    _install_on_calls(handle, roots, hooks)
     return hooks
+
+
+def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[_Removable]) -> None:
+    if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
+        hooks += [MethodCall(ReadGuard(handle, "merged with its adapters"), part, name) for name in ("merge", "unmerge")]
+    elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
+        hooks.append(MethodCall(InjectGuard(handle, "given an adapter that is computed from its weights"), part, "inject_adapter"))
+    elif is_a(part, "peft.peft_model", "PeftModel"):
+        guard = SaveGuard(handle, "saved by PEFT, which reads tensors past the state dict")
+        hooks += [MethodCall(guard, part, "save_pretrained"), part.register_state_dict_pre_hook(guard)]
 
 
 def install_on_new(handle: Handle) -> None:

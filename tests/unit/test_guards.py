@@ -20,7 +20,7 @@ import placement
 from placement import PHASES, Handle, IntegrityError, NotResidentError, PhaseError, PlacementError, Plan, State, View
 from placement.core.states import ROLES
 from placement.policies import Colocated
-from placement.registration.guards import ForwardGuard, LoadGuard, MergeGuard, ReadGuard, StepGuard
+from placement.registration.guards import ForwardGuard, LoadGuard, ReadGuard, StepGuard
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import OFF, Scripted, Worker, assert_same, batch, in_a_range, learn, make_manager, net
 
@@ -110,7 +110,7 @@ def test_guards_speak_of_the_phase_of_this_moment() -> None:
 
 def refusals(handle: Handle) -> Iterator[Callable[[], Any]]:
     """Every guard that an offloaded handle can meet, and what publishing says."""
-    for guard in (ForwardGuard, StepGuard, LoadGuard, MergeGuard, ReadGuard):
+    for guard in (ForwardGuard, StepGuard, LoadGuard, ReadGuard):
         yield functools.partial(guard(handle), None, (), {}) if guard is StepGuard else functools.partial(guard(handle), None, ())
     yield handle.weights
 
@@ -182,7 +182,7 @@ def test_teacher_is_the_one_role_that_no_shipped_phase_needs(role: str) -> None:
 def test_a_merge_in_a_streamed_sync_is_told_what_does_merge() -> None:
     worker = Worker(policy=Colocated(stream_sync=True))
     with worker.manager.phase("weight_sync"), pytest.raises(NotResidentError, match=r"stream_sync=True.*weights\(\) merges.*'log_prob'"):
-        MergeGuard(worker.actor)()
+        ReadGuard(worker.actor)()
 
 
 # --- what slips past
