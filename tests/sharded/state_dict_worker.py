@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 import torch
@@ -32,6 +33,30 @@ def live(program: Program) -> dict[str, bytes]:
         model = dict(program.model.state_dict(keep_vars=True))  # the parameters themselves
         state = {index: program.optimizer.state[each] for index, each in enumerate(_stepped(program))}
         return parts({"model": model, "state": state})
+
+
+def forked(path: str) -> list[str]:
+    """What a forked child is told that saves a sharded state dict, or its own part of one."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    fully_shard(model)
+    manager = Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+    manager.register("actor", model, role="actor")
+    shown = model.state_dict()
+    told = []
+    for use in (lambda: torch.save(shown, path), lambda: [value.to_local().numpy() for value in shown.values()]):
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                use()
+            except Exception as error:
+                os.write(writer, repr(error).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            told.append(pipe.read())
+        told[-1] += f" {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
+    manager.close()
+    return told
 
 
 class Gathering(torch.nn.Linear):

@@ -36,6 +36,11 @@ def test_what_is_handed_out_while_offloaded_can_be_gathered(kind: str, two_ranks
     two_ranks.run(worker.gathered, kind)
 
 
+def test_a_forked_child_is_told_that_it_has_no_sharded_tensor(two_ranks: Ranks, tmp_path: Path) -> None:
+    for told in two_ranks.run(worker.forked, str(tmp_path / "saved")):
+        assert all("PlacementError" in each and "clone()" in each and each.endswith(" 0") for each in told), told
+
+
 def test_what_hooks_compute_of_sharded_parameters(two_ranks: Ranks) -> None:
     two_ranks.run(worker.computed)
 

@@ -3,18 +3,24 @@
 A state dict's tensors alias the live ones, so after the next offload they would read poison. Instead, those that are still alive are
 pointed to the host copy when the bytes go there, and back to the device when the bytes return. So the holder of a state dict always
 reads the object's values. The parts of a wrapper (a DTensor) follow, and its device is corrected.
+
+A forked child has neither memory. There such tensors, and all others in the same storages, raise at every use.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from placement.core.errors import IntegrityError
+from placement.core.errors import IntegrityError, PlacementError
+from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.storage.offloaded.changes import has_nan
 from placement.storage.range import Range, RangesByAddress
@@ -35,6 +41,7 @@ class StateDictTensors:
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage over each address that was handed out, while anybody holds it."""
+        _IN_USE.add(self)
 
     def over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor of the same type, shape and strides whose bytes are at another address.
@@ -272,3 +279,30 @@ def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> d
 
 def _living(known: dict[int, weakref.ref[torch.Tensor]]) -> dict[int, weakref.ref[torch.Tensor]]:
     return {key: ref for key, ref in known.copy().items() if ref() is not None}
+
+
+_IN_USE: WeakIdSet[StateDictTensors] = WeakIdSet()
+
+
+class LeftInParent(torch.Tensor):
+    """The class that a tensor gets in a forked child, which does not have its memory. Every use raises; a read would end the process."""
+
+    @classmethod
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
+        raise PlacementError(
+            f"a tensor of a state dict lies in memory that belongs to a handle of process {os.getppid()}, and this forked child does not "
+            "have it. Give the child copies that were made before the fork: {name: value.clone() for name, value in state_dict.items()}"
+        )
+
+
+def _refuse_in_child() -> None:
+    lost = {storage._cdata for each in _IN_USE for storage in (*each.shown(), *(tensor.untyped_storage() for tensor in each))}
+    everything: list[Any] = gc.get_objects() if lost else []  # nobody knows the views
+    tensors: list[torch.Tensor] = [found for found in everything if issubclass(type(found), torch.Tensor)]
+    for tensor in tensors:
+        if is_plain_type(type(tensor)) and has_storage(tensor) and tensor.untyped_storage()._cdata in lost:
+            tensor.__class__ = LeftInParent
+    _IN_USE.clear()  # a child of this child has nothing more to lose
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
