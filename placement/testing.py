@@ -208,9 +208,6 @@ class Faults(Device):
     def written_poison(self) -> Sequence[WrittenPoison]:
         return self.device.written_poison()
 
-    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
-        self.device.mend_poison(addresses, offset, nbytes)
-
     def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
         self.device.when_out_of_memory(give_back)
 

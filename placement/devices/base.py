@@ -248,14 +248,6 @@ class Device(abc.ABC):
         """The places of the damage that the last `heal_poison` reported; empty where ranges share their poison."""
         return ()
 
-    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
-        """Restore the poison in `[offset, offset + nbytes)` after a legitimate write, which is not reported as damage.
-
-        A write beside it is still reported. The work is enqueued on the calling thread's current stream. Until it is done, the memory
-        behind the addresses must not change.
-        """
-        fill_with_poison(self.view(addresses, offset, nbytes), offset)
-
     @property
     def ipc_collected_bytes(self) -> int:
         """Bytes of tensors shared with other processes that this device has taken back so far, once those processes had dropped them.
@@ -293,14 +285,6 @@ def poison_bytes(offset: int, nbytes: int) -> bytes:
     """The poison in `[offset, offset + nbytes)` of a range."""
     first = offset % len(POISON_WORD)
     return (POISON_WORD * (nbytes // len(POISON_WORD) + 2))[first : first + nbytes]
-
-
-def fill_with_poison(view: torch.Tensor, offset: int) -> None:
-    """Fill a uint8 tensor with the poison that begins at `offset` of a range. The host waits for nothing."""
-    view.fill_(POISON_WORD[0])
-    for place, byte in enumerate(POISON_WORD):
-        if byte != POISON_WORD[0]:
-            view[(place - offset) % len(POISON_WORD) :: len(POISON_WORD)].fill_(byte)
 
 
 def check_slots(chunks: Sequence[Chunk], start: int, chunk_bytes: int) -> None:

@@ -18,10 +18,7 @@ _NAMES = 8
 
 
 class WrongWrites:
-    """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error.
-
-    Zeroing gradients (`zero_grad()`) is not a wrong write: the host copies of these gradients become zero as well.
-    """
+    """Finds writes into the memory of offloaded handles, and remembers them until `take` returns them as an error."""
 
     def __init__(self, device: Device, journal: Journal, handles: Mapping[str, Handle]) -> None:
         self._device = device
@@ -37,24 +34,14 @@ class WrongWrites:
             wait: wait for the device to compare the memory. Otherwise a result that is not ready is used by a later look.
             at_counters: also look at the version counter of every tensor, as a load does for the handles that it loads.
         """
-        was_zeroed = self.look_at_gradients()
-        self.look_at_poison(wait=wait or was_zeroed, at_counters=at_counters)  # nothing may be loaded while poison is being refilled
+        self.look_at_gradients()
+        self.look_at_poison(wait=wait, at_counters=at_counters)
 
-    def look_at_gradients(self) -> bool:
-        """Whether gradients were zeroed while offloaded, as zero_grad() may do at any time. Sets their host copies to zero.
-
-        Call it before anything is loaded: a load would bring the old gradients back.
-        """
-        found = []
+    def look_at_gradients(self) -> None:
+        """Look at the version counters of gradients. Call it before anything is loaded: a load forgets them."""
         for handle, holding in self._offloaded():
-            what = holding.written_gradients()
-            if what.zeroed or what.written:
-                found.append((handle, holding, what))
-        for handle, holding, what in found:
-            if what.written:
-                self._note_values(handle.name, what.written)
-            holding.take_gradients(what)
-        return any(what.zeroed for *_, what in found)
+            if names := holding.take_written_gradients():
+                self._note_values(handle.name, names)
 
     def look_at_poison(self, *, wait: bool, at_counters: bool = False) -> None:
         """Ask the device for changed poison. If it found some, look at the version counters, too, because they tell the tensors' names."""

@@ -24,7 +24,7 @@ from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
 from placement.registration.initial_step import undo_initial_step
 from placement.registration.method_call import MethodCall
-from placement.registration.state_dicts import StateDictCall, is_stateless, lies_in, shown
+from placement.registration.state_dicts import StateDictCall, ZeroCall, is_stateless, lies_in, shown
 from placement.storage.offloaded.host_reads import is_reading
 
 if TYPE_CHECKING:
@@ -343,6 +343,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
             hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
             hooks.append(part.register_state_dict_post_hook(kind(handle)))
             hooks.append(StateDictCall(_Guard(handle).handle, part))
+            hooks += _zero_calls(handle, part)
             if gathers:
                 hooks.append(GatherGuard(handle).install(part))
             hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
@@ -352,6 +353,11 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
             _install_on_optimizer(handle, target, hooks)
     _install_on_calls(handle, roots, hooks)
     return hooks
+
+
+def _zero_calls(handle: Handle, target: Any) -> list[ZeroCall]:
+    names = [name for name in ("zero_grad", "zero_grad_buffer") if callable(getattr(type(target), name, None))]  # the second: Megatron's
+    return [ZeroCall(_Guard(handle).handle, target, name) for name in names]
 
 
 def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[_Removable]) -> None:
@@ -410,6 +416,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) 
     if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
         hooks.append(StateDictCall(_Guard(handle).handle, target))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
+        hooks += _zero_calls(handle, target)
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
         plain = getattr(type(target), name, None)
         if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:

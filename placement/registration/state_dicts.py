@@ -29,11 +29,12 @@ class StateDictCall(MethodCall):
 
     Args:
         handle: returns the handle; None once it is gone.
+        name: the method's name.
     """
 
-    def __init__(self, handle: Callable[[], Handle | None], target: Any) -> None:
+    def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str = "state_dict") -> None:
         self._handle = handle  # before the call is in place of the method: an interrupt in between must not leave it incomplete
-        super().__init__(handle, target, "state_dict")
+        super().__init__(handle, target, name)
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
@@ -57,6 +58,17 @@ class StateDictCall(MethodCall):
         found = _shown(handle, found, ManagedStorage.hand_out_once)
         _refuse_poison(handle, found)
         return found
+
+
+class ZeroCall(StateDictCall):
+    """Stands in for `zero_grad` of a module or an optimizer. While gradients are offloaded, the call zeroes their host copies."""
+
+    def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handle = self._handle()
+        if handle is None or not any(each.storage.is_on_host for each in (handle, *handle.owners)):
+            return method(*args, **kwargs)
+        with from_host_copies():
+            return method(*args, **kwargs)
 
 
 def shown(handle: Handle, live: Any) -> Any:

@@ -15,7 +15,6 @@ import torch
 from placement.core.errors import DeviceMemoryError, IntegrityError
 from placement.storage.address_map import RANGES
 from placement.storage.held import HeldStorage
-from placement.storage.offloaded.gradient_writes import NOTHING, Found
 from placement.storage.range import Range
 from placement.storage.scanning import stray_references
 from placement.storage.stepping import settle
@@ -338,13 +337,9 @@ class ManagedStorage(HeldStorage):
         """Do not report again what `written` has found."""
         self.storages.writes.forget()
 
-    def written_gradients(self) -> Found:
-        """Find gradients that were written while offloaded. Storages share poison: ask all of them before calling `take_gradients`."""
-        return NOTHING if self.on_device else self.storages.writes.found_gradients()
-
-    def take_gradients(self, found: Found) -> None:
-        """Zero the host copies of the gradients that were zeroed, and do not report the other writes again."""
-        self.storages.writes.take_gradients(found)
+    def take_written_gradients(self) -> list[str]:
+        """Names of the gradients that were written while offloaded, otherwise than by `zero_grad()`. They are not reported again."""
+        return [] if self.on_device else self.storages.writes.take_gradients()
 
     # --- leaving
 

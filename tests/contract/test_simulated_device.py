@@ -290,21 +290,6 @@ def test_each_run_of_pages_is_named_also_of_what_has_been_replaced() -> None:
     assert not device.heal_poison()
 
 
-def test_a_write_beside_what_was_mended_is_found_by_its_bytes_in_the_same_page_and_by_any_write_in_others() -> None:
-    device = make()
-    device.unmap(addresses := device.reserve(SIZE), SIZE)
-    view = device.view(addresses, 0, SIZE)
-    for beside, is_found in ((slice(0, 100), False), (slice(8192, 8200), True)):
-        view[100:5000].zero_()
-        view[beside] = poison(beside.start, beside.stop - beside.start)
-        device.mend_poison(addresses, 100, 4900)
-        assert device.heal_poison() is is_found
-    view[100:5000].zero_()
-    view[:100].fill_(3)
-    device.mend_poison(addresses, 100, 4900)
-    assert device.heal_poison()
-
-
 @forks
 def test_a_forked_child_changes_nothing_of_what_the_kernel_says_of_poison(in_child: Callable[[Callable[[], int]], int]) -> None:
     device = make()

@@ -353,14 +353,18 @@ def _zeroed_while_offloaded(fused: bool) -> None:
     manager, _, _ = worker.worker(model, optimizer)
     with manager.phase("train"):
         loss_of(model, 0).backward()
-    optimizer.zero_grad(set_to_none=False)
-    if fused:  # through a foreach, which counts in no tensor: it cannot be told from a stray write, and is not taken for none
-        with pytest.raises(IntegrityError, match="wrote"), manager.phase("train"):
-            pass
-        optimizer.zero_grad()
+    first, *others = [parameter.grad for parameter in model.parameters()]
     with manager.phase("train"):
-        for parameter in model.parameters():
-            assert fused or not training.as_bytes(parameter.grad.to_local()).strip(b"\0")
+        values = training.as_bytes(first.to_local())
+    first.nan_to_num_()
+    with pytest.raises(IntegrityError, match="wrote"), manager.phase("train"):
+        pass
+    with manager.phase("train"):
+        assert training.as_bytes(first.to_local()) == values
+    optimizer.zero_grad(set_to_none=False)
+    with manager.phase("train"):
+        for gradient in (first, *others):
+            assert not training.as_bytes(gradient.to_local()).strip(b"\0")
     assert_nothing_resident(manager)
     manager.close()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from placement import IntegrityError
-from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import CAPACITY, Worker, assert_same, batch, learn, net
+from placement.testing import assert_nothing_resident
+from tests.support.worker import Worker, assert_same, batch, learn, net
 
 
 def backward(model: torch.nn.Module, seed: int = 0) -> None:
@@ -50,19 +51,13 @@ def test_gradients_survive_an_offload_and_are_accumulated_over_it() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("by", ["optimizer", "module", "each"])
+@pytest.mark.parametrize("by", ["optimizer", "module", "each part"])
 def test_zero_grad_in_between_drops_them_and_never_revives_old_ones(set_to_none: bool, by: str) -> None:
     worker = Worker()
     with worker.manager.phase("train"):
         backward(worker.net)
-    if by == "each":
-        for p in worker.net.parameters():
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad.zero_()
-    else:
-        (worker.adam if by == "optimizer" else worker.net).zero_grad(set_to_none=set_to_none)
+    for each in {"optimizer": [worker.adam], "module": [worker.net], "each part": worker.net}[by]:
+        each.zero_grad(set_to_none=set_to_none)
     with worker.manager.phase("log_prob"):  # no complaint about a wrong write
         assert all(p.grad is None or not p.grad.any() for p in worker.net.parameters())
     assert worker.manager.snapshot().wrong_writes == 0
@@ -82,15 +77,55 @@ def test_zero_grad_in_between_drops_them_and_never_revives_old_ones(set_to_none:
     assert worker.manager.snapshot().wrong_writes == 0
 
 
-def test_zeroed_gradients_of_a_foreach_optimizer() -> None:
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_zeroed_gradients_of_a_foreach_optimizer(option: str) -> None:
     worker = Worker()
-    sgd = torch.optim.SGD(worker.net.parameters(), lr=0.1, foreach=True)
+    sgd = torch.optim.SGD(worker.net.parameters(), lr=0.1, **{option: True})
+    worker.manager.register("sgd", sgd)
     with worker.manager.phase("train"):
         backward(worker.net)
     sgd.zero_grad(set_to_none=False)
     with worker.manager.phase("train"):
         assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
     assert worker.manager.snapshot().wrong_writes == 0
+
+
+def zero_by_a_stranger(grad: torch.Tensor) -> None:
+    parameter = torch.nn.Parameter(torch.empty_like(grad))
+    parameter.grad = grad
+    torch.optim.SGD([parameter]).zero_grad(set_to_none=False)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "nan_to_num_": torch.Tensor.nan_to_num_,
+    "masked_fill_": lambda grad: grad.masked_fill_(grad.isnan(), 0),
+    "copy_": lambda grad: grad.copy_(torch.zeros(())),
+    "zero_": torch.Tensor.zero_,
+    "foreach": lambda grad: torch._foreach_zero_([grad]),
+    "of an optimizer that is not registered": zero_by_a_stranger,
+}
+
+
+@pytest.mark.parametrize("is_zeroed_later", [False, True])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_zeros_that_are_not_zero_grads_are_a_wrong_write(write: Callable[[torch.Tensor], object], is_zeroed_later: bool) -> None:
+    """What turns NaN into zeros would drop the gradients without a word."""
+    worker = Worker()
+    with worker.manager.phase("train"):
+        backward(worker.net)
+        wanted = gradients(worker.net)
+    grad = worker.net[0].weight.grad
+    assert grad is not None
+    write(grad)
+    if is_zeroed_later:
+        worker.net.zero_grad(set_to_none=False)
+        wanted = [None if each is None else torch.zeros_like(each) for each in wanted]
+    with pytest.raises(IntegrityError, match="something wrote"):
+        worker.manager.phase("train").__enter__()
+    with worker.manager.phase("train"):
+        assert_same(gradients(worker.net), wanted)
+    assert_nothing_resident(worker.manager)
+    assert worker.manager.snapshot().wrong_writes == 1
 
 
 def test_gradients_zeroed_in_place_stay_zero_over_more_phases_and_inside_others() -> None:
@@ -110,16 +145,13 @@ def test_gradients_zeroed_in_place_stay_zero_over_more_phases_and_inside_others(
     assert worker.manager.snapshot().wrong_writes == 0
 
 
-def test_one_gradient_zeroed_and_the_others_kept() -> None:
+def test_gradients_of_one_part_zeroed_and_the_others_kept() -> None:
     worker = Worker()
     with worker.manager.phase("train"):
         backward(worker.net)
         wanted = gradients(worker.net)
-    grad = worker.net[2].weight.grad
-    assert grad is not None
-    grad.zero_()
-    del grad
-    wanted[2] = torch.zeros_like(worker.net[2].weight)
+    worker.net[2].zero_grad(set_to_none=False)
+    wanted[2:] = [torch.zeros_like(parameter) for parameter in worker.net[2].parameters()]
     with worker.manager.phase("train"):
         assert_same(gradients(worker.net), wanted)
 
@@ -133,31 +165,6 @@ def test_an_audit_takes_zeroed_gradients_for_what_they_are() -> None:
     assert worker.manager.audit().ok
     with worker.manager.phase("train"):
         assert not any(p.grad.any() for p in worker.net.parameters() if p.grad is not None)
-
-
-class Watched(SimulatedDevice):
-    """Notes which comparisons of the poison the host waits for."""
-
-    waits: list[bool]
-
-    def heal_poison(self, wait: bool = True) -> bool:
-        self.waits.append(wait)
-        return super().heal_poison(wait)
-
-
-def test_a_load_waits_until_the_zeros_are_out_of_the_poison() -> None:
-    device = Watched(CAPACITY)
-    device.waits = []
-    worker = Worker(device=device)
-    for is_zeroed in (False, True):
-        with worker.manager.phase("train"):
-            worker.adam.zero_grad()
-            backward(worker.net)
-        if is_zeroed:
-            worker.adam.zero_grad(set_to_none=False)
-        device.waits.clear()
-        with worker.manager.phase("train"):
-            assert device.waits == [is_zeroed], "what refills them may still run when the memory behind them changes"
 
 
 def test_a_wrong_write_beside_zeroed_gradients_is_still_found() -> None:

@@ -200,8 +200,9 @@ def _checkpoint(world: World, folder: Path) -> None:
     placement.checkpoint.load(world.manager, folder, only=["actor.optimizer"])
 
 
-def _zeroed(world: World) -> None:
-    world.model.zero_grad(set_to_none=False)
+def _zeroed(world: World, *objects: Any) -> None:
+    for each in objects:
+        each.zero_grad(set_to_none=False)
     world.gradients = {name: torch.zeros_like(gradient) for name, gradient in world.gradients.items()}
 
 
@@ -220,7 +221,11 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             _read_hooked,
         ),
         "an optimizer's `state_dict()`, hooks included": (_read_moments,),
-        "`zero_grad()`, in both forms": (_zeroed,),
+        "`zero_grad()` of the module, a submodule, the optimizer; in both forms": (
+            lambda world: _zeroed(world, world.model),
+            lambda world: _zeroed(world, *world.model),
+            lambda world: _zeroed(world, world.adam),
+        ),
         "a write into a tensor of a state dict of ours": (_kept_state_dict,),
     },
     "`NotResidentError` at the call": {
@@ -268,10 +273,12 @@ ROWS: dict[str, dict[str, tuple[Way, ...]]] = {
             _write(lambda t: t.detach().numpy().__setitem__((0, 0), 3.0)),
             _write_moment(lambda t: t.data.mul_(0.4)),
         ),
-        "a gradient written in place: `clip_grad_norm_`, `GradScaler.unscale_`, `mul_`": (
+        "a gradient written in place: `clip_grad_norm_`, `GradScaler.unscale_`, `mul_`, `nan_to_num_`, `zero_()`": (
             lambda world: torch.nn.utils.clip_grad_norm_(world.model.parameters(), 0.1),
             _unscale,
             _write_gradient(lambda t: t.mul_(0.5)),
+            _write_gradient(lambda t: t.nan_to_num_()),
+            _write_gradient(lambda t: t.zero_()),
         ),
         "`half()`, `.to()` another device, `.data =` computed from what lies there": (
             lambda world: world.model.half(),
@@ -346,21 +353,26 @@ class Passing(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("option", ["foreach", "fused"])
-def test_a_foreach_zero_grad_under_a_mode_is_found(option: str) -> None:
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad_under_a_mode(option: str, set_to_none: bool) -> None:
     world = World()
     adam = torch.optim.AdamW(world.model.parameters(), **{option: True})
-    with Passing():
-        adam.zero_grad(set_to_none=False)
+    world.manager.register("more", adam)
+    for each in (adam, world.model, world.adam):
+        with Passing():
+            each.zero_grad(set_to_none=set_to_none)
+        with world.manager.phase("train"):
+            assert all(p.grad is None if set_to_none else not p.grad.any() for p in world.model.parameters())
+            world.model(world.x).sum().backward()
+    assert world.manager.audit().ok
+
+
+def test_zero_grad_of_an_optimizer_that_is_not_registered_is_found() -> None:
+    world = World()
+    torch.optim.SGD(world.model.parameters()).zero_grad(set_to_none=False)
     with pytest.raises(placement.IntegrityError):
         world.entered()
     world.check_values()
-    with Passing():
-        _zeroed(world)
-    world.check_values()
-    with Passing():
-        adam.zero_grad()
-    world.entered()
-    assert all(parameter.grad is None for parameter in world.model.parameters())
 
 
 def _rows() -> list[tuple[str, str]]:
@@ -376,7 +388,7 @@ def test_the_page_has_these_rows() -> None:
     [
         ("the very tensors of a state dict loaded back", "whoever still holds `sd` reads NaN"),
         ("a readonly handle: a write into a tensor of its state dict", "and the handle's from then on"),
-        ("under a `TorchDispatchMode`", "`IntegrityError` at the next transition that loads it, gradients as they were"),
+        ("of an optimizer that is not registered", "`IntegrityError` at the next transition that loads it, gradients as they were"),
         ("without movable bytes added after `register()`", "a state dict shows it as it is"),
     ],
 )

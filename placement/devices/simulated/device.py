@@ -260,12 +260,6 @@ class SimulatedDevice(Device):
     def written_poison(self) -> Sequence[WrittenPoison]:
         return self._poison.written
 
-    def mend_poison(self, addresses: Addresses, offset: int, nbytes: int) -> None:
-        self._check_process()
-        check_span(offset, nbytes, addresses.nbytes)
-        if nbytes:
-            self._poison.mend(self._own(addresses), offset, nbytes)
-
     def when_out_of_memory(self, give_back: Callable[[], object]) -> None:
         self._when_out_of_memory.append(give_back)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from placement.devices.base import POISON_WORD, poison_bytes
-from placement.devices.host.mapping import MAP_NORESERVE, PAGE, READ_WRITE, libc, round_up
+from placement.devices.host.mapping import MAP_NORESERVE, PAGE, READ_WRITE, libc
 from placement.devices.memory import WrittenPoison
 from placement.devices.simulated.range import SimulatedRange
 
@@ -33,7 +33,6 @@ _IS_COPY = bytes(bool(flags & (_PRESENT | _SWAPPED)) and not flags & _OF_A_FILE 
 """For each value of the flags, whether the page is a private copy. Chunks' pages and vacant pages only read are no copies."""
 _COPIES = re.compile(rb"\x01+")
 _PAGES_AT_ONCE = 1 << 18
-_POISON_PAGE = poison_bytes(0, PAGE)
 
 
 class SimulatedPoison(abc.ABC):
@@ -63,10 +62,6 @@ class SimulatedPoison(abc.ABC):
     def heal(self, ranges: Iterable[SimulatedRange]) -> bool:
         """See `Device.heal_poison`."""
 
-    @abc.abstractmethod
-    def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
-        """See `Device.mend_poison`."""
-
 
 class PrivatePoison(SimulatedPoison):
     """Poison of which every range gets its own copy of a page when something writes there."""
@@ -91,20 +86,6 @@ class PrivatePoison(SimulatedPoison):
         self.written, self._noted = self._noted, []
         return bool(self.written)
 
-    def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
-        """The kernel reports pages, not bytes. The rest of a page that is mended only in part counts as undamaged if it reads as poison."""
-        end = offset + nbytes
-        inner_start, inner_end = round_up(offset, PAGE), end // PAGE * PAGE
-        if inner_start < inner_end:
-            _drop(target, inner_start, inner_end)
-        for page in {offset // PAGE * PAGE, (end - 1) // PAGE * PAGE}:
-            if inner_start <= page < inner_end:
-                continue
-            first, last = max(page, offset), min(page + PAGE, end)
-            ctypes.memmove(target.base + first, poison_bytes(first, last - first), last - first)
-            if ctypes.string_at(target.base + page, PAGE) == _POISON_PAGE:
-                _drop(target, page, page + PAGE)
-
     def _copies(self, target: SimulatedRange, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The runs of written pages, as [first, last)."""
         for first in range(start, end, _PAGES_AT_ONCE * PAGE):
@@ -126,9 +107,6 @@ class SharedPoison(SimulatedPoison):
             return False
         self._fill()
         return True
-
-    def mend(self, target: SimulatedRange, offset: int, nbytes: int) -> None:
-        ctypes.memmove(target.base + offset, poison_bytes(offset, nbytes), nbytes)
 
 
 def poison_of(device: object, file: int, nbytes: int) -> SimulatedPoison:

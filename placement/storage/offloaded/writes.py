@@ -13,7 +13,7 @@ from placement.core.errors import IntegrityError
 from placement.devices.base import Device
 from placement.storage.offloaded import changes as poisoned
 from placement.storage.offloaded.changes import Changes, computed_from_poison
-from placement.storage.offloaded.gradient_writes import Found, GradientWrites
+from placement.storage.offloaded.gradient_writes import GradientWrites
 from placement.storage.offloaded.put_back import bring_back, put_back, renew_empty
 from placement.storage.offloaded.state_dict_tensors import StateDictTensors
 from placement.storage.range import Range, RangesByAddress
@@ -48,7 +48,7 @@ class WritesWhileOffloaded:
         self._device = device
         self._adapter = adapter
         self._scanner = scanner
-        self._gradients = GradientWrites(device, adapter)
+        self._gradients = GradientWrites(adapter)
         self._versions: Versions | None = Versions({}, {})
         """The version counters as of the offload. None where they tell nothing."""
 
@@ -143,9 +143,6 @@ class WritesWhileOffloaded:
         """Called when the object is on the device: its gradients may be written again."""
         self._gradients.forget()
 
-    def found_gradients(self) -> Found:
-        """The gradients that were written since. Ask every object before `take_gradients` on any: they may share their poison."""
-        return self._gradients.find(self._storages.ranges)
-
-    def take_gradients(self, found: Found) -> None:
-        self._gradients.take(found, self._storages.ranges)
+    def take_gradients(self) -> list[str]:
+        """Names of the gradients that were written since. They are not reported again."""
+        return self._gradients.take(self._storages.ranges)
