@@ -12,7 +12,7 @@ import itertools
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
@@ -343,7 +343,7 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
             hooks.append(part.register_load_state_dict_pre_hook(LoadGuard(handle)))
             hooks.append(part.register_state_dict_post_hook(kind(handle)))
             hooks.append(StateDictCall(_Guard(handle).handle, part))
-            hooks += _zero_calls(handle, part)
+            hooks.extend(_zero_calls(handle, part))
             if gathers:
                 hooks.append(GatherGuard(handle).install(part))
             hooks += [MethodCall(ReadGuard(handle), part, name) for name in reading_methods(part)]
@@ -355,19 +355,20 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     return hooks
 
 
-def _zero_calls(handle: Handle, target: Any) -> list[ZeroCall]:
+def _zero_calls(handle: Handle, target: Any) -> Iterator[ZeroCall]:
     names = [name for name in ("zero_grad", "zero_grad_buffer") if callable(getattr(type(target), name, None))]  # the second: Megatron's
-    return [ZeroCall(_Guard(handle).handle, target, name) for name in names]
+    return (ZeroCall(_Guard(handle).handle, target, name) for name in names)  # one by one, as `install` says
 
 
 def _install_for_peft(handle: Handle, part: torch.nn.Module, hooks: list[_Removable]) -> None:
     if is_a(part, "peft.tuners.tuners_utils", "BaseTunerLayer"):
-        hooks += [MethodCall(ReadGuard(handle, "merged with its adapters"), part, name) for name in ("merge", "unmerge")]
+        hooks.extend(MethodCall(ReadGuard(handle, "merged with its adapters"), part, name) for name in ("merge", "unmerge"))
     elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
         hooks.append(MethodCall(InjectGuard(handle, "given an adapter that is computed from its weights"), part, "inject_adapter"))
     elif is_a(part, "peft.peft_model", "PeftModel"):
         guard = SaveGuard(handle, "saved by PEFT, which reads tensors past the state dict")
-        hooks += [MethodCall(guard, part, "save_pretrained"), part.register_state_dict_pre_hook(guard)]
+        hooks.append(MethodCall(guard, part, "save_pretrained"))
+        hooks.append(part.register_state_dict_pre_hook(guard))
 
 
 def install_on_new(handle: Handle) -> None:
@@ -416,7 +417,7 @@ def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) 
     if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
         hooks.append(StateDictCall(_Guard(handle).handle, target))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))
-        hooks += _zero_calls(handle, target)
+        hooks.extend(_zero_calls(handle, target))
     for name, guard in guards.items() if hasattr(target, "__dict__") else ():
         plain = getattr(type(target), name, None)
         if callable(plain) and plain is not getattr(torch.optim.Optimizer, name) and name not in fields:
