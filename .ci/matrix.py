@@ -109,7 +109,7 @@ def distributions(place: Path) -> tuple[Path, Path]:
             with tarfile.open(next(place.glob("*.tar.gz"))) as archive:
                 archive.extractall(place, filter="data")
             next(path for path in place.iterdir() if path.is_dir()).rename(place / "source")
-    for folder in ("placement", "placement.egg-info", "policies", "build"):  # so that the tests import what is installed
+    for folder in ("placement", "placement_rl.egg-info", "policies", "build"):  # so that the tests import what is installed
         shutil.rmtree(place / "source" / folder)
     return next(place.glob("*.whl")), place / "source"
 

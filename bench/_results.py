@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+import placement
+
 FOLDER = Path(os.environ.get("PLACEMENT_BENCH_RESULTS", Path(__file__).parent / "results"))
 _PEERS = ("accelerate", "deepspeed", "megatron-core", "torch_memory_saver", "verl")
 
@@ -37,7 +39,7 @@ def machine(device: str) -> dict[str, Any]:
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "placement": _version("placement") or "0.1.0",
+        "placement": placement.__version__,
         "peers": {name: version for name in _PEERS if (version := _version(name)) is not None},
     }
     if device.startswith("cuda"):

@@ -54,7 +54,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(path, tree / path.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     with tarfile.open(build("sdist", tree, target)) as archive:
         archive.extractall(target, filter="data")
-    return target / f"placement-{__version__}"
+    return target / f"placement_rl-{__version__}"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: zipfile.ZipFile)
         "placement/observe/dashboards/files/placement.rules.yml",
         "placement/policies/__init__.py",
         "placement/policies/colocated.py",
-        f"placement-{__version__}.dist-info/licenses/LICENSE",
+        f"placement_rl-{__version__}.dist-info/licenses/LICENSE",
     ],
 )
 def test_the_wheel_has_what_is_no_module_or_lies_elsewhere(wheel: zipfile.ZipFile, name: str) -> None:
@@ -105,13 +105,13 @@ def test_the_wheel_has_what_is_no_module_or_lies_elsewhere(wheel: zipfile.ZipFil
 
 
 def test_the_wheel_says_who_made_what_under_which_licence(wheel: zipfile.ZipFile) -> None:
-    said = email.message_from_bytes(wheel.read(f"placement-{__version__}.dist-info/METADATA"))
-    assert (said["Name"], said["Version"], said["License-Expression"]) == ("placement", placement.__version__, "Apache-2.0")
+    said = email.message_from_bytes(wheel.read(f"placement_rl-{__version__}.dist-info/METADATA"))
+    assert (said["Name"], said["Version"], said["License-Expression"]) == ("placement-rl", placement.__version__, "Apache-2.0")
     assert said["Requires-Python"] == ">=3.11"
     assert said["Author"] == "The placement authors"
     assert {"test", "dev", "ray", "demo"} <= set(said.get_all("Provides-Extra", []))
     points = ConfigParser()
-    points.read_string(wheel.read(f"placement-{__version__}.dist-info/entry_points.txt").decode())
+    points.read_string(wheel.read(f"placement_rl-{__version__}.dist-info/entry_points.txt").decode())
     assert dict(points["console_scripts"]) == {"placement": "placement.cli:main"}
     assert dict(points["placement.policies"]) == {
         "async_rollout": "placement.policies.async_rollout:AsyncRollout",
@@ -142,6 +142,27 @@ print(len(export(Path("dashboards"), Deployment(), overwrite=False)))
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "6"], done.stdout
+
+
+@pytest.mark.parametrize("last", ["ours", "openstack"])
+@pytest.mark.parametrize("code", ["import placement", "from placement.cli import main", "import placement.integrations.verl.plugin"])
+def test_files_of_openstacks_package_in_the_same_folder_are_named(wheel: zipfile.ZipFile, tmp_path: Path, last: str, code: str) -> None:
+    """pip puts the files of both distributions into one folder; of those with the same name the last installed stay."""
+    theirs = dict.fromkeys(("__init__.py", "deploy.py", "errors.py", "policies/__init__.py", "policies/base.py"), "")
+    if last == "ours":
+        wheel.extractall(tmp_path)
+    for name, text in theirs.items():
+        path = tmp_path / "placement" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.exists() or path.write_text(text)
+    if last == "openstack":
+        wheel.extractall(tmp_path, [name for name in wheel.namelist() if name.removeprefix("placement/") not in theirs])
+        if code == "import placement":
+            code += ".manager"  # theirs is empty, and cannot speak
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"ImportError: OpenStack's openstack-placement has put files into the same folder {tmp_path / 'placement'}" in done.stderr
 
 
 def test_the_matrix_names_tests_that_there_are() -> None:
