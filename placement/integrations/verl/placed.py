@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.core.errors import PlacementError
+from placement.integrations.rank import is_read_from_the_host
 from placement.integrations.verl import managers
 from placement.integrations.verl.log import logger
 from placement.integrations.verl.publications import Publication
@@ -29,8 +30,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     verl's own flags `_is_offload_param` and `_is_offload_optimizer` are off, so that no line of verl moves anything. Every public method
     here overrides one of `verl.workers.engine.fsdp.transformer_impl.FSDPEngine` (0.9.1) and has its arguments and its result.
 
-    An engine whose configuration has neither `param_offload` nor `optimizer_offload`, and one that FSDP places by a CPU offload policy,
-    stays verl's own.
+    An engine whose configuration has neither `param_offload` nor `optimizer_offload` stays verl's own. With `offload_policy=True` FSDP2
+    places module and optimizer, and both are external.
     """
 
     _manager: Manager | None = None
@@ -59,14 +60,17 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
     def _reason_to_leave_it(self) -> str | None:
         """The reason for which the engine stays as verl has it, or None."""
         config = self.engine_config
-        if config.strategy == "fsdp2" and config.offload_policy:
-            return "offload_policy=True gives the parameters to FSDP2's CPUOffloadPolicy"
-        if not config.param_offload and (config.forward_only or not config.optimizer_offload):
+        if not self._is_left_to_fsdp2 and not config.param_offload and (config.forward_only or not config.optimizer_offload):
             return "param_offload and optimizer_offload are off"
         return None
 
+    @property
+    def _is_left_to_fsdp2(self) -> bool:
+        """Whether FSDP2's CPUOffloadPolicy places the parameters and, with them, the optimizer's state."""
+        return bool(self.engine_config.strategy == "fsdp2" and self.engine_config.offload_policy)
+
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module under FSDP, never under a CPU offload policy if placement is to place it.
+        """The module under FSDP, under a CPU offload policy only if placement is not to place it.
 
         verl puts every `forward_only` model under one, which copies each layer to the device for each micro-batch. placement loads the
         model once a phase.
@@ -81,23 +85,31 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             config.forward_only = forward_only
 
     def _register(self) -> None:
-        """Register the module and the optimizer. What the configuration does not offload is external: tracked, never moved."""
-        config = self.engine_config
+        """Register the module and the optimizer. What the configuration does not offload is external: tracked, never moved.
+
+        So is what FSDP2's policy places, which `register` finds.
+        """
+        config, is_left = self.engine_config, self._is_left_to_fsdp2
         self._manager = manager = managers.manager()
         name = self._model_handle.name if self._model_handle is not None else _free_name(manager, self._role)
         is_fixed = self.optimizer is None
-        if config.strategy == "fsdp2":
+        if config.strategy == "fsdp2" and not is_left:  # else `to` would move the buffers to where the parameters are
             # Nothing moves, but FSDP2 makes its references to the shards anew. verl calls `to` later, and the audit would find them stray.
             self.module.to(next(self.module.parameters()).device)
-        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=not config.param_offload, replace=True)
+        external = not (config.param_offload or is_left)
+        model = manager.register(name, self.module, role=self._role, readonly=is_fixed, external=external, replace=True)
         try:
             if self.optimizer is not None:
-                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=not config.optimizer_offload, replace=True)
+                external = not (config.optimizer_offload or is_left)
+                manager.register(f"{name}.optimizer", self.optimizer, owner=model, external=external, replace=True)
         except BaseException:
             self._model_handle = None
             manager.unregister(model)
             raise
         self._model_handle = model
+        if is_left:
+            logger.info("placement tracks %r, which FSDP2's CPUOffloadPolicy places: offload_policy=True (%s)", name, type(self).__name__)
+            return
         moved = [what for what, wanted in (("parameters", config.param_offload), ("optimizer", config.optimizer_offload)) if wanted]
         logger.info("placement places the %s of %r (%s)", " and the ".join(moved[: 1 if is_fixed else 2]), name, type(self).__name__)
 
@@ -159,7 +171,7 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             return export(*args, **kwargs)
         hold = self._manager.hold("weight_sync" if self._role == "actor" else self._reading_phase, only=[self._model_handle])
         try:
-            if self._computes_to_publish and not self._model_handle.resident_bytes:  # a policy that publishes from the host copy
+            if self._computes_to_publish and is_read_from_the_host(self._model_handle):
                 hold.switch(self._reading_phase, only=[self._model_handle])
             weights, peft_config = export(*args, **kwargs)
             return Publication(hold, self._in_own_memory(weights)), peft_config

@@ -15,6 +15,13 @@ from tests.integrations.verl.subject import Subject, moves_of_verl, pair, same
 from tests.integrations.verl.worker import CAPACITY, batch
 from tests.sharded.training import as_bytes
 
+KINDS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"strategy": "fsdp2"},
+    "fsdp": {"strategy": "fsdp"},
+    "offload policy": {"strategy": "fsdp2", "offload_policy": True},
+}
+"""Who places an engine's model, by the keywords of `worker.build`: placement with either FSDP, or FSDP2 itself."""
+
 
 def steps(model: Path, folder: Path, keywords: dict[str, Any]) -> dict[str, Any]:
     """Steps of both; then each loads the other's checkpoint and goes on. The states in which placement computed."""

@@ -14,7 +14,7 @@ from placement import DeviceMemoryError
 from tests.integrations.verl import worker as workers
 from tests.integrations.verl.subject import OFF, Subject, logged, pair, same
 from tests.integrations.verl.worker import batch
-from tests.sharded.training import as_bytes
+from tests.sharded.training import as_bytes, local_parts
 
 
 def together(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +129,52 @@ def left_alone(model: Path, keywords: dict[str, Any]) -> tuple[list[str], list[s
         subject.publish()
     same(own, placed)
     return list(placed.manager.handles), records
+
+
+def left_to_fsdp2(model: Path, keywords: dict[str, Any]) -> dict[str, Any]:
+    """FSDP2's CPUOffloadPolicy places the model. What placement says of it in every state, and that nothing of it has moved or changed."""
+    with logged() as records:
+        own, placed = pair(model, offload_policy=True, **keywords)
+    assert placed.manager is not None
+    handles = placed.manager.handles
+    name = placed.engine._role
+    handle, found = handles[name], {"external": {each.name: each.external_reason for each in handles.values()}, "log": records}
+    places = _places(placed)
+    infos = handle.weights_info()
+    for seed in range(2):
+        for subject in (own, placed):
+            subject.infer(seed)
+            if not keywords.get("forward_only"):
+                subject.train(seed)
+        assert own.publish() == placed.publish()
+    placed.worker.to("device")  # verl's own `to` fails on a GPU here
+    found["by hand"] = placed.states()
+    placed.worker.to("cpu")
+    placed.check()
+    for phase in (None, "log_prob", "train", "weight_sync"):
+        with contextlib.nullcontext() if phase is None else placed.manager.phase(phase, only=[handle]):
+            assert handle.weights_info() == infos
+            values = handle.state_dict()
+            assert _bytes_of(values) == _bytes_of(own.engine.module.state_dict())
+            if phase == "weight_sync" and name == "actor":
+                published = {label: as_bytes(value) for bucket in handle.weights() for label, value in bucket}
+                assert published == own.publish()
+                assert published.keys() == {info.name for info in infos}
+    assert _places(placed) == places
+    assert all(each.counters.loaded_bytes == each.host_bytes == 0 for each in handles.values())
+    assert placed.manager.audit().ok
+    same(own, placed)
+    found["states"] = placed.seen.states
+    return found
+
+
+def _places(subject: Subject) -> dict[str, tuple[torch.device, int]]:
+    values = {name: part for name, value in subject.engine.module.named_parameters() for _, part in local_parts(value)}
+    return {name: (part.device, part.data_ptr()) for name, part in values.items()}
+
+
+def _bytes_of(values: dict[str, Any]) -> dict[str, bytes]:
+    return {f"{name}{at}": as_bytes(part) for name, value in values.items() for at, part in local_parts(value)}
 
 
 def no_memory_on_one_rank(model: Path) -> list[str]:

@@ -22,9 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return worker.write_model(tmp_path_factory.mktemp("model"))
 
 
-@STRATEGIES
-def test_steps_and_checkpoints_are_those_of_verl(one_rank: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
-    (states,) = one_rank.run(one_engine.steps, model, tmp_path, {"strategy": strategy})
+@pytest.mark.parametrize("keywords", one_engine.KINDS.values(), ids=one_engine.KINDS)
+def test_steps_and_checkpoints_are_those_of_verl(one_rank: Ranks, model: Path, tmp_path: Path, keywords: dict[str, Any]) -> None:
+    (states,) = one_rank.run(one_engine.steps, model, tmp_path, keywords)
     assert states == {
         "infer": {"actor": GPU, "actor.optimizer": OFF},
         "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
@@ -101,10 +101,11 @@ def test_actor_reference_and_critic_in_one_process(one_rank: Ranks, model: Path,
     ]
 
 
+@pytest.mark.parametrize("keywords", [{}, {"offload_policy": True}], ids=["moved", "left to FSDP2"])
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "unmerged"])
-def test_lora(one_rank: Ranks, model: Path, merge: bool) -> None:
+def test_lora(one_rank: Ranks, model: Path, merge: bool, keywords: dict[str, Any]) -> None:
     needs("peft")
-    (found,) = one_rank.run(several.lora, model, {}, merge)
+    (found,) = one_rank.run(several.lora, model, keywords, merge)
     assert found["states"]["publish"]["actor"] == SYNC
     assert found["names"] == (27 if merge else 28)
 
@@ -141,14 +142,50 @@ def test_only_one_of_the_flags(one_rank: Ranks, model: Path, strategy: str, offl
     assert found["states"]["train"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
 
 
+@pytest.mark.parametrize("offload", [(True, True), (False, False)], ids=["both flags", "no flag"])
+def test_what_fsdp2_places_is_tracked_and_never_moved(one_rank: Ranks, model: Path, offload: tuple[bool, bool]) -> None:
+    """verl#5995: its sync crashed on such a model, which `to` had left half-moved."""
+    (found,) = one_rank.run(several.left_to_fsdp2, model, {"offload": offload})
+    assert found["external"] == dict.fromkeys(("actor", "actor.optimizer"), "FSDP2's CPUOffloadPolicy keeps its parameters on the CPU")
+    said = "placement tracks 'actor', which FSDP2's CPUOffloadPolicy places: offload_policy=True (PlacedFSDPEngineWithLMHead)"
+    assert found["log"] == [said]
+    assert found["by hand"] == {"actor": TRAIN, "actor.optimizer": TRAIN}
+    assert found["states"] == {
+        "infer": {"actor": GPU, "actor.optimizer": OFF},
+        "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
+        "publish": {"actor": SYNC, "actor.optimizer": OFF},
+    }
+
+
+@pytest.mark.parametrize(
+    "policy", ["colocated(stream_sync=True)", "colocated('optimizer_step')", "colocated('streamed')", "resident", "cyclic"]
+)
+def test_no_policy_moves_what_fsdp2_places(one_rank: Ranks, model: Path, policy: str) -> None:
+    one_rank.run(several.left_to_fsdp2, model, {"policy": policy})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "role"),
+    [
+        ({"forward_only": True}, "ref"),
+        ({"forward_only": True, "offload": (False, False)}, "ref"),
+        ({"model_type": "value_model"}, "critic"),
+    ],
+    ids=["reference", "reference without flags", "critic"],
+)
+def test_other_roles_that_fsdp2_places(one_rank: Ranks, model: Path, keywords: dict[str, Any], role: str) -> None:
+    (found,) = one_rank.run(several.left_to_fsdp2, model, keywords)
+    assert list(found["external"]) == ([role] if role == "ref" else [role, f"{role}.optimizer"])
+    assert found["states"]["infer"][role] == GPU
+
+
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
         ({"offload": (False, False)}, "param_offload and optimizer_offload are off"),
-        ({"offload": (True, True), "offload_policy": True}, "CPUOffloadPolicy"),
         ({"offload": (False, True), "forward_only": True}, "param_offload and optimizer_offload are off"),
     ],
-    ids=["no flag", "offload policy", "reference without param_offload"],
+    ids=["no flag", "reference without param_offload"],
 )
 def test_an_engine_that_stays_verls_own_says_why(one_rank: Ranks, model: Path, keywords: dict[str, Any], reason: str) -> None:
     ((handles, records),) = one_rank.run(several.left_alone, model, keywords)

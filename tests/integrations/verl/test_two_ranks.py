@@ -13,17 +13,15 @@ from tests.support.ranks import Ranks
 
 needs("verl")
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return worker.write_model(tmp_path_factory.mktemp("model"))
 
 
-@STRATEGIES
-def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, tmp_path: Path, strategy: str) -> None:
-    for states in two_ranks.run(one_engine.steps, model, tmp_path, {"strategy": strategy}):
+@pytest.mark.parametrize("keywords", one_engine.KINDS.values(), ids=one_engine.KINDS)
+def test_steps_and_checkpoints_are_those_of_verl(two_ranks: Ranks, model: Path, tmp_path: Path, keywords: dict[str, object]) -> None:
+    for states in two_ranks.run(one_engine.steps, model, tmp_path, keywords):
         assert states == {
             "infer": {"actor": GPU, "actor.optimizer": OFF},
             "train": {"actor": TRAIN, "actor.optimizer": TRAIN},
