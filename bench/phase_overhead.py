@@ -2,6 +2,9 @@
 
 Every handle is at its target already. The cost is asking the policy, checking the plan, comparing the states and counting the metrics.
 After a training placement also looks whether the steps have created or replaced tensors, which costs more the more tensors there are.
+
+A call of a registered model costs a guard's look at its state. It is measured on a small model, whose own computation hides little, by
+turns with the same model that nothing has registered.
 """
 
 from __future__ import annotations
@@ -66,6 +69,22 @@ def _end_of_training(rig: Rig, num_parameters: int, repetitions: int) -> float:
     return statistics.median(seconds) * 1e6
 
 
+def _calls(rig: Rig, rounds: int, times: int) -> list[float]:
+    """Median microseconds of a call of a small model that nothing has registered, and of one that is registered and on the device."""
+    with rig.torch_device:
+        models = [torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))) for _ in range(2)]
+        inputs = torch.randn(8, 64)
+    manager = placement.Manager(device=rig.placement_device())
+    manager.register("actor", models[1], role="actor")
+    taken: list[list[float]] = [[], []]
+    with manager.phase("log_prob"), torch.no_grad():
+        for _ in range(rounds):
+            for model, seconds in zip(models, taken, strict=True):
+                seconds.append(rig.seconds(lambda model=model: [model(inputs) for _ in range(times)]) / times)  # type: ignore[misc]
+    manager.close()
+    return [statistics.median(seconds) * 1e6 for seconds in taken]
+
+
 def measure(rig: Rig, results: Results) -> None:
     for num_parameters in (2,) if rig.size == "tiny" else (8, 300, 3_000):
         scenario = f"{num_parameters:,} parameters and their AdamW"
@@ -84,6 +103,11 @@ def measure(rig: Rig, results: Results) -> None:
             results.add(scenario, "placement", "switch, nothing moves", switched, "us")
             modules.clear()
             manager.close()
+    scenario = "a model of four small layers"
+    with results.system(scenario, "placement"):
+        alone, registered = _calls(rig, 3 if rig.size == "tiny" else 200, 3 if rig.size == "tiny" else 100)
+        results.add(scenario, "not registered", "call", alone, "us")
+        results.add(scenario, "placement", "call", registered, "us")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
