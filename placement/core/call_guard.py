@@ -11,6 +11,10 @@ While the bytes are away, each guarded module has a `forward` attribute of its o
 A framework may replace `forward` while the guard is there (accelerate's `unwrap_model`). So a module that was registered, and one whose
 `forward` was replaced before, have a pre-hook as well while the bytes are away.
 
+Calls that other threads have begun before are waited for (`CallGuard.wait`), as far as their stacks show them. To count calls as they
+begin and end would cost every call time, and miss submodules. A look at the stacks costs only the transition that looks: microseconds for
+each thread. Frames that `torch.compile` makes have the names and arguments of what was compiled, or get its parameters.
+
 The guard does not see code that reads the weights without calling their module (`torch.nn.functional.linear(x, model.weight)`), a
 bound `forward` of a module without children that was taken while the module was on the device, or the results of `torch.jit` and
 `torch.export`, which hold the tensors themselves. Give a module of one of torch's own classes (`nn.Sequential`) to `torch.compile`
@@ -21,12 +25,25 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+import threading
+import time
 import types
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, cast
 
 import torch
+
+from placement.core.errors import PhaseError
+
+_FORWARD = ("forward",)
+_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
+"""The functions that run while a module is called."""
+_COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")
+"""The function that calls a graph which `torch.compile` made, and its file."""
+_GLANCE_SECONDS = 1e-3
+"""How long to sleep between two looks at the threads that are waited for."""
 
 
 class Check(Protocol):
@@ -89,13 +106,17 @@ class CallGuard:
 
     Args:
         roots: these modules are always refused. Of their present submodules, those that have or contain a tensor are refused.
+        name: the handle's, for messages.
+        deadline_seconds: the longest time that `wait` waits.
     """
 
-    def __init__(self, check: Check, roots: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, check: Check, roots: Iterable[torch.nn.Module], name: str, deadline_seconds: float) -> None:
         self._check = check
+        self._name = name
+        self._deadline_seconds = deadline_seconds
         found = list(roots)
         self._roots = [weakref.ref(root) for root in found]
-        self._forwards = [(weakref.ref(part), GuardedForward(check, part)) for part in _with_tensors(found)]
+        self._forwards = {id(part): (weakref.ref(part), GuardedForward(check, part)) for part in _with_tensors(found)}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _IN_USE.add(self)
 
@@ -107,10 +128,43 @@ class CallGuard:
         """Whether a module is one of the roots."""
         return any(root is module for root in self.roots())
 
+    def is_inside(self) -> bool:
+        """Whether this thread runs the `forward` of one of the modules."""
+        return bool(self._forwards) and any(map(self._is_one, _called(sys._getframe(), _FORWARD)))
+
+    def _is_one(self, each: Any) -> bool:
+        """Whether a module is guarded here, or a tensor is a parameter of one that is."""
+        if isinstance(each, torch.nn.Module):
+            return (found := self._forwards.get(id(each))) is not None and found[0]() is each
+        return isinstance(each, torch.nn.Parameter) and any(each is own for root in self.roots() for own in root.parameters())
+
+    def wait(self, since_seconds: float) -> None:
+        """Wait until no other thread is in a call of the modules.
+
+        Args:
+            since_seconds: the time on the monotonic clock from which the deadline counts.
+
+        Raises:
+            PhaseError: the deadline has passed; or this thread itself is inside such a call, and would wait for ever.
+        """
+        if self.is_inside():
+            raise PhaseError(
+                f"{self._name!r} cannot be offloaded, given back or written from inside its own forward() (a hook, or code of the model): "
+                "the rest of the call needs it as it is. Change phases after the call has returned"
+            )
+        while self._forwards and (threads := _threads_that_call(self._is_one)):
+            if (waited := time.monotonic() - since_seconds) >= self._deadline_seconds:
+                raise PhaseError(
+                    f"{self._name!r} is still being called in thread {', '.join(map(repr, threads))} after {waited:.1f} s, so it stays "
+                    "on the device as it is. Wait for that thread before (join(), result()). For calls that take longer, raise "
+                    f"call_deadline_seconds (now {self._deadline_seconds:g})"
+                )
+            time.sleep(_GLANCE_SECONDS)
+
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
         roots = {id(root) for root in self.roots()}
-        for reference, forward in self._forwards:  # tens of thousands in a mixture of experts: few steps for each
+        for reference, forward in self._forwards.values():  # tens of thousands in a mixture of experts: few steps for each
             module = reference()
             if module is None:
                 continue
@@ -136,7 +190,7 @@ class CallGuard:
         """Allow calls again. Called when the bytes are back. Idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
-        for reference, forward in self._forwards:
+        for reference, forward in self._forwards.values():
             module = reference()
             if module is None:
                 continue
@@ -150,8 +204,32 @@ class CallGuard:
     def remove(self) -> None:
         """Give the modules back their own `forward` for good."""
         self.allow()
-        self._forwards = []
+        self._forwards = {}
         _IN_USE.discard(self)
+
+
+def _called(frame: types.FrameType | None, names: tuple[str, ...] = _CALLS) -> Iterator[Any]:
+    """The first argument of each function of a stack with one of these names, and the arguments of compiled graphs.
+
+    Args:
+        frame: the innermost frame.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in names and code.co_argcount:
+            yield frame.f_locals.get(code.co_varnames[0])
+        elif code.co_name == _COMPILED[0] and code.co_filename.endswith(_COMPILED[1]):
+            yield from frame.f_locals.get("args", ())
+        frame = frame.f_back
+
+
+def _threads_that_call(is_meant: Callable[[Any], bool]) -> list[str]:
+    """The names of the other threads that are in a call of something that is meant."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # this very frame: a cycle would keep the locals of all threads until they are collected
+    found = [ident for ident, frame in frames.items() if any(map(is_meant, _called(frame)))]
+    names = {thread.ident: thread.name for thread in threading.enumerate()} if found else {}
+    return [names.get(ident, str(ident)) for ident in found]
 
 
 def _with_tensors(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -173,6 +251,16 @@ def _has_tensors(module: torch.nn.Module, seen: dict[int, bool]) -> bool:
 
 
 _IN_USE: weakref.WeakSet[CallGuard] = weakref.WeakSet()
+
+
+NO_CALLS = CallGuard(cast("Check", None), (), "", 0.0)
+"""For an object that cannot be called."""
+
+
+def wait_for_calls(module: torch.nn.Module) -> None:
+    """Wait until no other thread is in a call of a registered module. See `CallGuard.wait`."""
+    for each in [each for each in _IN_USE if each.guards(module)]:
+        each.wait(time.monotonic())
 
 
 def _refuse_in_child() -> None:

@@ -98,6 +98,8 @@ class Settings(BaseModel):
     disk_directory: str | None = None
     """An existing folder on a local disk, for the host copies that `host_limit_bytes` has no room for."""
     worker_role: WorkerRole = "hybrid"
+    call_deadline_seconds: float = Field(default=30.0, ge=0)
+    """The longest time in seconds that the end of a phase, and a weight sync, wait for a call of a module that another thread is in."""
     phases: dict[str, tuple[str, ...] | dict[str, State]] = Field(default_factory=ReadOnly)
     """The user's own phases: for each name the roles that it needs on the device, as a list, or as a table with a state for each role:
     `{"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}}`. Read-only."""
@@ -226,6 +228,7 @@ class SettingsKeywords(TypedDict, total=False):
     """The fields of `Settings` that `Manager` has no parameter of its own for, as they may be written; `Settings` says what they mean."""
 
     streamed_bucket_bytes: int | str
+    call_deadline_seconds: float
     pinned_limit_bytes: int | str | None
     host_limit_bytes: int | str | None
     disk_directory: str | os.PathLike[str] | None

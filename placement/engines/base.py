@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from placement.core.call_guard import wait_for_calls
 from placement.core.torch_modes import without_modes
 from placement.engines.taker import WeightTaker
 from placement.ownership.composite import CompositeAdapter
@@ -63,8 +64,10 @@ class TorchEngine(Engine):
     def update_weights(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copy published weights into the module, cast to its dtypes. Each rank of a sharded module takes its own part.
 
-        A name is one under which the module is published, or the module's own. Calls no collective.
+        A name is one under which the module is published, or the module's own. Calls no collective. Waits, if the engine is registered,
+        for calls of the module that other threads are in. Raises PhaseError where one does not end (`call_deadline_seconds`).
         """
+        wait_for_calls(self.module)
         number = getattr(bucket, "number", None)
         with without_modes():
             taker = self._taker

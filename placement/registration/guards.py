@@ -146,13 +146,15 @@ class ForwardGuard(_Guard):
         if is_off(handle):
             advice = "open a phase whose plan has it on the device, such as manager.phase('log_prob') or phase('train')"
             refuse(handle, "called", _advise(handle, advice, "log_prob", "train"))
+        if handle.holding is not None and not handle.holding.is_consistent and not handle.holding.calls.is_inside():
+            refuse(handle, "called", "its offload has begun, in another thread: end the phase after the last call")
         if handle.adapter is not None and (reason := handle.adapter.away()) is not None:
             refuse(handle, "called", reason)
 
     def _is_off(self) -> bool:
         """Whether the guard would refuse, in code that dynamo can trace. The compiled code is guarded on the values read here."""
         handle = self._handle()
-        return handle is not None and is_off(handle)
+        return handle is not None and (is_off(handle) or not getattr(handle.storage, "is_consistent", True))
 
 
 class StepGuard(_Guard):
@@ -390,9 +392,14 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
             hooks.append(module.register_forward_pre_hook(ForwardGuard(handle), prepend=True))
     elif modules:
         earlier = [hook for hook in hooks if isinstance(hook, CallGuard)]
-        calls = CallGuard(ForwardGuard(handle), [*(root for each in earlier for root in each.roots()), *modules])
+        calls = CallGuard(
+            ForwardGuard(handle),
+            [*(root for each in earlier for root in each.roots()), *modules],
+            handle.name,
+            handle.call_deadline_seconds,
+        )
         hooks.append(calls)
-        holding.refuse_calls, holding.allow_calls = calls.refuse, calls.allow
+        holding.calls = calls
         for each in earlier:  # replaced by `calls`, the one guard of all modules of the handle
             each.remove()
             hooks.remove(each)

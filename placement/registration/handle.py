@@ -67,6 +67,7 @@ class Handle:
         self.streamed: StreamedOptimizer | None = None
         """For an optimizer whose state placement moves: its steps that stream the state; None for other handles."""
         self.phase_now: Callable[[], str] = str
+        self.call_deadline_seconds = 0.0
         self.broken: str | None = None
         """Why the handle can go neither forward nor back; None while it is sound."""
         self.strangers = 0

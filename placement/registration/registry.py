@@ -52,6 +52,7 @@ class Registry:
         phase_now: Callable[[], str],
         when_gone: Callable[[Handle], None],
         streaming: Streaming,
+        call_deadline_seconds: float,
     ) -> None:
         self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
@@ -61,6 +62,7 @@ class Registry:
         self._phase_now = phase_now
         self._when_gone = when_gone
         self._streaming = streaming
+        self._call_deadline_seconds = call_deadline_seconds
         self.admit: Callable[[Handle, int], None] = _admit
         """Called before a handle takes so many more bytes of host memory. Raises HostMemoryError where they must not be taken."""
         self._has_warned = False
@@ -86,7 +88,7 @@ class Registry:
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
         handle = Handle(name, kind=kind, role=role, readonly=readonly, callbacks=self._callbacks_of)
-        handle.phase_now = self._phase_now
+        handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._call_deadline_seconds
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
             if isinstance(target, Lazy):

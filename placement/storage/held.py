@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
+from placement.core.call_guard import NO_CALLS
 from placement.core.errors import IntegrityError
 from placement.core.states import State
 from placement.devices.base import Device
@@ -19,10 +20,6 @@ from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
 from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.tensors.owned import Adapter
-
-
-def _no_calls() -> None:
-    """Do nothing: the default for an object that cannot be called."""
 
 
 class HeldStorage(Storage):
@@ -41,10 +38,8 @@ class HeldStorage(Storage):
         self.name = name
         self.readonly = readonly
         self.storages = ObjectStorages(device, adapter, name, self)
-        self.refuse_calls: Callable[[], None] = _no_calls
-        """Called before `on_device` becomes False. From then on the object's calls, which need the bytes on the device, are refused."""
-        self.allow_calls: Callable[[], None] = _no_calls
-        """Called when the object is on the device and everything is consistent with that."""
+        self.calls = NO_CALLS
+        """Refuses the object's calls before `on_device` becomes False, and allows them when all is consistent with its being True."""
         self.host_read_locks = HostReadLocks()
         self.offloaded_timestamp_seconds = time.time()
         """When the host copy last became the authoritative one (Unix time)."""
@@ -63,6 +58,22 @@ class HeldStorage(Storage):
     @property
     def ranges(self) -> tuple[Range, ...]:
         return self.storages.by_address.ranges
+
+    def end_calls(self, since_seconds: float) -> None:
+        """Wait for the calls that other threads are in (see `CallGuard.wait`), and then refuse new ones until `make_consistent` is done.
+
+        Raises:
+            PhaseError: a call does not end. The object is as it was.
+        """
+        self.calls.wait(since_seconds)
+        try:
+            self.is_consistent = False
+            self.calls.refuse()
+            self.calls.wait(since_seconds)  # for a call that has begun between the two
+        except BaseException:
+            self.calls.allow()
+            self.is_consistent = True
+            raise
 
     @property
     def is_offloaded(self) -> bool:

@@ -180,7 +180,7 @@ class ManagedStorage(HeldStorage):
         self.storages.keep(before + fresh)
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
-        self.refuse_calls()
+        self.calls.refuse()
         self.on_device = False
         return MoveResult(
             stray_references=sum(surplus.values()),
@@ -220,7 +220,7 @@ class ManagedStorage(HeldStorage):
             if self._is_vacating:
                 self._take_back_early()
             if self._is_vacating and not self._have_back(chunk_pool):
-                self.refuse_calls()
+                self.calls.refuse()
                 self.on_device = False
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
             self._distrust_host_copies_with_views()
@@ -249,7 +249,7 @@ class ManagedStorage(HeldStorage):
             self.adapter.drop_caches()
             self.storages.look_at_framework_memory()
         else:
-            self.allow_calls()
+            self.calls.allow()
         self._is_copying = self._is_vacating = False
         self._dropped, self.storages.moving_in = None, frozenset()
         self.storages.relocated.forget()
@@ -361,6 +361,8 @@ class ManagedStorage(HeldStorage):
         if not self.ranges:
             return
         self.host_read_locks.wait()
+        if self.on_device:
+            self.end_calls(time.monotonic())
         self.adapter.hands_back = True  # what the object has got and nobody can move must not keep its values here
         try:
             chunk_pool = self._ready_to_leave()

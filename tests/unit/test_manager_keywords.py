@@ -65,6 +65,7 @@ def test_every_word_that_a_field_takes_is_in_the_keyword_too() -> None:
         "verify",
         "annotate",
         "strict",
+        "call_deadline_seconds",
         "headroom",
         "journal_length",
         "discovery",

@@ -57,6 +57,7 @@ EVERYTHING: dict[str, Any] = {
     "budget_bytes": "12GiB",
     "pinned_limit_bytes": "96GiB",
     "worker_role": "trainer",
+    "call_deadline_seconds": 2.5,
     "phases": {"distill": ["actor", "teacher"], "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}},
     "strict": True,
     "verify": "sample",
@@ -76,6 +77,7 @@ PARSED = Settings(
     budget_bytes=12 << 30,
     pinned_limit_bytes=96 << 30,
     worker_role="trainer",
+    call_deadline_seconds=2.5,
     phases={"distill": ("actor", "teacher"), "update_ref": {"actor": "GPU_RESIDENT", "ref": "TRAINING"}},
     strict=True,
     verify="sample",
@@ -100,7 +102,7 @@ def test_from_toml(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
         'device = "cuda:1"\npolicy = "my.module:Mine"\nbudget_bytes = "12GiB"\npinned_limit_bytes = "96GiB"\n'
-        'worker_role = "trainer"\nstrict = true\nverify = "sample"\n'
+        'worker_role = "trainer"\ncall_deadline_seconds = 2.5\nstrict = true\nverify = "sample"\n'
         'headroom = 0.1\njournal_length = 16\nannotate = "profiler"\ndiscovery = "/shared/targets"\nrun = "grpo-7"\n'
         'leases = "/shared/leases"\nlease_capacity_bytes = "70GiB"\nlease_priority = 3\nlease_deadline_seconds = 30.5\n'
         '[phases]\ndistill = ["actor", "teacher"]\nupdate_ref = {actor = "GPU_RESIDENT", ref = "TRAINING"}\n',

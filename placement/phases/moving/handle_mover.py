@@ -190,6 +190,7 @@ class HandleMover:
             load=load,
             staying=self.transition.staying,
             while_copying=self.transition.while_copying,
+            calls_since_seconds=self.transition.began_seconds,
         )
         texts = [f"{verb} {', '.join(h.name for h in those)}" for verb, those in (("offload", leaving), ("load", coming)) if those]
         with self._mark(f"placement: {'; '.join(texts)}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ class Transition:
     """Device bytes of storages that leave which stay as early chunks."""
     while_copying: Callable[[], None] = nothing
     """Called once, while bytes are being copied to the host."""
+    began_seconds: float = field(default_factory=time.monotonic)
+    """When it began, on the monotonic clock."""
     moved: dict[Handle, MoveResult] = field(default_factory=dict)
     """Results of the exchange, by handle. The state transition of a handle takes its result out."""
     complaints: list[Exception] = field(default_factory=list)

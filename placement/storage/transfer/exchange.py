@@ -47,6 +47,7 @@ class Exchange:
         load: the links over which the loaded bytes come.
         staying: device bytes of storages that leave which may stay as early chunks, so that nobody waits while they are saved.
         while_copying: called once, if any storage leaves. The link has work by then, unless early chunks have to be remapped first.
+        calls_since_seconds: from when on calls of what leaves have been waited for, see `CallGuard.wait`.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Exchange:
         load: Load = ALONE,
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
+        calls_since_seconds: float,
     ) -> None:
         self._device = device
         self._staying = staying
         self._while_copying = while_copying
+        self._calls_since_seconds = calls_since_seconds
         self._chunk_pool = chunk_pool
         self._verifier = verifier
         self._dropping = dropping
@@ -84,6 +87,7 @@ class Exchange:
         Raises:
             DeviceMemoryError, HostMemoryError: no memory. Every storage is settled on one side or the other.
             IntegrityError: the bytes that arrived are not those that were sent. Every storage is settled, as above.
+            PhaseError: another thread is in a call of what leaves, and the deadline has passed. Every storage is settled, as above.
         """
         began = time.monotonic()
         for holding in (*leaving, *coming):  # an earlier exchange of this phase transition may have left one in between
@@ -151,6 +155,8 @@ class Exchange:
 
     def _begin(self, leaving: Sequence[ManagedStorage], coming: Sequence[ManagedStorage]) -> None:
         """Begin the moves, and map what arrived early behind the addresses of what comes."""
+        for holding in leaving:  # before the device is waited for: a call starts kernels until its end
+            holding.end_calls(self._calls_since_seconds)
         if leaving:
             self._device.sync()
         for holding in (*leaving, *coming):
