@@ -146,6 +146,9 @@ class Faults(Device):
         self._count("create")
         return self.device.create(nbytes)
 
+    def wipe(self, chunks: Sequence[Chunk]) -> None:
+        self.device.wipe(chunks)
+
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._count("map")
         self.device.map(addresses, chunks, start)

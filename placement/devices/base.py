@@ -114,6 +114,19 @@ class Device(abc.ABC):
             DeviceMemoryError: the driver (or the simulated capacity) does not have enough.
         """
 
+    def wipe(self, chunks: Sequence[Chunk]) -> None:
+        """Fill chunks that are behind no address with poison, or with other bytes that are NaN. Waits until they are.
+
+        Raises:
+            DeviceMemoryError: the driver refused. The content of the chunks is undefined.
+        """
+        for chunk in chunks:
+            addresses = self.reserve(chunk.nbytes)
+            self.map(addresses, (chunk,))
+            fill_with_poison(self.view(addresses, 0, chunk.nbytes), 0)
+            self.sync()
+            self.unmap(addresses, chunk.nbytes)
+
     @abc.abstractmethod
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         """Put `chunks`, in order, behind `[start, start + their bytes)` of `addresses`, replacing the poison there.

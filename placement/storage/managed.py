@@ -202,6 +202,8 @@ class ManagedStorage(HeldStorage):
             if r.prints is None or r.is_shown:  # also of a readonly object: what was written into a state dict is its value from now on
                 r.prints = self.storages.fingerprint(r, 0, len(r.chunk_sizes))
             r.is_shown = False
+        shown = self.storages.state_dict_tensors
+        shown.host_versions.raise_written(self.adapter, self.storages.by_address, are_held=shown.are_held)
         self.on_device = True
 
     def make_consistent(self, chunk_pool: ChunkPool) -> None:
@@ -302,7 +304,7 @@ class ManagedStorage(HeldStorage):
             self.device.unmap(r.layout.addresses, r.chunk_sizes[index], r.starts[index])
         try:
             for r, index in missing:
-                (chunk,) = chunk_pool.take([r.chunk_sizes[index]])
+                (chunk,) = chunk_pool.take_wiped([r.chunk_sizes[index]])
                 try:
                     self.device.map(r.layout.addresses, (chunk,), r.starts[index])
                     self.device.copy(r.copies((index,)), "to_device")

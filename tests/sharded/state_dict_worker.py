@@ -97,6 +97,30 @@ def _stepped(program: Program) -> list[torch.Tensor]:
     return [each for group in program.optimizer.param_groups for each in group["params"]]
 
 
+def versions(kind: str) -> None:
+    """The counters of parameters: raised by a load where a shard was written in the host copy, through the wrapper or its part."""
+    program = build(kind, "adam")
+    manager = program.manager
+    assert manager is not None
+
+    def now() -> dict[str, int]:
+        with manager.phase("log_prob"):
+            return {name: each._version for name, each in program.model.named_parameters()}
+
+    first, *others = before = now()
+    program.model.state_dict()
+    assert now() == before
+    for write in (lambda shown: shown.mul_(2), lambda shown: [part.mul_(2) for _, part in local_parts(shown)]):
+        shown = program.model.state_dict()[first]
+        is_empty = not any(part.numel() for _, part in local_parts(shown))
+        write(shown)
+        del shown
+        after = now()
+        assert is_empty or after[first] == before[first] + 1
+        assert [after[name] for name in others] == [before[name] for name in others]
+        before = after
+
+
 def held(kind: str) -> None:
     """State dicts taken in one state and held through all others: the same objects, with what the object has by then."""
     program = build(kind, "adam")

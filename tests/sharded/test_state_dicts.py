@@ -27,6 +27,11 @@ def test_a_held_state_dict_follows_a_sharded_handle(kind: str, two_ranks: Ranks)
     two_ranks.run(worker.held, kind)
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "lora"])
+def test_a_load_raises_the_counters_of_what_was_written(kind: str, two_ranks: Ranks) -> None:
+    two_ranks.run(worker.versions, kind)
+
+
 def test_a_held_state_dict_follows_on_one_rank(one_rank: Ranks) -> None:
     one_rank.run(worker.held, "fsdp2")
 

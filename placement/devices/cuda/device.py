@@ -32,6 +32,8 @@ from placement.devices.memory import Addresses, Chunk, Communicator, Copy, Devic
 
 CHUNK_BYTES = 256 << 20
 """The default chunk size. A chunk costs the host about 0.09 ms to load and 0.14 ms to vacate (H200), so large chunks are better."""
+_WIPED_TOGETHER = 16
+"""The most chunks to wipe with one call of each function of the driver."""
 TIGHT_CHUNK_BYTES = 128 << 20
 """The chunk size where device memory is short: a swap needs room for two chunks."""
 
@@ -86,6 +88,8 @@ class CudaDevice(Device):
             "to_device": torch.cuda.Stream(self.torch_device),
             "to_host": torch.cuda.Stream(self.torch_device),
         }
+        self._wiping: tuple[_Addresses, torch.cuda.Stream] | None = None
+        """The addresses and the stream of `wipe`."""
         self._following = torch.cuda.Stream(self.torch_device)
         """The stream for work that follows copies, chunk by chunk, while later copies are in progress."""
 
@@ -188,6 +192,26 @@ class CudaDevice(Device):
     def _release_dead(self, handle: int, life: Life) -> bool:
         self._release([handle], [life])
         return True
+
+    def wipe(self, chunks: Sequence[Chunk]) -> None:
+        """See `Device.wipe`. A chunk has addresses while it is filled: alone that costs 0.4 ms, among others 0.2 ms (256 MiB, H100)."""
+        new = [_ours(chunk, DriverChunk) for chunk in chunks]
+        full = [chunk for chunk in new if chunk.nbytes == self.chunk_bytes]
+        together = [full[start : start + _WIPED_TOGETHER] for start in range(0, len(full), _WIPED_TOGETHER)]
+        if self._wiping is None:
+            self._wiping = self._reserve(_WIPED_TOGETHER * self.chunk_bytes), torch.cuda.Stream(self.torch_device)
+        addresses, stream = self._wiping
+        extent, handle = addresses.extent, self._driver.api.CUstream(stream.cuda_stream)
+        with self._driver:
+            for run in (*together, *([chunk] for chunk in new if chunk.nbytes != self.chunk_bytes)):
+                nbytes = sum(chunk.nbytes for chunk in run)
+                try:
+                    extent.end()  # an interrupt may have left something there
+                    extent.apply(extent.plan(0, nbytes, run, None))
+                    self._driver.call("cuMemsetD8Async", addresses.base, 0xFF, nbytes, handle)
+                    stream.synchronize()
+                finally:
+                    extent.end()
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         extent = _ours(addresses, _Addresses).extent
@@ -332,8 +356,8 @@ class CudaDevice(Device):
     def close(self) -> None:
         pool.reap()
         self._collect()
-        if len(self._ranges.owned) <= 1:  # only the poison's own range is left
-            self._poison = self._answers = None
+        if len(self._ranges.owned) <= 1 + (self._wiping is not None):  # only the poison's own range, and that of `wipe`
+            self._poison = self._answers = self._wiping = None
             self._collect()
 
 

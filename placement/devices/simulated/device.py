@@ -21,7 +21,7 @@ import torch
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
-from placement.devices.base import Device, check_slots
+from placement.devices.base import Device, check_slots, poison_bytes
 from placement.devices.host.mapping import MADV_POPULATE_WRITE, MAP_FAILED, PAGE, READ_WRITE, keep_from_children, libc, round_up
 from placement.devices.host.shared_slab import MappedSlab
 from placement.devices.host.slab import Slab, check_span, tensor_at
@@ -149,6 +149,12 @@ class SimulatedDevice(Device):
         self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
         self._held[chunk.file_offset] = nbytes  # this store makes the chunk count; from now on its death gives the bytes back
         return chunk
+
+    def wipe(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if not isinstance(chunk, SimulatedChunk) or not self._is_held(chunk):
+                raise ValueError("this device does not hold the chunk: it was released, or belongs to another device")
+            os.pwrite(self._file, poison_bytes(0, chunk.nbytes), chunk.file_offset)
 
     def map(self, addresses: Addresses, chunks: Sequence[Chunk], start: int = 0) -> None:
         self._check_process()

@@ -23,6 +23,7 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.storage.offloaded.changes import has_nan
+from placement.storage.offloaded.host_versions import HostVersions
 from placement.storage.range import Range, RangesByAddress
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped
@@ -41,6 +42,7 @@ class StateDictTensors:
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         """The storage over each address that was handed out, while anybody holds it."""
+        self.host_versions = HostVersions()
         _IN_USE.add(self)
 
     def over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -122,6 +124,8 @@ class StateDictTensors:
             # Not from tensor.detach(): wrappers have their own code for that, and some (torchao's optimizer state) read values in it.
             shown = rewrapped(tensor, lambda part: self._hand_out_plain(part, places, from_host)).requires_grad_(False)
         self._wrappers = _add(self._wrappers, shown)
+        if from_host:
+            self.host_versions.watch(shown)
         return shown
 
     def _now(self, part: torch.Tensor, places: RangesByAddress, from_host: bool) -> torch.Tensor:
@@ -155,7 +159,8 @@ class StateDictTensors:
         for r in places.ranges:
             if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
                 r.wait_until_saved()  # also where a tensor over the place is alive already
-                return self.over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
+                host = self.over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
+                return self.host_versions.counting(host)
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and self._is_live(storage):
             raise IntegrityError(
                 f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by one computed from "
@@ -178,7 +183,8 @@ class StateDictTensors:
             return None
         r, offset = place
         r.wait_until_saved()  # as above
-        return self.over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
+        host = self.over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
+        return self.host_versions.counting(host)
 
     def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""

@@ -95,7 +95,7 @@ class Arrivals:
         if not served:
             return 0, 0
         created = served - min(served, self._chunk_pool.count(sizes, 0))
-        chunks = self._chunk_pool.take(sizes[:served])
+        chunks = self._chunk_pool.take_wiped(sizes[:served])
         r.chunks.update(zip(wanted, chunks, strict=False))
         self._device.map(r.layout.addresses, chunks, r.starts[first])
         self.brought_bytes[holding] += self._load.start(holding, r, wanted[:served])

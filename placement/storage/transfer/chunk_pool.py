@@ -76,6 +76,25 @@ class ChunkPool:
             raise
         return tuple(taken)
 
+    def take_wiped(self, sizes: Sequence[int]) -> tuple[Chunk, ...]:
+        """Like `take`, for addresses of a handle, which any thread may read at any time: the chunks are poison until bytes arrive there.
+
+        From the driver a chunk comes with zeros, from another handle with that one's values: numbers like any others, which a checkpoint
+        or a loss would take in unnoticed. Wiping behind the addresses would leave them readable until then, and copying before the
+        mapping would make every load wait for its last byte. So a chunk is wiped before it is mapped. Chunks are mapped while earlier
+        ones are copied, which takes ten times as long as to wipe one, so the link does not wait for it.
+
+        Raises:
+            DeviceMemoryError: the driver has too little memory. The chunks that were taken are in the pool again.
+        """
+        chunks = self.take(sizes)
+        try:
+            self._device.wipe(chunks)
+        except BaseException:
+            self.give(chunks)
+            raise
+        return chunks
+
     def _one(self, size: int) -> Chunk:
         if held := self._chunks.get(size):
             return held.popitem(last=False)[1]

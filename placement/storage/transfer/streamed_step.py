@@ -208,10 +208,10 @@ class StreamedStep:
 
     def _take(self, sizes: Sequence[int], chunk_pool: ChunkPool) -> Sequence[Chunk]:
         try:
-            return chunk_pool.take(sizes)
+            return chunk_pool.take_wiped(sizes)
         except DeviceMemoryError:
             self.holding.device.trim()  # torch's cache may have what the driver lacks
-            return chunk_pool.take(sizes)
+            return chunk_pool.take_wiped(sizes)
 
     def _live_bytes(self) -> int:
         born = sum(bucket.unborn_bytes for bucket in self._buckets[self._vacated : self._fetched])
