@@ -139,7 +139,7 @@ class CallGuard:
         return isinstance(each, torch.nn.Parameter) and any(each is own for root in self.roots() for own in root.parameters())
 
     def wait(self, since_seconds: float) -> None:
-        """Wait until no other thread is in a call of the modules.
+        """Wait until the calls of the modules that other threads are in now have ended.
 
         Args:
             since_seconds: the time on the monotonic clock from which the deadline counts.
@@ -152,14 +152,17 @@ class CallGuard:
                 f"{self._name!r} cannot be offloaded, given back or written from inside its own forward() (a hook, or code of the model): "
                 "the rest of the call needs it as it is. Change phases after the call has returned"
             )
-        while self._forwards and (threads := _threads_that_call(self._is_one)):
+        pending = _threads_that_call(self._is_one) if self._forwards else set()
+        while pending and threading.main_thread().is_alive():  # at the interpreter's exit nothing is waited for
             if (waited := time.monotonic() - since_seconds) >= self._deadline_seconds:
+                names = [repr(thread.name) for thread in threading.enumerate() if thread.ident in pending]
                 raise PhaseError(
-                    f"{self._name!r} is still being called in thread {', '.join(map(repr, threads))} after {waited:.1f} s, so it stays "
-                    "on the device as it is. Wait for that thread before (join(), result()). For calls that take longer, raise "
+                    f"{self._name!r} is still being called in thread {', '.join(names) or pending} after {waited:.1f} s, so it stays on "
+                    "the device as it is. Wait for that thread before (join(), result()). For calls that take longer, raise "
                     f"call_deadline_seconds (now {self._deadline_seconds:g})"
                 )
             time.sleep(_GLANCE_SECONDS)
+            pending &= _threads_that_call(self._is_one)  # one that was seen outside has ended the call that was meant
 
     def refuse(self) -> None:
         """Refuse calls from now on. Called before the bytes leave, so that no call falls between. Idempotent."""
@@ -223,13 +226,11 @@ def _called(frame: types.FrameType | None, names: tuple[str, ...] = _CALLS) -> I
         frame = frame.f_back
 
 
-def _threads_that_call(is_meant: Callable[[Any], bool]) -> list[str]:
-    """The names of the other threads that are in a call of something that is meant."""
+def _threads_that_call(is_meant: Callable[[Any], bool]) -> set[int]:
+    """The other threads that are in a call of something that is meant."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # this very frame: a cycle would keep the locals of all threads until they are collected
-    found = [ident for ident, frame in frames.items() if any(map(is_meant, _called(frame)))]
-    names = {thread.ident: thread.name for thread in threading.enumerate()} if found else {}
-    return [names.get(ident, str(ident)) for ident in found]
+    return {ident for ident, frame in frames.items() if any(map(is_meant, _called(frame)))}
 
 
 def _with_tensors(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -258,7 +259,7 @@ NO_CALLS = CallGuard(cast("Check", None), (), "", 0.0)
 
 
 def wait_for_calls(module: torch.nn.Module) -> None:
-    """Wait until no other thread is in a call of a registered module. See `CallGuard.wait`."""
+    """Wait for the calls of a registered module that other threads are in. See `CallGuard.wait`."""
     for each in [each for each in _IN_USE if each.guards(module)]:
         each.wait(time.monotonic())
 

@@ -27,7 +27,7 @@ class HostVersions:
 
     def __init__(self) -> None:
         self._tensors: dict[_Span, tuple[torch.Tensor, int]] = {}
-        """By bytes that are shown: an empty tensor with the counter of the tensors over it, and its version at the last look."""
+        """An empty tensor by the bytes that are shown, with the counter of the tensors over them, and its version at the last load."""
         self._wrappers: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]] = {}
         """Wrappers by identity, whose writes do not count in their parts; each with a tensor that has only its counter, and its parts."""
         self._written: set[_Span] = set()
