@@ -123,7 +123,7 @@ class Device(abc.ABC):
         for chunk in chunks:
             addresses = self.reserve(chunk.nbytes)
             self.map(addresses, (chunk,))
-            fill_with_poison(self.view(addresses, 0, chunk.nbytes), 0)
+            self.view(addresses, 0, chunk.nbytes).fill_(0xFF)
             self.sync()
             self.unmap(addresses, chunk.nbytes)
 
