@@ -82,7 +82,7 @@ class ChunkPool:
         From the driver a chunk comes with zeros, from another handle with that one's values: numbers like any others, which a checkpoint
         or a loss would take in unnoticed. Wiping behind the addresses would leave them readable until then, and copying before the
         mapping would make every load wait for its last byte. So a chunk is wiped before it is mapped. That is done while earlier chunks
-        are copied: 12 GiB load in 255 to 260 ms and swap in 240 ms with it and without it (H100, six runs each).
+        are copied. Of 12 GiB a load takes 254 to 260 ms and a swap 239 to 252 ms, with it and without it (H100, twelve runs each).
 
         Raises:
             DeviceMemoryError: the driver has too little memory. The chunks that were taken are in the pool again.
