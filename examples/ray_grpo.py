@@ -14,6 +14,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+import placement
 import placement.ray
 from placement.cli.demo import digest_of
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -25,14 +26,14 @@ from examples._tiny import data_parallel
 class Trainer(placement.ray.Worker):
     """The worker on each GPU. Its methods only compute; no method says where a model is."""
 
-    def __init__(self, fleet: str, rank: int, world_size: int, store: tuple[str, int]) -> None:
+    def __init__(self, rank: int, world_size: int, store: tuple[str, int]) -> None:
         torch.set_num_threads(1)
         cuda = torch.cuda.is_available()
         device = "cuda:0" if cuda else SimulatedDevice(capacity_bytes=16 << 20)
         rendezvous = dist.TCPStore(*store, is_master=False)
         dist.init_process_group("nccl" if cuda else "gloo", store=rendezvous, rank=rank, world_size=world_size)
 
-        manager = self.join_fleet(fleet, rank=rank, together=range(world_size), device=device)
+        self.manager = manager = placement.Manager(device=device)
         self.job = job = data_parallel(seed=0, device=manager.device.torch_device, steps=1)
         self.actor = manager.register("actor", job.actor, role="actor")
         manager.register("actor.optimizer", job.optimizer)
@@ -71,24 +72,22 @@ def main(world_size: int = 4, steps: int = 3) -> list[list[str]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= world_size else 0
     weights = []
-    with placement.ray.Fleet("grpo") as fleet:
-        actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)  # without GPUs any number of workers can run
-        workers = [actor.remote(fleet.name, rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)]
-        fleet.join(workers)
-        print(f"status of all workers: {fleet.url}")
-        for number in range(1, steps + 1):
-            with fleet.phase("rollout") as step:
-                rewards = ray.get([worker.rollout.remote() for worker in workers])
-                step.switch("log_prob", only=["actor", "ref"])
-                ray.get([worker.log_probs.remote() for worker in workers])
-                step.switch("train")
-                losses = ray.get([worker.update.remote() for worker in workers])
-                step.switch("weight_sync")
-                ray.get([worker.publish.remote() for worker in workers])
-            weights.append(ray.get([worker.finish_step.remote() for worker in workers]))
-            print(f"step {number}: loss {sum(losses) / world_size:+.4f} reward {sum(rewards) / world_size:.3f}, 0 bytes left on any device")
-        for worker in workers:
-            ray.kill(worker)
+    actor = ray.remote(Trainer).options(num_cpus=gpus, num_gpus=gpus)  # without GPUs any number of workers can run
+    workers = [actor.remote(rank, world_size, ("127.0.0.1", store.port)) for rank in range(world_size)]
+    fleet = placement.ray.Fleet(workers)
+    for number in range(1, steps + 1):
+        with fleet.phase("rollout") as step:
+            rewards = ray.get([worker.rollout.remote() for worker in workers])
+            step.switch("log_prob", only=["actor", "ref"])
+            ray.get([worker.log_probs.remote() for worker in workers])
+            step.switch("train")
+            losses = ray.get([worker.update.remote() for worker in workers])
+            step.switch("weight_sync")
+            ray.get([worker.publish.remote() for worker in workers])
+        weights.append(ray.get([worker.finish_step.remote() for worker in workers]))
+        print(f"step {number}: loss {sum(losses) / world_size:+.4f} reward {sum(rewards) / world_size:.3f}, 0 bytes left on any device")
+    for worker in workers:
+        ray.kill(worker)
     return weights
 
 

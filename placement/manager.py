@@ -348,7 +348,7 @@ class Manager:
         return self._entered[-1]
 
     def rejoin(self, group: Group) -> None:
-        """Replace the group of ranks by a new one, after a rank was restarted or after `CoordinatorLost`.
+        """Replace the group of ranks by a new one, after a rank was restarted or after `CoordinatorLost`; or join the first one.
 
         Every surviving rank calls this with a new group of a new generation; a restarted rank makes a new manager instead. The old
         group is not told. A rank that did not hear a decision has stayed as it was, and takes no further part in the old group. Here
@@ -359,7 +359,7 @@ class Manager:
 
         Raises:
             PhaseError: a phase is open; leave it first. Nothing is lost by leaving, even if a decision is unknown.
-            ValueError: `group` is not a group, a decision of it is unknown, or this manager was made without a group.
+            ValueError: `group` is not a group, or a decision of it is unknown.
             Exception: a handle could not be moved where it belongs. The old group stays in use.
         """
         with self._stack.lock.transition():

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from placement.integrations.ray import Fleet, FleetPhase, Worker
 
-from placement.integrations import ray
-
-if TYPE_CHECKING:
-    from placement.integrations.ray import Fleet, FleetPhase, Worker, WorkerStatus, in_phase
-
-__all__ = ["Fleet", "FleetPhase", "Worker", "WorkerStatus", "in_phase"]
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(ray, name)
+__all__ = ["Fleet", "FleetPhase", "Worker"]

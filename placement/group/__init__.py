@@ -8,11 +8,10 @@ from placement.core.lazy_names import on_demand as _on_demand
 from placement.group.agreement import Group
 from placement.group.base import Board, BoardLost
 from placement.group.lease import Lease
-from placement.group.ray import RayGroup, start_board
 
 if TYPE_CHECKING:
     from placement.group.store import StoreGroup, from_environment
 
-__all__ = ["Board", "BoardLost", "Group", "Lease", "RayGroup", "StoreGroup", "from_environment", "start_board"]
+__all__ = ["Board", "BoardLost", "Group", "Lease", "StoreGroup", "from_environment"]
 
 __getattr__ = _on_demand(__name__, dict.fromkeys(("StoreGroup", "from_environment"), "store"))

@@ -70,10 +70,8 @@ class GroupVote:
         """Replace the old group, whose state is unknown, by a new one.
 
         Raises:
-            ValueError: `group` is not a group, it is in doubt, or the manager had no group before.
+            ValueError: `group` is not a group, or it is in doubt.
         """
-        if self._group is None:
-            raise ValueError("this manager was made without a group: make it with Manager(group=...)")
         if checked(group).is_in_doubt:
             raise ValueError("this group could not read a decision and is unusable: make a new group on all ranks, with a new generation")
         self._group = group

@@ -93,9 +93,9 @@ def test_every_mark_is_above_a_python_block() -> None:
 @pytest.mark.parametrize(
     ("code", "missing"),
     [
-        ("import placement.ray\nplacement.ray.Flet('x')", "Flet"),
-        ("import placement.ray\nfleet = placement.ray.Fleet('x')\nfleet.joyn([])", "joyn"),
-        ("import placement.ray\nclass A(placement.ray.Worker):\n    def f(self):\n        self.join_flet()", "join_flet"),
+        ("import placement.ray\nplacement.ray.Flet([])", "Flet"),
+        ("import placement.ray\nfleet = placement.ray.Fleet([])\nfleet.joyn()", "joyn"),
+        ("import placement.ray\nclass A(placement.ray.Worker):\n    def f(self):\n        self.placement_joyn()", "placement_joyn"),
         ("from placement.observe.fleet import Discovery", "Discovery"),
     ],
 )

@@ -1,9 +1,8 @@
-"""Managers of a group as threads of one process, over a store in memory or over the board of a Ray job."""
+"""Managers of a group as threads of one process, over a store in memory."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from placement.core.errors import GroupError
 from placement.group import Group, StoreGroup
 from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
-from tests.group.test_ray_board import Actor
 from tests.support.threads import in_threads
 from tests.support.trainer import Trainer
 
@@ -22,16 +20,10 @@ Join = Callable[[int, int, float, int], Group]
 """`join(rank, world_size, deadline_seconds, generation)`."""
 
 
-@contextlib.contextmanager
-def joining(engine: str) -> Iterator[Join]:
+def joining() -> Join:
     """How the ranks of one membership come together."""
-    if engine == "store":
-        store = dist.HashStore()
-        yield lambda rank, world_size, deadline, generation: StoreGroup(store, rank, world_size, deadline, generation=generation)
-        return
-    actor = Actor()
-    yield actor.group
-    actor.close()
+    store = dist.HashStore()
+    return lambda rank, world_size, deadline, generation: StoreGroup(store, rank, world_size, deadline, generation=generation)
 
 
 class FailsOnce(Colocated):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -120,10 +120,9 @@ def test_a_basis_that_is_written_in_the_last_moment_counts(paper: Paper) -> None
 # --- reasons
 
 
-@pytest.fixture(params=["store", "ray"])
-def join(request: pytest.FixtureRequest) -> Iterator[Join]:
-    with joining(request.param) as join:
-        yield join
+@pytest.fixture
+def join() -> Join:
+    return joining()
 
 
 @pytest.mark.parametrize("failing", [(0, 1, 2), (0, 2), (1, 2), (1,)])

@@ -14,10 +14,8 @@ from torch import nn
 from placement import Manager, PlacementError, State
 from placement.core.states import Plan, View
 from placement.group import Group, StoreGroup
-from placement.integrations.ray.member import FleetGroup
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice
-from tests.group.test_ray_board import Actor
 from tests.support.threads import in_threads
 from tests.support.trainer import CHUNK, WIDTH, Trainer
 
@@ -83,29 +81,6 @@ def test_a_restarted_rank_goes_on_with_those_that_have_kept_handles(policy: str,
         assert on_all(ranks, Rank.step) == ["done"] * WORLD
     ranks[1].manager.close()
     go_on(in_threads(lambda: ranks[0].rejoin(store, 1), lambda: Rank(store, 1, 1, **settings)), 4)
-
-
-def test_a_restarted_worker_of_a_fleet_goes_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the driver has the same groups begin anew."""
-    monkeypatch.setattr("placement.group.ray.asking", lambda actor: actor.ask)
-    actor = Actor()
-
-    def begin(groups: list[FleetGroup], generation: int) -> None:
-        in_threads(*(lambda group=group: group.begin(generation) for group in groups))  # type: ignore[misc]
-
-    try:
-        groups = [FleetGroup(actor, range(WORLD), rank, 20.0) for rank in range(WORLD)]
-        begin(groups, 1)
-        ranks = [Rank(group, rank, policy="cyclic") for rank, group in enumerate(groups)]
-        for _ in range(3):
-            assert on_all(ranks, Rank.step) == ["done"] * WORLD
-        ranks[1].manager.close()
-        groups[1] = FleetGroup(actor, range(WORLD), 1, 20.0)
-        begin(groups, 2)
-        ranks[1] = Rank(groups[1], 1, policy="cyclic")
-        go_on(ranks, 4)
-    finally:
-        actor.close()
 
 
 @pytest.mark.parametrize("policy", KEEPING)

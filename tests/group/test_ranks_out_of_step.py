@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -18,10 +18,9 @@ SHORT_SECONDS = 0.3
 AMPLE_SECONDS = 30.0
 
 
-@pytest.fixture(params=["store", "ray"])
-def join(request: pytest.FixtureRequest) -> Iterator[Join]:
-    with joining(request.param) as join:
-        yield join
+@pytest.fixture
+def join() -> Join:
+    return joining()
 
 
 def attempt(ranks: list[Rank], without: Collection[int] = (), name: str = "train") -> list[Any]:

@@ -14,10 +14,9 @@ from tests.group.manager_ranks import Join, Rank, joining, on_all, ranks_of
 Refuse = Callable[[Rank], object]
 
 
-@pytest.fixture(params=["store", "ray"])
-def join(request: pytest.FixtureRequest) -> Iterator[Join]:
-    with joining(request.param) as join:
-        yield join
+@pytest.fixture
+def join() -> Join:
+    return joining()
 
 
 @contextlib.contextmanager

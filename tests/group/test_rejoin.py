@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager, State
-from placement.core.errors import CoordinatorLost, PhaseError
+from placement.core.errors import CoordinatorLost, GroupError, PhaseError
 from placement.core.states import Plan
 from placement.group import BoardLost, StoreGroup
 from placement.group.agreement import Reached
@@ -164,10 +164,23 @@ def test_where_it_cannot_be_done_the_old_group_stays() -> None:
     with pytest.raises(ValueError, match="group must be"):
         rank.manager.rejoin("ranks")  # type: ignore[arg-type]
     assert (rank.step(), anew.epoch) == ("done", 0)
-    alone = Manager(device=SimulatedDevice(1 << 20))
-    alone.register("actor", nn.Linear(4, 4), role="actor")
-    with pytest.raises(ValueError, match="made without a group"):
-        alone.rejoin(anew)
+
+
+def test_managers_that_were_alone_join_their_first_group() -> None:
+    store = dist.HashStore()
+    managers = [Manager(device=SimulatedDevice(1 << 20)) for _ in range(2)]
+    for manager in managers:
+        manager.register("actor", nn.Linear(4, 4), role="actor")
+        with manager.phase("log_prob"):
+            pass
+
+    def begin(rank: int) -> str:
+        managers[rank].rejoin(StoreGroup(store, rank, 2, 10.0))
+        with managers[rank].phase("log_prob" if rank else "train"):
+            return "entered"
+
+    with pytest.raises(GroupError, match="train"):
+        in_threads(lambda: begin(0), lambda: begin(1))
 
 
 def test_a_group_that_is_in_doubt_is_none_to_go_on_with() -> None:
@@ -198,15 +211,14 @@ def test_a_replicated_handle_whose_group_has_other_ranks_is_loaded_alone_and_say
         ranks.close()
 
 
-@pytest.mark.parametrize("engine", ["store", "ray"])
-def test_ranks_that_are_apart_go_on_together_in_a_new_generation(engine: str) -> None:
+def test_ranks_that_are_apart_go_on_together_in_a_new_generation() -> None:
     """One has left the others in the middle of a change, and every epoch and note of the old group is void."""
-    with joining(engine) as join:
-        ranks = ranks_of(join, 2)
-        assert on_all(ranks, Rank.step) == ["done", "done"]
-        ranks[0].group.abort(ValueError("of the old group"), waits=False)
-        for rank, group in zip(ranks, in_threads(lambda: join(0, 2, 30.0, 1), lambda: join(1, 2, 30.0, 1)), strict=True):
-            rank.group = group
-            rank.manager.rejoin(group)
-        assert on_all(ranks, Rank.step) == ["done", "done"]
-        assert [rank.group.epoch for rank in ranks] == [3, 3]
+    join = joining()
+    ranks = ranks_of(join, 2)
+    assert on_all(ranks, Rank.step) == ["done", "done"]
+    ranks[0].group.abort(ValueError("of the old group"), waits=False)
+    for rank, group in zip(ranks, in_threads(lambda: join(0, 2, 30.0, 1), lambda: join(1, 2, 30.0, 1)), strict=True):
+        rank.group = group
+        rank.manager.rejoin(group)
+    assert on_all(ranks, Rank.step) == ["done", "done"]
+    assert [rank.group.epoch for rank in ranks] == [3, 3]

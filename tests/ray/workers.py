@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-from collections.abc import Sequence
 from typing import Any
 
-import ray
 import torch
 
+import placement
 import placement.ray
 from tests.support.trainer import Trainer
 
 
 class FleetTrainer(placement.ray.Worker):
-    """A trainer that is a rank of a fleet."""
+    """A trainer whose phases the driver declares."""
 
-    def __init__(self, fleet: str, rank: int, together: Sequence[int] | None, deadline_seconds: float = 20.0) -> None:
+    def __init__(self) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        self.trainer = Trainer(
-            lambda device: self.join_fleet(fleet, rank=rank, together=together, deadline_seconds=deadline_seconds, device=device)
-        )
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            time.sleep(1.5)  # as long as a model needs to be loaded: it is in the fleet, and answers nothing yet
+        self.trainer = Trainer(lambda device: placement.Manager(device=device))
+        self.manager = self.trainer.manager
 
     def step(self) -> float:
         """In phase train."""
@@ -33,27 +28,8 @@ class FleetTrainer(placement.ray.Worker):
         self.trainer.adam.zero_grad()
         return loss
 
-    @placement.ray.in_phase("log_prob", only=["ref"])
-    def judge(self) -> tuple[float, str]:
-        return float(self.trainer.judge().mean()), self.manager.phase_name
-
-    def enter(self, name: str) -> None:
-        """As hooks of a framework do: without `with`."""
-        self.manager.enter(name)
-
     def leave(self) -> None:
         self.manager.leave()
-
-    def snapshot_fails_once(self) -> None:
-        """As where the folder of leases cannot be read for a moment."""
-        snapshot = self.manager.snapshot
-
-        def fails() -> Any:
-            del self.manager.snapshot
-            raise OSError("the folder of leases is gone")
-
-        assert snapshot()
-        self.manager.snapshot = fails  # type: ignore[method-assign]
 
     def fail(self, operation: str, at: int) -> None:
         self.trainer.faults.fail(operation, at=at)
@@ -71,9 +47,6 @@ class FleetTrainer(placement.ray.Worker):
 
 class Plain:
     """An actor that is no worker of a fleet."""
-
-    def look(self) -> int:
-        return os.getpid()
 
 
 class Broken(placement.ray.Worker):

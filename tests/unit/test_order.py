@@ -34,7 +34,7 @@ def test_a_file_that_was_not_recorded_counts_as_average() -> None:
 
 
 def test_files_that_run_in_one_process_count_together() -> None:
-    known = {"tests/ray/test_fleet.py": Duration(10.0, 4.0), "tests/ray/test_faults.py": Duration(20.0, 8.0)}
+    known = {"tests/ray/test_fleet.py": Duration(10.0, 4.0), "tests/ray/test_examples.py": Duration(20.0, 8.0)}
     assert durations_of(known, known) == {"ray": (30.0, 12.0)}
 
 

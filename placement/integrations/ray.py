@@ -1,0 +1,202 @@
+"""placement on Ray: each worker has a manager, and the driver declares phases for all workers with Ray's own calls.
+
+In a worker:
+
+    @ray.remote(num_gpus=1)
+    class Trainer(placement.ray.Worker):
+        def __init__(self, rank):
+            self.manager = placement.Manager()
+            self.manager.register("actor", build_actor(), role="actor")
+
+In the driver:
+
+    workers = [Trainer.remote(rank) for rank in range(4)]
+    fleet = placement.ray.Fleet(workers)
+    with fleet.phase("rollout") as step:
+        ray.get([worker.rollout.remote() for worker in workers])
+        step.switch("train")
+        ray.get([worker.train.remote() for worker in workers])
+
+The workers of a fleet change phase together, all or none: each gets a `StoreGroup` over a `TCPStore` that the driver serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from placement.core.errors import GroupError, PhaseError, PlacementError
+from placement.group.agreement import DEADLINE_SECONDS
+from placement.group.store import StoreGroup
+from placement.manager import Manager
+from placement.phases.phase import checked, names_of
+
+
+def import_ray() -> Any:
+    """Import ray and return the module.
+
+    Raises:
+        PlacementError: ray is not installed, or this process is not connected to a cluster.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PlacementError("ray is not installed here: pip install ray") from error
+    if not ray.is_initialized():
+        raise PlacementError("this process is not connected to a Ray cluster: call ray.init() first")
+    return ray
+
+
+class Worker:
+    """Mixin for an actor class that sets `self.manager` in its `__init__`. `Fleet` calls the methods; they run like any other call."""
+
+    manager: Manager
+    _entered = 0
+    """How many of the manager's phases the fleet has opened."""
+
+    def placement_join(self, address: tuple[str, int], rank: int, world_size: int, generation: int, deadline_seconds: float) -> None:
+        """Change phase together with the other workers of the fleet from now on."""
+        self.placement_leave(0)
+        from torch.distributed.distributed_c10d import TCPStore
+
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=deadline_seconds))
+        self.manager.rejoin(StoreGroup(store, rank, world_size, deadline_seconds, generation=generation))
+
+    def placement_enter(self, name: str, only: tuple[str, ...] | None) -> None:
+        self.manager.enter(name, only=only)
+        self._entered += 1
+
+    def placement_switch(self, name: str, only: tuple[str, ...] | None) -> None:
+        self.manager.switch(name, only=only)
+
+    def placement_leave(self, depth: int) -> None:
+        """Leave the fleet's phases until only `depth` of them are open. A worker that never entered them has none to leave."""
+        while self._entered > depth:
+            self._entered -= 1
+            self.manager.leave()
+
+
+class Fleet:
+    """The workers of a job, which change phase together.
+
+    Args:
+        workers: handles of actors whose class has `Worker` among its bases. Waits until their constructors are done.
+        address: the address at which the workers reach the driver's store; None: this node's address in the cluster.
+        deadline_seconds: how long a worker waits for the others, see `StoreGroup`.
+
+    Raises:
+        PlacementError: ray is not available.
+        TypeError: an actor is not a `Worker`.
+        GroupError: a worker's constructor failed, or it could not join.
+    """
+
+    def __init__(self, workers: Sequence[Any], *, address: str | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        from torch.distributed.distributed_c10d import TCPStore
+
+        self._ray = import_ray()
+        self.workers = tuple(workers)
+        for worker in self.workers:
+            if not hasattr(worker, "placement_enter"):
+                raise TypeError(f"{worker!r} is not an actor of a class that has placement.ray.Worker among its bases")
+        host = self._ray.util.get_node_ip_address() if address is None else address
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_seconds))
+        self._address = host, self._store.port
+        self._deadline_seconds = deadline_seconds
+        self._generation = 0
+        self._open: list[FleetPhase] = []
+        self.join()
+
+    def join(self) -> None:
+        """Have all workers begin anew together, outside every phase. Call it after Ray has restarted one, and outside every phase.
+
+        Raises:
+            PhaseError: a phase is open.
+            GroupError: a worker could not join; the error has the reasons by rank.
+        """
+        if self._open:
+            raise PhaseError("a phase is open; leave it before the workers join anew")
+        self._generation += 1
+        about = self._generation, self._deadline_seconds
+        self._raise_failures(
+            "join",
+            self._answers(
+                # A worker that is being restarted answers once its constructor is done.
+                worker.placement_join.options(max_task_retries=-1).remote(self._address, rank, len(self.workers), *about)
+                for rank, worker in enumerate(self.workers)
+            ),
+        )
+
+    def phase(self, name: str, *, only: Iterable[str] | None = None) -> FleetPhase:
+        """A phase of every worker, for a `with` statement. See `Manager.phase`.
+
+        Raises (on entering):
+            GroupError: a worker failed; the error has the reasons by rank. Every worker is where it was before.
+        """
+        return FleetPhase(self, checked(name), names_of(only))
+
+    def _all(self, method: str, *arguments: Any) -> dict[int, str]:
+        """Call a method on every worker, and wait. Returns the errors by rank."""
+        return self._answers(getattr(worker, method).remote(*arguments) for worker in self.workers)
+
+    def _answers(self, calls: Iterable[Any]) -> dict[int, str]:
+        failures = {}
+        for rank, call in enumerate(list(calls)):
+            try:
+                self._ray.get(call)
+            except self._ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                failures[rank] = f"{type(cause).__name__}: {str(cause).strip()}"
+        return failures
+
+    def _raise_failures(self, what: str, failures: dict[int, str]) -> None:
+        if failures:
+            told = "; ".join(f"rank {rank}: {why}" for rank, why in failures.items())
+            raise GroupError(f"the workers cannot {what}: {told}", failures)
+
+
+class FleetPhase:
+    """An open phase of every worker; `Fleet.phase` makes it."""
+
+    def __init__(self, fleet: Fleet, name: str, only: tuple[str, ...] | None) -> None:
+        self._fleet, self.name, self._only = fleet, name, only
+
+    def __enter__(self) -> Self:
+        fleet, depth = self._fleet, len(self._fleet._open)
+        try:
+            fleet._raise_failures(f"enter phase {self.name!r}", fleet._all("placement_enter", self.name, self._only))
+        except BaseException:  # an interrupt of the wait, too: no worker may stay behind in a phase
+            fleet._all("placement_leave", depth)
+            raise
+        fleet._open.append(self)
+        return self
+
+    def switch(self, name: str, *, only: Iterable[str] | None = None) -> None:
+        """End this phase and begin the next in one phase transition of every worker.
+
+        Raises:
+            PhaseError: this is not the innermost open phase.
+            GroupError: a worker failed; every worker is still in the earlier phase.
+        """
+        self._require_innermost()
+        self._fleet._raise_failures(f"switch to phase {name!r}", self._fleet._all("placement_switch", checked(name), names_of(only)))
+        self.name = name
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            self._require_innermost()
+        with contextlib.suppress(ValueError):
+            del self._fleet._open[self._fleet._open.index(self) :]
+        failures = self._fleet._all("placement_leave", len(self._fleet._open))
+        try:
+            self._fleet._raise_failures(f"leave phase {self.name!r}", failures)
+        except GroupError as failed:
+            if error is None:
+                raise
+            error.add_note(f"placement: {failed}")
+
+    def _require_innermost(self) -> None:
+        if not self._fleet._open or self._fleet._open[-1] is not self:
+            raise PhaseError(f"phase {self.name!r} is not the fleet's innermost open phase")
