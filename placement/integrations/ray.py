@@ -28,6 +28,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from torch._C._distributed_c10d import TCPStore
+
 from placement.core.errors import GroupError, PhaseError, PlacementError
 from placement.group.agreement import DEADLINE_SECONDS
 from placement.group.store import StoreGroup
@@ -60,8 +62,6 @@ class Worker:
     def placement_join(self, address: tuple[str, int], rank: int, world_size: int, generation: int, deadline_seconds: float) -> None:
         """Change phase together with the other workers of the fleet from now on."""
         self.placement_leave(0)
-        from torch.distributed.distributed_c10d import TCPStore
-
         store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=deadline_seconds))
         self.manager.rejoin(StoreGroup(store, rank, world_size, deadline_seconds, generation=generation))
 
@@ -94,8 +94,6 @@ class Fleet:
     """
 
     def __init__(self, workers: Sequence[Any], *, address: str | None = None, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        from torch.distributed.distributed_c10d import TCPStore
-
         self._ray = import_ray()
         self.workers = tuple(workers)
         for worker in self.workers:

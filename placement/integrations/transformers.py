@@ -21,8 +21,7 @@ from transformers.training_args import ParallelMode
 
 from placement.core.errors import DeviceMemoryError
 from placement.core.journal import logger
-from placement.integrations.rank import manager_with_phases
-from placement.integrations.turns import Turns
+from placement.integrations.turns import Turns, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacementCallback"]

@@ -20,8 +20,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.rank import manager_with_phases
-from placement.integrations.turns import Turns
+from placement.integrations.turns import Turns, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]

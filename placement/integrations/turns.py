@@ -1,11 +1,22 @@
-"""`Turns`: one phase at a time for a framework that says by separate hooks what it does next."""
+"""`Turns`: one phase at a time for a framework that says by separate hooks what it does next; and the manager of such a framework."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from placement.core.settings import Settings
+from placement.core.states import State
 from placement.manager import Manager
 from placement.phases.hold import Hold
+
+
+def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]) -> Manager:
+    """A manager of this process alone with the settings of the environment. `PLACEMENT_PHASES` adds to `phases` and takes precedence.
+
+    Raises:
+        ValueError: a setting is invalid.
+    """
+    return Manager.from_settings(phases={**phases, **Settings.from_any(None).phases})
 
 
 class Turns:

@@ -20,7 +20,6 @@ import placement
 from placement.devices.base import Device
 from placement.observe.fleet import DiscoveryServer
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.docs import framework_contexts
 from tests.engines.standin import CAPACITY, CHUNK
 from tests.engines.standin_vllm import Vllm033
 
@@ -329,4 +328,4 @@ def saver(tools: Tools) -> Iterator[Names]:
 CONTEXTS: dict[str, Callable[[Tools], Any]] = {
     each.__name__: each
     for each in (worker, manager, disk, alone, ranks, targets, listed, vllm, own_engine, leases, lease_by_hand, verl, verl_engines, saver)
-} | {each.__name__: each for each in framework_contexts.CONTEXTS}
+}

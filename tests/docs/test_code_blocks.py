@@ -16,7 +16,11 @@ from tests.docs.contexts import Tools
 from tests.docs.pages import PAGES, Block, blocks
 
 GOES_ON, WITH, NAMES_ONLY = "goes on", "with ", "names only, "
-MOST_NAMES_ONLY = 3
+FRAMEWORKS_NEVER_RUN = ("nemo_rl.md", "openrlhf.md", "roll.md", "skyrl.md", "slime.md")
+"""Pages with the lines for a file of the user's own: these frameworks cannot be installed here."""
+ABSENT = {"nemo_rl", "openrlhf", "roll", "skyrl", "slime"}
+MOST_NAMES_ONLY = 2
+"""On all other pages."""
 CONTEXTS = {**contexts.CONTEXTS, **contexts_huggingface.CONTEXTS}
 
 
@@ -80,7 +84,7 @@ def test_blocks_that_cannot_run_here_name_what_exists(block: Block) -> None:
 
 
 def test_few_blocks_cannot_run() -> None:
-    assert len(names_only()) <= MOST_NAMES_ONLY
+    assert len([block for block in names_only() if block.page.name not in FRAMEWORKS_NEVER_RUN]) <= MOST_NAMES_ONLY
 
 
 def test_every_mark_is_above_a_python_block() -> None:
@@ -108,12 +112,12 @@ def test_a_name_that_does_not_exist_is_found(code: str, missing: str) -> None:
 
 
 def resolve_all(tree: ast.Module) -> int:
-    """How many names of modules and classes a block has; each of them exists.
+    """How many names of modules and classes a block has; each of them exists, but for those of frameworks that are never installed here.
 
     Raises:
         AttributeError: one does not.
     """
-    found = set(attributes(tree))
+    found = {each for each in attributes(tree) if each[0].split(".")[0] not in ABSENT}
     for module, names in found:
         resolve(module, names)
     return len(found)

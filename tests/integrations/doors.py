@@ -1,4 +1,4 @@
-"""The doors of frameworks that pages and mixins rely on: files, classes, methods and their parameters, as they were read in the sources."""
+"""The doors of frameworks that pages rely on: files, classes, methods and their parameters, as they were read in the sources."""
 
 from __future__ import annotations
 
