@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placement.core.errors import PlacementError
 from placement.observe.client import ask
 from placement.observe.discovery import Target, as_json
-from placement.observe.http import TIMEOUT_SECONDS, HttpServer
-from placement.observe.messages import JSON, Request, Response
+from placement.observe.http import JSON, TIMEOUT_SECONDS, HttpServer, Response
 from placement.observe.page import status_pages
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIEnvironment
 
 _FRESH_SECONDS = 1.0
 _WATCHED_SECONDS = 15.0
@@ -67,13 +69,13 @@ class DiscoveryServer(HttpServer):
         super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _targets(self, request: Request) -> Response:
+    def _targets(self, _: WSGIEnvironment) -> Response:
         return Response(HTTPStatus.OK, as_json(self._find()).encode(), JSON)
 
-    def _healthz(self, request: Request) -> Response:
+    def _healthz(self, _: WSGIEnvironment) -> Response:
         return Response(HTTPStatus.OK, b"ok\n")
 
-    def _workers(self, request: Request) -> Response:
+    def _workers(self, _: WSGIEnvironment) -> Response:
         """The last views of the workers. The first request starts the polling, so it may get an empty list."""
         self._last_asked = time.monotonic()
         self._asked_for.set()

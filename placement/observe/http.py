@@ -1,62 +1,70 @@
-"""A small HTTP server for pages about this process. The pages themselves are elsewhere.
+"""Serve pages about this process over HTTP, by the standard library's WSGI server with a thread for each connection.
 
-It runs inside a training process, so a client must not be able to take much of that process's time. ONE thread serves all connections
-through a selector. A client that sends nothing, or one byte a second, occupies a slot but no thread. A connection has
-`timeout_seconds` for its whole request head, and as long again for each piece of the answer. When all slots are taken, the oldest
-connection is dropped. Only GET and HEAD are served, without request bodies, one request for each connection.
+The server runs inside a training process, so clients are limited: MAX_CONNECTIONS connections, beyond which the oldest is dropped;
+`timeout_seconds` for each wait for a client, and twice that for a whole connection. Only GET and HEAD are served.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
-from typing import Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from wsgiref.simple_server import WSGIRequestHandler
+
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from placement.core.errors import PlacementError
-from placement.core.weak_set import WeakIdSet
-from placement.observe.messages import MAX_HEAD_BYTES, RefusedError, Request, Response, parse_head, refusal
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 MAX_CONNECTIONS = 64
 TIMEOUT_SECONDS = 5.0
 CHORE_SECONDS = 5.0
-# SIGPIPE may have its default action: a client that hangs up must not end a training run.
-_SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
-
-_CLOSED = refusal(HTTPStatus.SERVICE_UNAVAILABLE).encode(with_body=True)
+_POLL_SECONDS = 0.1
+TEXT = "text/plain; charset=utf-8"
+JSON = "application/json"
 
 _logger = logging.getLogger("placement.observe")
 
-Page = Callable[[Request], Response]
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The response of a page. A body in pieces is made while the client takes it."""
+
+    status: HTTPStatus
+    body: bytes | Iterable[bytes]
+    content_type: str = TEXT
+    headers: tuple[tuple[str, str], ...] = ()
 
 
-class _Connection:
-    """One client. Its request head is received, then the answer is sent, then remaining input is discarded."""
+def refusal(status: HTTPStatus) -> Response:
+    """A plain-text response with the standard phrase of the status."""
+    headers = (("Allow", "GET, HEAD"),) if status is HTTPStatus.METHOD_NOT_ALLOWED else ()
+    return Response(status, f"{status.phrase}\n".encode(), headers=headers)
 
-    def __init__(self, client: socket.socket, deadline: float) -> None:
-        self.socket = client
-        self.head = bytearray()
-        self.answer: memoryview | None = None
-        self.rest: Iterator[bytes] = iter(())
-        """Pieces of the answer that are made only when the client has taken the earlier ones."""
-        self.deadline = deadline
+
+Page = Callable[["WSGIEnvironment"], Response]
 
 
 class HttpServer:
     """Answers requests with pages until `close()`. A context manager; a forked child closes its copy.
 
     Args:
-        pages: functions by path. They run on the server's thread, so a page must not wait. A page that raises becomes a 500 response.
+        pages: functions by path. A page that raises becomes a 500 response.
         port: the TCP port; 0 lets the system choose, see `port`.
         address: the address to bind, loopback by default. Others make the server reachable from other machines, without authentication.
-        timeout_seconds: the limit for the whole request head, and again for each piece of the answer.
+        timeout_seconds: the limit of each wait for a client; a whole connection may last twice as long.
 
     Raises:
         PlacementError: the address and port cannot be bound.
@@ -74,24 +82,18 @@ class HttpServer:
         if not 0 <= port <= 65535:
             raise ValueError(f"port {port} is outside 0..65535; 0 takes a free one")
         self._pages = dict(pages)
-        self._timeout_seconds = timeout_seconds
-        self._chore: Callable[[], object] | None = None
-        self._next_chore = 0.0
-        self._connections: dict[socket.socket, _Connection] = {}  # oldest first
-        self._closing = False
-        self._listener = _listen(address, port)
+        self._server = _listening(address, port, timeout_seconds)
+        self._server.set_app(self._application)
         self.address = address
-        self.port: int = self._listener.getsockname()[1]
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda reader: reader.recv(64))
-        self._thread = threading.Thread(target=self._serve, name=f"placement-observe-{self.port}", daemon=True)
-        _SERVERS.add(self)
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name=f"placement-observe-{self.port}", daemon=True
+        )
+        _SERVERS.add(self._server)
         try:
             self._thread.start()
         except RuntimeError as exc:
-            self._close_descriptors()
+            self._server.server_close()
             raise PlacementError(f"cannot serve metrics on {address} port {self.port}: {exc}") from exc
 
     @property
@@ -101,18 +103,16 @@ class HttpServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def close(self) -> None:
-        """Stop serving and free the port. Idempotent, from any thread. Waits at most `timeout_seconds` for a page in progress.
-
-        A client whose request was not answered yet gets a 503.
-        """
-        if self._closing and not self._thread.is_alive():
+        """Stop serving and free the port. Idempotent, from any thread. Open connections are closed."""
+        if self._server.is_closed:
             return
-        self._closing = True
-        with contextlib.suppress(OSError):  # the thread has ended and closed it
-            self._wake_writer.send(b"\0", _SEND_FLAGS)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(self._timeout_seconds)
-        self._listener.close()  # frees the port now, even if the thread still hangs in a page
+        self._server.is_closed = True
+        if threading.current_thread() is self._thread:  # a chore: `shutdown` would wait for itself
+            threading.Thread(target=self._server.shutdown, daemon=True).start()
+        else:
+            self._server.shutdown()
+        self._server.server_close()
+        self._server.drop(list(self._server.clients))
 
     def __enter__(self) -> Self:
         return self
@@ -120,176 +120,119 @@ class HttpServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # The thread.
-
-    def _serve(self) -> None:
-        try:
-            while not self._closing:
-                ready = self._selector.select(self._seconds_to_next_deadline())
-                # The time before pages are made: a client that waited through a slow page is served before it can time out.
-                now = time.monotonic()
-                for key, _ in ready:
-                    key.data(key.fileobj)
-                for connection in [c for c in self._connections.values() if c.deadline <= now]:
-                    self._drop(connection)
-                if self._chore is not None and self._next_chore <= now:
-                    self._next_chore = now + CHORE_SECONDS
-                    self._do(self._chore)
-        finally:
-            self._release()
-
     def do_regularly(self, chore: Callable[[], object]) -> None:
         """Call a short function on the server's thread every `CHORE_SECONDS`, beginning now. Its exceptions are logged."""
-        self._chore = chore
-        with contextlib.suppress(OSError):  # the server is closed
-            self._wake_writer.send(b"\0", _SEND_FLAGS)
+        self._server.chore, self._server.next_chore = chore, 0.0
 
-    def _do(self, chore: Callable[[], object]) -> None:
+    def _application(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        method = environ["REQUEST_METHOD"]
+        served = method in ("GET", "HEAD")
+        response = self._answer({**environ, "REQUEST_METHOD": "GET"}) if served else refusal(HTTPStatus.METHOD_NOT_ALLOWED)
+        headers = [("Content-Type", response.content_type), ("Cache-Control", "no-store"), *response.headers]
+        if isinstance(response.body, bytes):
+            headers.append(("Content-Length", str(len(response.body))))
+        start_response(f"{response.status.value} {response.status.phrase}", headers)
+        if method == "HEAD":
+            return []
+        return [response.body] if isinstance(response.body, bytes) else response.body
+
+    def _answer(self, environ: WSGIEnvironment) -> Response:
+        page = self._pages.get(environ["PATH_INFO"])
         try:
-            chore()
-        except Exception as exc:
-            _logger.debug("%s failed: %s", chore, exc)
-
-    def _seconds_to_next_deadline(self) -> float | None:
-        deadlines = [connection.deadline for connection in self._connections.values()]
-        if self._chore is not None:
-            deadlines.append(self._next_chore)
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            client, _ = listener.accept()
-        except BlockingIOError:
-            return  # the client has gone
-        except OSError as exc:
-            _logger.debug("accept failed: %s", exc)
-            self._make_room()
-            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
-            return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self._make_room()
-        client.setblocking(False)
-        self._connections[client] = _Connection(client, time.monotonic() + self._timeout_seconds)
-        self._selector.register(client, selectors.EVENT_READ, self._advance)
-
-    def _make_room(self) -> None:
-        """Drop the oldest connection, preferably one that is not being answered."""
-        oldest_first = sorted(self._connections.values(), key=lambda c: bool(c.answer))  # stable
-        if oldest_first:
-            self._drop(oldest_first[0])
-
-    def _advance(self, client: socket.socket) -> None:
-        connection = self._connections.get(client)
-        if connection is None:
-            return  # it was dropped to make room, earlier in this round
-        try:
-            if connection.answer is None:
-                self._receive(connection)
-            elif connection.answer:
-                self._send(connection, connection.answer)
-            elif not client.recv(65536):
-                self._drop(connection)
-        except BlockingIOError:
-            return
-        except OSError as exc:
-            _logger.debug("client lost: %s", exc)
-            self._drop(connection)
-
-    def _receive(self, connection: _Connection) -> None:
-        data = connection.socket.recv(MAX_HEAD_BYTES)
-        if not data:
-            self._drop(connection)
-            return
-        connection.head += data
-        answer = self._answer(bytes(connection.head))
-        if answer is not None:
-            connection.answer, connection.rest = memoryview(answer[0]), answer[1]
-            connection.deadline = time.monotonic() + self._timeout_seconds
-            self._selector.modify(connection.socket, selectors.EVENT_WRITE, self._advance)
-
-    def _send(self, connection: _Connection, answer: memoryview) -> None:
-        connection.answer = answer[connection.socket.send(answer, _SEND_FLAGS) :]
-        if not connection.answer and (piece := next(connection.rest, b"")):
-            connection.answer = memoryview(piece)
-            connection.deadline = time.monotonic() + self._timeout_seconds
-        elif not connection.answer:
-            # Closing with unread input resets the connection, which could destroy the answer before the client has read it.
-            connection.socket.shutdown(socket.SHUT_WR)
-            connection.deadline = time.monotonic() + self._timeout_seconds
-            self._selector.modify(connection.socket, selectors.EVENT_READ, self._advance)
-
-    def _drop(self, connection: _Connection) -> None:
-        self._connections.pop(connection.socket, None)
-        self._selector.unregister(connection.socket)
-        # A child forked a moment ago may hold a copy of the descriptor. A shutdown ends the connection for all copies.
-        with contextlib.suppress(OSError):
-            connection.socket.shutdown(socket.SHUT_RDWR)
-        connection.socket.close()
-
-    def _release(self) -> None:
-        for connection in list(self._connections.values()):
-            self._dismiss(connection)
-            self._drop(connection)
-        self._close_descriptors()
-
-    def _dismiss(self, connection: _Connection) -> None:
-        """Send a client what it takes at once: the rest of its answer, or a 503."""
-        with contextlib.suppress(OSError):
-            if connection.answer is None:
-                with contextlib.suppress(BlockingIOError):
-                    connection.head += connection.socket.recv(MAX_HEAD_BYTES)
-                connection.answer = memoryview(_CLOSED if connection.head else b"")
-            if connection.answer:
-                connection.socket.send(connection.answer, _SEND_FLAGS)
-
-    def _close_descriptors(self) -> None:
-        with contextlib.suppress(OSError):  # a kqueue does not survive a fork
-            self._selector.close()
-        for end in (self._listener, self._wake_reader, self._wake_writer, *self._connections):
-            end.close()
-        self._connections.clear()
-
-    def _forget_in_child(self) -> None:
-        """Close a forked child's copies of the descriptors. The selector is not told, because the parent still uses it."""
-        self._closing = True
-        self._close_descriptors()
-
-    def _answer(self, head: bytes) -> tuple[bytes, Iterator[bytes]] | None:
-        """The encoded response and its remaining pieces; None while the request head is incomplete."""
-        with_body = True
-        try:
-            request = parse_head(head)
-            if request is None:
-                return None
-            with_body = request.method != "HEAD"
-            page = self._pages.get(request.path)
-            response = page(request) if page else refusal(HTTPStatus.NOT_FOUND)
-        except RefusedError as refused:
-            response = refused.response
+            return page(environ) if page else refusal(HTTPStatus.NOT_FOUND)
         except Exception as exc:  # an exception in a page is one client's 500, never the end of the server
             _logger.debug("a page raised an exception", exc_info=True)
             # The type alone, because the message may hold secrets, and anybody may reach the port.
-            response = Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(exc).__name__}\n".encode())
-        return response.encode(with_body=with_body), (response.rest if with_body else None) or iter(())
+            return Response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the page failed: {type(exc).__name__}\n".encode())
 
 
-def _listen(address: str, port: int) -> socket.socket:
+class _Handler(WSGIRequestHandler):
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.timeout_seconds)
+
+    def log_message(self, *arguments: Any) -> None:
+        _logger.debug(*arguments)
+
+    def get_stderr(self) -> Any:  # wsgiref prints the traceback of a client that hangs up
+        return io.StringIO()
+
+
+class _Server(ThreadingWSGIServer):
+    """prometheus_client's server, with limits on its clients."""
+
+    timeout_seconds = TIMEOUT_SECONDS
+    is_closed = False
+    chore: Callable[[], object] | None = None
+    next_chore = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        self.clients: dict[socket.socket, float] = {}
+        """The time at which each open connection began, oldest first."""
+        super().__init__(*arguments)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.05)  # out of file descriptors: the listener stays readable, and the loop must not spin
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self.clients) >= MAX_CONNECTIONS:
+            self.drop(list(self.clients)[:1])
+        self.clients[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def drop(self, clients: Iterable[socket.socket]) -> None:
+        for client in clients:
+            self.clients.pop(client, None)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        self.drop([client for client, began in list(self.clients.items()) if now - began > 2 * self.timeout_seconds])
+        if self.chore is not None and self.next_chore <= now:
+            self.next_chore = now + CHORE_SECONDS
+            try:
+                self.chore()
+            except Exception as exc:
+                _logger.debug("%s failed: %s", self.chore, exc)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _logger.debug("client lost", exc_info=True)
+
+    def forget_in_child(self) -> None:
+        """Close a forked child's copies of the sockets."""
+        self.is_closed = True
+        for each in (self.socket, *self.clients):
+            each.close()
+
+
+def _listening(address: str, port: int, timeout_seconds: float) -> _Server:
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(target[:2], family=family, backlog=4 * MAX_CONNECTIONS)
+        family, *_, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        kind = type("_Server", (_Server,), {"address_family": family, "timeout_seconds": timeout_seconds})
+        server: _Server = kind(target[:2], _Handler)
     except OSError as exc:
         raise PlacementError(f"cannot serve metrics on {address} port {port}: {exc}") from exc
-    listener.setblocking(False)
-    return listener
+    return server
 
 
 # Data loaders fork. A child with the listening socket would hold the port after its parent's death, and never answer on it.
-_SERVERS: WeakIdSet[HttpServer] = WeakIdSet()
+_SERVERS: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _forget_all_in_child() -> None:
-    for server in _SERVERS:
-        server._forget_in_child()
+    for server in list(_SERVERS):
+        server.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)

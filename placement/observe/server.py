@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder, gzip_accepted
 
 from placement.core.journal import Journal
 from placement.core.snapshot import Snapshot
 from placement.observe.collector import make_registry
 from placement.observe.discovery import Announcement, Identity, Target, reap
-from placement.observe.http import TIMEOUT_SECONDS, HttpServer, Page
-from placement.observe.messages import JSON, Request, Response, refusal
+from placement.observe.http import JSON, TIMEOUT_SECONDS, HttpServer, Page, Response, refusal
 from placement.observe.page import status_pages
 from placement.observe.trace import encoded_trace
 from placement.observe.worker_view import worker_view
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIEnvironment
 
 _REST_SECONDS = 0.0003
 """How long to work before other threads may run. The interpreter would make a waiting thread wait for 5 ms."""
@@ -74,11 +77,11 @@ class MetricsServer(HttpServer):
         self._read = read
         self._is_over = is_over
         self._journal = journal if journal is not None else Journal(1)
-        self._registry = make_registry(read, worker_info)
         self.target: Target | None = None
         """The address and labels under which this worker is scraped; None before it is announced."""
         self._announcement: Announcement | None = None
-        pages = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
+        self._exposition = make_wsgi_app(_Paced(make_registry(read, worker_info)))
+        pages: dict[str, Page] = {"/metrics": self._metrics, "/healthz": self._healthz, "/state": self._state, "/trace": self._trace}
         pages["/workers"] = self._workers
         pages = {path: functools.partial(self._unless_over, page) for path, page in (pages | status_pages()).items()}
         super().__init__(pages, port=port, address=address, timeout_seconds=timeout_seconds)
@@ -105,39 +108,38 @@ class MetricsServer(HttpServer):
             self._announcement.close()
         super().close()
 
-    def _unless_over(self, page: Page, request: Request) -> Response:
+    def _unless_over(self, page: Page, environ: WSGIEnvironment) -> Response:
         if not self._is_over():
-            response = page(request)
+            response = page(environ)
             if not self._is_over():  # the manager may have been closed while the page was made
                 return response
         return refusal(HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _metrics(self, request: Request) -> Response:
-        try:
-            encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (TypeError, ValueError):  # the client asks for a malformed version
-            encode, content_type = choose_encoder("")
-        body = encode(_Paced(self._registry))
-        headers: tuple[tuple[str, str], ...] = (("Vary", "Accept, Accept-Encoding"),)
-        if gzip_accepted(request.headers.get("accept-encoding", "")):
-            body = gzip.compress(body, compresslevel=1)
-            headers = (*headers, ("Content-Encoding", "gzip"))
-        return Response(HTTPStatus.OK, body, content_type, headers)
+    def _metrics(self, environ: WSGIEnvironment) -> Response:
+        headers: dict[str, str] = {}
+        body = b"".join(self._exposition(environ, lambda _, given, *__: headers.update(given)))
+        return Response(HTTPStatus.OK, body, headers.pop("Content-Type"), (("Vary", "Accept, Accept-Encoding"), *headers.items()))
 
-    def _healthz(self, request: Request) -> Response:
+    def _healthz(self, _: WSGIEnvironment) -> Response:
         broken = [handle.name for handle in self._read().handles if handle.broken is not None]
         if broken:
             return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"broken: {', '.join(broken)}\n".encode())
         return Response(HTTPStatus.OK, b"ok\n")
 
-    def _state(self, request: Request) -> Response:
+    def _state(self, _: WSGIEnvironment) -> Response:
         return Response(HTTPStatus.OK, self._read().model_dump_json().encode(), JSON)
 
-    def _trace(self, request: Request) -> Response:
-        seconds = request.number("seconds")
-        return Response(HTTPStatus.OK, b"", JSON, rest=encoded_trace(self._journal, last_seconds=seconds))
+    def _trace(self, environ: WSGIEnvironment) -> Response:
+        given = parse_qs(environ["QUERY_STRING"]).get("seconds", ["inf"])[-1]
+        try:
+            seconds = float(given)
+        except ValueError:
+            return refusal(HTTPStatus.BAD_REQUEST)
+        if not seconds >= 0:
+            return refusal(HTTPStatus.BAD_REQUEST)
+        return Response(HTTPStatus.OK, encoded_trace(self._journal, last_seconds=None if seconds == math.inf else seconds), JSON)
 
-    def _workers(self, request: Request) -> Response:
+    def _workers(self, _: WSGIEnvironment) -> Response:
         target = self.target
         name, labels = (f"process {os.getpid()}", {}) if target is None else (target.name, dict(target.labels))
         view = worker_view(self._read(), self._journal, name=name, labels=labels)

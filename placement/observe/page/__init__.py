@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.resources
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
-from placement.observe.http import Page
-from placement.observe.messages import Request, Response
+from placement.observe.http import Page, Response
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIEnvironment
 
 _FILES = {"/": ("index.html", "text/html; charset=utf-8"), "/page.js": ("page.js", "text/javascript; charset=utf-8")}
 _HEADERS = (
@@ -21,7 +24,7 @@ def status_pages() -> dict[str, Page]:
 
 
 def _page(name: str, content_type: str) -> Page:
-    def page(_: Request) -> Response:
+    def page(_: WSGIEnvironment) -> Response:
         body = importlib.resources.files(__package__).joinpath(name).read_bytes()
         return Response(HTTPStatus.OK, body, content_type, _HEADERS)
 
