@@ -18,8 +18,7 @@ COMMANDS = {
     "explain": "print where a policy puts every handle in every phase, as a table",
     "plan": "forecast what a job needs on the device in each phase, and what its moves cost",
     "discover": "serve the workers of a discovery folder to Prometheus, and show them on one page",
-    "status": "print what workers hold on their GPUs, once",
-    "top": "watch what workers hold on their GPUs",
+    "status": "print what workers hold on their GPUs, once or again and again",
     "trace": "write the journals of running workers as a Chrome trace for Perfetto",
 }
 """Subcommands with their help texts. Only the chosen subcommand's module is imported."""

@@ -1,4 +1,4 @@
-"""The text of `placement status` and `placement top`: rows about workers and handles, made from each worker's view."""
+"""The text of `placement status`: rows about workers and handles, made from each worker's view."""
 
 from __future__ import annotations
 

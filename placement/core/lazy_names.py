@@ -1,6 +1,6 @@
 """Package attributes that are imported when they are first used.
 
-Importing torch takes two seconds, and code that only talks or displays (the board and the coordinator on Ray, `placement top`) does
+Importing torch takes two seconds, and code that only talks or displays (`placement status`) does
 not need it. Without torch such a process is back two seconds earlier after a restart.
 """
 

@@ -1,4 +1,4 @@
-"""Let Prometheus, `placement top` and the status page find the workers of a run, whose ports are chosen by the system.
+"""Let Prometheus, `placement status` and the status page find the workers of a run, whose ports are chosen by the system.
 
 There are two ways, with the same targets in Prometheus' own format:
 

@@ -1,6 +1,6 @@
 """One worker as JSON for people: the snapshot, the last minutes of the journal, the last failures.
 
-The status page and `placement top` show it. A worker serves its own view at `/workers`; the discovery server serves all views.
+The status page and `placement status` show it. A worker serves its own view at `/workers`; the discovery server serves all views.
 """
 
 from __future__ import annotations

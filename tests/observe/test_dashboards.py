@@ -37,12 +37,12 @@ def test_there_are_two_pages() -> None:
 
 def test_shipped_pages_are_what_the_code_makes() -> None:
     pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is not installed")
-    from placement.observe.dashboards.build import pages
+    from tools.dashboards.build import pages
 
     made = pages()
     assert made.keys() == PAGES.keys()
     for name, text in made.items():
-        assert (FILES / name).read_text() == text, f"{name} is out of date: python -m placement.observe.dashboards.build"
+        assert (FILES / name).read_text() == text, f"{name} is out of date: python -m tools.dashboards.build"
 
 
 # What is asked

@@ -1,6 +1,5 @@
 """Grafana dashboards, recording rules and alerts for the metrics of `placement.observe.collector`, as files.
 
-`files/` holds the shipped files: two dashboards in JSON and one file of rules. `export` writes them together with a configuration, and
-needs no extra package. `build` makes the JSON and needs grafana-foundation-sdk (the extra "dashboards"). The rules are written by
-hand.
+`files/` holds the shipped files: two dashboards in JSON, made by `tools/dashboards`, and one file of rules, written by hand. `export`
+writes them together with a configuration.
 """

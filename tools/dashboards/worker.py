@@ -9,9 +9,9 @@ from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as model
 
 from placement.core.states import State
-from placement.observe.dashboards import panels
-from placement.observe.dashboards.panels import BYTES, COUNT, FLEET_UID, NONE_STEPS, SHARE, WORKER_UID
-from placement.observe.dashboards.queries import budget_share, failures, findings, held_bytes, or_zero, stall_share
+from tools.dashboards import panels
+from tools.dashboards.panels import BYTES, COUNT, FLEET_UID, NONE_STEPS, SHARE, WORKER_UID
+from tools.dashboards.queries import budget_share, failures, findings, held_bytes, or_zero, stall_share
 
 WORKER = 'run="$run",instance="$instance"'
 COLOURS = {State.CPU_OFFLOADED: "#6e7681", State.GPU_RESIDENT: "#3fb950", State.SYNCING: "#39c5cf", State.TRAINING: "#e3b341"}

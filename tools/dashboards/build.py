@@ -1,4 +1,4 @@
-"""Rebuild the dashboards in `files/`: `python -m placement.observe.dashboards.build`. Needs grafana-foundation-sdk."""
+"""Rebuild the dashboards in `files/`: `python -m tools.dashboards.build`. Needs grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from placement.observe.dashboards import fleet, worker
 from placement.observe.dashboards.export import FILES
+from tools.dashboards import fleet, worker
 
 
 def pages() -> dict[str, str]:

@@ -9,9 +9,9 @@ from grafana_foundation_sdk.builders import barchart, common, table, timeseries
 from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as model
 
-from placement.observe.dashboards import panels
-from placement.observe.dashboards.panels import BYTES, COUNT, FLEET_UID, NONE_STEPS, SHARE, WORKER_UID, Steps
-from placement.observe.dashboards.queries import BY_WORKER, budget_share, failures, findings, held_bytes, stall_share
+from tools.dashboards import panels
+from tools.dashboards.panels import BYTES, COUNT, FLEET_UID, NONE_STEPS, SHARE, WORKER_UID, Steps
+from tools.dashboards.queries import BY_WORKER, budget_share, failures, findings, held_bytes, stall_share
 
 WORKERS = 'run="$run",instance=~"$instance"'
 REST = "everything else"

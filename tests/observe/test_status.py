@@ -1,0 +1,119 @@
+"""`placement status`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import placement
+from placement.cli import main
+from placement.cli.workers import SORTINGS, trouble_of
+from placement.observe.discovery import Identity
+from placement.testing import SimulatedDevice
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[list[placement.Manager]]:
+    managers, servers, models = [], [], []
+    for rank in (2, 10):
+        manager = placement.Manager(device=SimulatedDevice(1 << 20, chunk_bytes=4096))
+        models.append(nn.Linear(32, 32))
+        manager.register("actor", models[-1], role="actor")
+        servers.append(manager.serve(discovery=tmp_path, identity=Identity(rank=rank)))
+        managers.append(manager)
+    yield managers
+    for server in servers:
+        server.close()
+
+
+def test_status_prints_every_worker_and_handle(
+    workers: list[placement.Manager], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with workers[1].phase("log_prob"):
+        assert main(["status", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["worker", "phase", "on", "device", "of", "used", "stall", "handles", "on", "the", "device", "trouble"]
+    assert [line.split()[0] for line in lines[1:3]] == ["node0/rank2", "node0/rank10"]  # 2 before 10
+    assert lines[1].split()[1:3] == ["idle", "0"]
+    assert lines[2].split()[1:4] == ["log_prob", "8", "KiB"]
+    assert sum(line.startswith("actor ") for line in lines) == 2
+
+
+def test_status_as_json_and_from_the_environment(
+    workers: list[placement.Manager], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACEMENT_DISCOVERY", str(tmp_path))
+    assert main(["status", "--json", "--sort", "held"]) == 0
+    views = json.loads(capsys.readouterr().out)
+    assert {view["name"] for view in views} == {"node0/rank2", "node0/rank10"}
+    assert views[0]["snapshot"]["handles"][0]["name"] == "actor"
+
+
+def test_what_is_wrong_shows_and_is_the_exit_status(workers: list[placement.Manager], capsys: pytest.CaptureFixture[str]) -> None:
+    with workers[0].serve() as server:
+        assert main(["status", server.url, "http://127.0.0.1:9"]) == 1
+        out = capsys.readouterr().out
+        assert "http://127.0.0.1:9/workers does not answer" in out
+        assert main(["status"]) == 1
+        assert "no workers named" in capsys.readouterr().err
+        assert main(["status", "no/such/folder"]) == 1
+        assert "or a discovery folder (workers create it when they announce themselves)" in capsys.readouterr().err
+        assert main(["status", server.url, "--watch", "0"]) == 1
+        assert "must be more than 0" in capsys.readouterr().err
+
+
+def view(name: str, held: int = 0, stalled: float = 0.0, **changes: Any) -> dict[str, Any]:
+    handle = {"name": "actor", "resident_bytes": held, "broken": None, "drift_bytes": 0}
+    snapshot = {
+        "handles": [handle], "phase_seconds": {"train": 10.0}, "phase_stall_seconds": {"train": stalled}, "phases": ["train"],
+        "device_used_bytes": held, "device_total_bytes": 100, "unpaired_bytes": 0, "wrong_writes": 0, **changes,
+    }  # fmt: skip
+    return {"name": name, "labels": {}, "snapshot": snapshot}
+
+
+def test_orders_and_what_is_called_trouble() -> None:
+    views = [view("rank10", held=5), view("rank9", stalled=1.0), view("rank1", wrong_writes=2), {"name": "rank0", "error": "gone"}]
+    orders = {name: [each["name"] for each in sorted(views, key=sorting.key)] for name, sorting in SORTINGS.items()}
+    assert orders["name"] == ["rank0", "rank1", "rank9", "rank10"]
+    assert orders["held"][0] == "rank10"
+    assert orders["stall"][0] == "rank9"
+    assert orders["trouble"][:2] == ["rank0", "rank1"]
+    assert trouble_of(views[2]) == "2 wrong writes"
+
+
+def test_watching_in_a_terminal_until_ctrl_c(workers: list[placement.Manager], tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30"}
+    command = [sys.executable, "-m", "placement", "status", str(tmp_path), "--watch", "0.2"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    os.close(theirs)
+
+    def read_until(text: str) -> None:
+        seen, deadline = b"", time.monotonic() + 60
+        while text.encode() not in seen:
+            assert time.monotonic() < deadline, seen.decode(errors="replace")[-2000:]
+            if select.select([ours], [], [], 0.2)[0]:
+                seen += os.read(ours, 65536)
+
+    try:
+        read_until("node0/rank10")
+        with workers[0].phase("log_prob"):
+            read_until("log_prob")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

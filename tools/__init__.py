@@ -1,0 +1,1 @@
+"""Programs that make files which ship. They are not shipped themselves."""
