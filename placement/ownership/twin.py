@@ -139,12 +139,16 @@ def _predicted(
 
 
 def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dict[int, list[int]]:
-    """Bytes of each storage of the state, by identity of the optimizer's parameter."""
-    groups = [_twin_group(group) for group in optimizer.param_groups]
+    """Bytes of each storage of the state, by identity of the optimizer's parameter.
+
+    Two parameters of each form are stepped in a group. The first may carry what all of them share, so the others are like the second.
+    """
+    forms = [_by_form(group["params"], stepped) for group in optimizer.param_groups]
+    chosen = [[parameter for alike in by_form for parameter in alike[:2]] for by_form in forms]
     cls: Any = type(optimizer)
-    twin = cls(groups)
-    for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
-        for parameter, source in zip(group["params"], original["params"], strict=True):
+    twin = cls([_twin_group(group, parameters) for group, parameters in zip(optimizer.param_groups, chosen, strict=True)])
+    for group, parameters in zip(twin.param_groups, chosen, strict=True):
+        for parameter, source in zip(group["params"], parameters, strict=True):
             if id(source) in stepped:
                 parameter.grad = torch.empty_like(parameter)
     for name, value in vars(optimizer).items():  # options of the constructor that are not in the groups (a block size)
@@ -152,11 +156,23 @@ def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dic
             setattr(twin, name, value)
     # Call the innermost function, because the wrappers that torch's constructor puts around `step` run the user's global hooks.
     inspect.unwrap(cls.step)(twin)
+    sizes = _sizes_in(twin, optimizer, chosen)
+    for by_form in forms:
+        for alike in by_form:
+            if (like := sizes.get(id(alike[min(1, len(alike) - 1)]))) is not None:
+                sizes |= {id(parameter): like for parameter in alike[2:]}
+    return sizes
+
+
+def _sizes_in(
+    twin: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, chosen: Sequence[Sequence[torch.Tensor]]
+) -> dict[int, list[int]]:
+    """Bytes of each storage of the twin's state, by identity of the parameter of each group that was chosen in the optimizer."""
     sizes: dict[int, list[int]] = {}
     seen: set[int] = set()
-    for group, original in zip(twin.param_groups, optimizer.param_groups, strict=True):
+    for group, parameters, original in zip(twin.param_groups, chosen, optimizer.param_groups, strict=True):
         on_device = bool(original.get("fused") or original.get("capturable"))
-        for parameter, source in zip(group["params"], original["params"], strict=True):
+        for parameter, source in zip(group["params"], parameters, strict=True):
             for tensor in _parts_in(twin.state.get(parameter, {})):
                 storage = tensor.untyped_storage()
                 if storage._cdata in seen or not (tensor.is_meta or on_device):
@@ -166,6 +182,15 @@ def _step_twin(optimizer: torch.optim.Optimizer, stepped: Container[int]) -> dic
                 if size := 4 if tensor.is_cpu and original.get("fused") else storage.nbytes():
                     sizes.setdefault(id(source), []).append(size)
     return sizes
+
+
+def _by_form(parameters: Sequence[torch.Tensor], stepped: Container[int]) -> list[list[torch.Tensor]]:
+    """The parameters of one group in lists of those whose state has the same form."""
+    found: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for each in parameters:
+        part = _held(each)
+        found.setdefault((part.shape, part.dtype, part.stride(), type(each), id(each) in stepped), []).append(each)
+    return list(found.values())
 
 
 def _parts_in(state: Any) -> Iterator[torch.Tensor]:
@@ -188,16 +213,14 @@ def _twin_of(parameter: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(twin if twin.dim() else twin.reshape(1))
 
 
-def _twin_group(group: dict[str, Any]) -> dict[str, Any]:
-    twin: dict[str, Any] = {}
+def _twin_group(group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    twin: dict[str, Any] = {"params": [_twin_of(_held(parameter)) for parameter in parameters]}
     for key, value in group.items():
-        if key == "params":
-            twin[key] = [_twin_of(_held(parameter)) for parameter in value]
-        elif key in ("fused", "foreach", "capturable", "differentiable"):
+        if key in ("fused", "foreach", "capturable", "differentiable"):
             # The plain implementation makes the same state, and is the only one that runs on meta tensors.
             twin[key] = False
         elif isinstance(value, torch.Tensor):
             twin[key] = 0.5  # the state's layout does not depend on a learning rate, and reading it could wait for the device
-        elif key != "param_names":
+        elif key not in ("params", "param_names"):
             twin[key] = copy.deepcopy(value)
     return twin
