@@ -24,6 +24,7 @@ from bench._results import FOLDER, read
 from bench.code_paths import imports, modules
 from placement.cli import COMMANDS
 from placement.core.machine import diagram
+from placement.core.states import NO_TAGS, HandleView, State, View
 from placement.devices.base import Device
 from placement.engines.base import Engine
 from placement.frameworks.base import Framework
@@ -54,6 +55,28 @@ def test_the_diagram_is_that_of_the_code() -> None:
 def test_every_state_and_phase_is_explained() -> None:
     text = CONCEPTS.read_text()
     assert [name for name in (*placement.State, *placement.PHASES) if f"| `{name}` |" not in text] == []
+
+
+@pytest.mark.parametrize("page", [README, CONCEPTS], ids=lambda page: page.name)
+def test_the_table_of_what_is_on_the_device_is_the_default_policys(page: Path) -> None:
+    words = {State.CPU_OFFLOADED: "", State.GPU_RESIDENT: "yes", State.TRAINING: "trained", State.SYNCING: "published"}
+    roles = ("actor", "actor", "ref", "critic", "critic", "reward", "rollout")
+    handles = {}
+    for number, role in enumerate(roles):
+        name, kind = f"{number}", "optimizer" if number in (1, 4) else "engine" if role == "rollout" else "module"
+        owners = (f"{number - 1}",) if kind == "optimizer" else ()
+        tags = {"weights": 1, "kv_cache": 1} if kind == "engine" else NO_TAGS
+        handles[name] = HandleView(name=name, kind=kind, role=role, state=State.CPU_OFFLOADED, num_bytes=2, owners=owners, tags=tags)
+    shown = rows(between(page, "residency"))
+    for phases, *cells in shown:
+        for phase in re.findall(r"\w+", phases):
+            view = View(phase=phase, handles=handles, budget_bytes=100, worker_role="hybrid", phases={})
+            plan = placement.policies.Colocated().plan(view)
+            found = [words[plan[name]] for name in handles]
+            if plan.parts.get("6") == frozenset({"weights"}):
+                found[-1] = "its weights"
+            assert found == cells, phase
+    assert {phase for row in shown for phase in re.findall(r"\w+", row[0])} == set(placement.PHASES) - {"optimizer_step"}
 
 
 # --- architecture

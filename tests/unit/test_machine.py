@@ -12,7 +12,7 @@ from placement import PhaseError, State, Trigger
 from placement.core.machine import _MACHINE, HandleMachine, diagram, path
 from placement.core.states import TRANSITIONS
 
-README = Path(__file__).parents[2] / "README.md"
+CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
 
 
 class Recorder:
@@ -143,8 +143,8 @@ def test_what_is_no_node_has_no_path(node: tuple[State, bool]) -> None:
         path((State.CPU_OFFLOADED, False), node)
 
 
-def test_the_readme_shows_the_diagram_of_the_table() -> None:
-    shown = re.search(r"<!-- states -->\s*```mermaid\n(.*?)\n```\s*<!-- /states -->", README.read_text(), re.DOTALL)
-    assert shown is not None, "README.md has no diagram between <!-- states --> and <!-- /states -->"
+def test_the_page_of_concepts_shows_the_diagram_of_the_table() -> None:
+    shown = re.search(r"<!-- states -->\s*```mermaid\n(.*?)\n```\s*<!-- /states -->", CONCEPTS.read_text(), re.DOTALL)
+    assert shown is not None, "concepts.md has no diagram between <!-- states --> and <!-- /states -->"
     assert shown.group(1).strip() == diagram().strip()
     assert diagram().count("-->") == len(TRANSITIONS) + 1
