@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from placement.core.errors import PlacementError
-from placement.integrations.rank import is_read_from_the_host
 from placement.integrations.verl import managers
 from placement.integrations.verl.log import logger
 from placement.integrations.verl.publications import Publication
@@ -171,7 +170,8 @@ class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
             return export(*args, **kwargs)
         hold = self._manager.hold("weight_sync" if self._role == "actor" else self._reading_phase, only=[self._model_handle])
         try:
-            if self._computes_to_publish and is_read_from_the_host(self._model_handle):
+            if self._computes_to_publish and not self._model_handle.external and not self._model_handle.resident_bytes:
+                # A policy that publishes from the host copy: verl computes with the parameters themselves.
                 hold.switch(self._reading_phase, only=[self._model_handle])
             weights, peft_config = export(*args, **kwargs)
             return Publication(hold, self._in_own_memory(weights)), peft_config
