@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +23,10 @@ class WeakIdSet(Generic[T]):
     def add(self, value: T) -> None:
         key, references = id(value), self._references
         references[key] = weakref.ref(value, lambda _: references.pop(key, None))
+
+    def update(self, values: Iterable[T]) -> None:
+        for value in values:
+            self.add(value)
 
     def discard(self, value: T) -> None:
         self._references.pop(id(value), None)

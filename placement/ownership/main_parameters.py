@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from placement.tensors.owned import Owned
+from placement.tensors.plain import is_leaf
 
 _GRADIENTS = ("grad", "decoupled_grad")
 
@@ -34,7 +35,7 @@ def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.
         yield from (Owned(f"main.{index}.{name}", each, True) for name, each in gradients if each is not None)
 
 
-def storages_of(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """The storages (`_cdata`) of modules' parameters and of their gradients (`grad` or `main_grad`)."""
-    tensors = (getattr(each, name, None) for each in parameters for name in ("data", "grad", "main_grad"))
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The gradients of modules' parameters (`grad` and `main_grad`), by identity."""
+    found = ((each.grad if is_leaf(each) else None, getattr(each, "main_grad", None)) for each in parameters)
+    return {id(gradient): gradient for pair in found for gradient in pair if isinstance(gradient, torch.Tensor)}

@@ -14,7 +14,7 @@ from placement.core.errors import RegistrationError
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
 from placement.ownership.detect import external_optimizer, refuse_optimizer
 from placement.ownership.leaves import WRAPPING, Leaf, find, is_all_born, is_born, parameters_of, state_of, wrapper_of
-from placement.ownership.main_parameters import main_parameters, storages_of
+from placement.ownership.main_parameters import gradients_of, main_parameters
 from placement.ownership.twin import Unborn, stepped_by, unborn_state
 from placement.tensors.owned import Adapter, Owned, Seen
 from placement.tensors.plain import LAZY_VIEW, is_lazy_view, is_plain, parts_of, plain_parts, problem_of, reference, with_index
@@ -54,6 +54,8 @@ class OptimizerAdapter(Adapter):
         """Tensors of the last walk that lie in storages of the modules: a main parameter, a view of a parameter in the state."""
         self._sparse: list[weakref.ref[torch.Tensor]] = []
         """Sparse state tensors that the last walk found."""
+        self._lent_gradients: list[weakref.ref[torch.Tensor]] = []
+        """State tensors of the last walk that are the modules' gradients, or lie in their storages."""
         self._unborn: tuple[Unborn, ...] = ()
         """State still to be created, as far as the last `expected_sizes` could predict it."""
         self._root: Callable[[], Any] = reference(optimizer)
@@ -101,6 +103,8 @@ class OptimizerAdapter(Adapter):
         optimizers = [leaf.optimizer for leaf in leaves]
         if self._external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
+        if self._lent_gradients:  # they become the optimizer's own when the modules drop them
+            return None
         staying = {id(value): value for each in optimizers for entry in each.state.values() for value in entry.values()}
         if any(each.wrapper is not None or staying.pop(id(each.tensor), None) is None for each in owned):
             return None
@@ -110,24 +114,26 @@ class OptimizerAdapter(Adapter):
         return SteadyState(optimizers, [each.tensor for each in owned])
 
     def _walk(self) -> Iterator[Owned]:
-        self._sparse, self._borrowed = [], []
+        self._sparse, self._borrowed, self._lent_gradients = [], [], []
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
         models = stepped_for(objects)
         seen = {id(parameter) for parameter in parameters}
-        theirs = {id(own): own for own in (models.get(id(each), each) for each in parameters)}.values()
-        storages = {part.untyped_storage()._cdata for each in theirs for _, part in plain_parts(each, "")}
-        if models and self._external is None:
-            storages |= storages_of(models.values())
-            for main in main_parameters(parameters, models):
-                yield from self._plain(main, storages)
+        theirs = {id(own): own for own in (*models.values(), *(models.get(id(each), each) for each in parameters))}.values()
+        gradients = gradients_of(theirs)
+        of_gradients = _storages(gradients.values())
+        storages = _storages(theirs) | of_gradients
+        for main in main_parameters(parameters, models) if self._external is None else ():
+            yield from self._plain(main, storages)
         for leaf in leaves:
             if (own := own_state(leaf.optimizer)) is not None:
                 for held in own.tensors(leaf.path):
                     seen.add(id(held.tensor))
                     yield held
             for name, key, group, tensor in state_of(leaf):
-                if id(tensor) in seen:
+                if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
+                    self._lent_gradients.append(weakref.ref(tensor))
+                if id(tensor) in seen or id(tensor) in gradients:
                     continue
                 seen.add(id(tensor))
                 if is_sparse(tensor):
@@ -159,15 +165,17 @@ class OptimizerAdapter(Adapter):
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {problem_of(owned.tensor, self._device)}.")
         if is_lazy_view(owned.tensor) and not self.hands_back:
             raise RegistrationError(f"{self._name!r}: {owned.name!r} {LAZY_VIEW}.")
-        if not owned.tensor.numel():
-            return
-        if owned.tensor.untyped_storage()._cdata in storages:
+        storage, has_elements = owned.tensor.untyped_storage(), owned.tensor.numel() > 0
+        if storage._cdata in storages or (storage.nbytes() and not has_elements):  # a rank without a part of a sharded parameter
             self._borrowed.append(weakref.ref(owned.tensor))
-        else:
+        elif has_elements:
             yield owned
 
     def borrowed(self) -> Iterator[torch.Tensor]:
         return (tensor for tensor in (alive() for alive in self._borrowed) if tensor is not None)
+
+    def lent_gradients(self) -> set[int]:
+        return _storages(tensor for tensor in (alive() for alive in self._lent_gradients) if tensor is not None)
 
     def stepped(self) -> Iterator[torch.Tensor]:
         return (part for parameter in self.parameters() for _, part in plain_parts(parameter, ""))
@@ -297,6 +305,10 @@ class OptimizerAdapter(Adapter):
     def _look(self) -> tuple[list[Any], list[Leaf]]:
         root = self._root()
         return find(root) if root is not None else ([], [])
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {part.untyped_storage()._cdata for each in tensors for _, part in plain_parts(each, "")}
 
 
 def _advice(obj: Any) -> str:

@@ -169,7 +169,8 @@ def _sizes_in(
 ) -> dict[int, list[int]]:
     """Bytes of each storage of the twin's state, by identity of the parameter of each group that was chosen in the optimizer."""
     sizes: dict[int, list[int]] = {}
-    seen: set[int] = set()
+    theirs = [held for group in twin.param_groups for each in group["params"] for held in (each, each.grad) if held is not None]
+    seen = {held.untyped_storage()._cdata for held in theirs}  # state that is a parameter or its gradient takes no memory of its own
     for group, parameters, original in zip(twin.param_groups, chosen, optimizer.param_groups, strict=True):
         on_device = bool(original.get("fused") or original.get("capturable"))
         for parameter, source in zip(group["params"], parameters, strict=True):

@@ -14,11 +14,10 @@ import torch
 from placement.core.errors import BrokenHandleError, NotResidentError, PlacementError
 from placement.core.torch_modes import without_modes
 from placement.registration.method_call import MethodCall
-from placement.storage.address_map import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.storage.offloaded.changes import has_nan
 from placement.storage.offloaded.host_reads import from_host_copies, is_reading
-from placement.tensors.plain import has_bytes, is_plain_type, nested_tensors, parts_of
+from placement.tensors.plain import has_bytes, nested_tensors, parts_of
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -82,19 +81,6 @@ def shown(handle: Handle, live: Any) -> Any:
     return _shown(handle, live, ManagedStorage.hand_out)
 
 
-def _refuse_borrowed(handle: Handle, key: Any, value: Any) -> None:
-    """Raise if a value lies in the range of another handle that is offloaded: weights were tied across the two after registration."""
-    if not (isinstance(value, torch.Tensor) and is_plain_type(type(value)) and value.layout is torch.strided):
-        return
-    owner = RANGES.owner_of(value.untyped_storage().data_ptr())
-    if isinstance(owner, ManagedStorage) and owner is not handle.holding and owner.is_on_host:
-        raise NotResidentError(
-            f"{key!r} of the state dict of {handle.name!r} lies in the memory of {owner.name!r}, which is offloaded in phase "
-            f"{handle.phase_now()!r}. A storage has one owner: register modules that share storages once, as one module "
-            "(torch.nn.ModuleList), or untie them."
-        )
-
-
 _HandOut = Callable[[ManagedStorage, torch.Tensor], torch.Tensor]
 
 
@@ -108,7 +94,6 @@ def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
         if handle.kind == "optimizer" or not isinstance(found, MutableMapping):
             return _readable(holding, found, hand_out)  # copied, because an optimizer's dict holds its live state
         for key, value in [*found.items()]:  # in place, because nested calls share one dict
-            _refuse_borrowed(handle, key, value)
             if (readable := _readable(holding, value, hand_out)) is not value:
                 found[key] = readable
     return found

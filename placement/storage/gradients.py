@@ -8,6 +8,7 @@ import torch
 
 from placement.storage.range import Range
 from placement.storage.range_layout import Claim
+from placement.storage.scanning.scanner import lent_gradients
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
@@ -37,7 +38,12 @@ class Gradients:
         owners = self._adapter.with_gradients()
         sparse = [part for owner in owners if owner.grad is not None and is_sparse(owner.grad) for _, part in _parts(owner.grad)]
         theirs = {part.untyped_storage()._cdata for part in sparse}
-        return [c for c in claims if c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases)]
+        lent = lent_gradients()
+        return [
+            c
+            for c in claims
+            if c.storage._cdata in lent or (c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases))
+        ]
 
     def lasting(self) -> set[int]:
         """The storages (`_cdata`) that the framework goes on using when the gradients are dropped."""
@@ -46,7 +52,7 @@ class Gradients:
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when gradients are dropped."""
         dead = {part.untyped_storage()._cdata for part in self.tensors().values() if part.layout is torch.strided} | self.lasting()
-        dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.transient}
+        dead -= {each.tensor.untyped_storage()._cdata for each in self._adapter.owned() if not each.transient} | lent_gradients()
         return tuple(r for r in among if r.transient and all(p.ref.expired() or p.ref.cdata in dead for p in r.placed))
 
     def drop(self, *, zero_buffers: bool) -> None:

@@ -11,15 +11,19 @@ from collections.abc import Iterator
 import torch
 
 from placement.core.call_guard import NO_CALLS
-from placement.core.errors import IntegrityError
+from placement.core.errors import BrokenHandleError, IntegrityError
 from placement.core.states import State
 from placement.devices.base import Device
+from placement.storage.address_map import RANGES
 from placement.storage.base import Storage, check_ranges
 from placement.storage.gradients import Gradients
 from placement.storage.object_storages import ObjectStorages
+from placement.storage.offloaded.state_dict_tensors import was_handed_out
 from placement.storage.range import Range
 from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.tensors.owned import Adapter
+from placement.tensors.plain import has_storage, is_plain_type, parts_of
+from placement.tensors.sparse import is_sparse, sparse_parts
 
 
 class HeldStorage(Storage):
@@ -222,11 +226,24 @@ class HeldStorage(Storage):
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as a state dict may show it: readable now, and pointed to the bytes wherever they move."""
-        return self.storages.state_dict_tensors.hand_out(tensor, self.storages.by_address, from_host=self.is_on_host)
+        owner = self._owner_of(tensor)
+        if self.adapter.kind == "optimizer" and isinstance(tensor, torch.nn.Parameter):
+            tensor = tensor.detach()  # state that is a parameter; the live one is for a module's state_dict(keep_vars=True)
+        return owner.storages.state_dict_tensors.hand_out(tensor, owner.storages.by_address, from_host=owner.is_on_host)
 
     def hand_out_once(self, tensor: torch.Tensor) -> torch.Tensor:
         """Like `hand_out`, but returns a tensor that was handed out before as it is."""
-        return tensor if self.storages.state_dict_tensors.knows(tensor) else self.hand_out(tensor)
+        return tensor if was_handed_out(tensor) else self.hand_out(tensor)
+
+    def _owner_of(self, tensor: torch.Tensor) -> HeldStorage:
+        """The storage in whose memory a tensor of the object lies: this one, or another object's (state that is a parameter)."""
+        for _, part in sparse_parts(tensor, "") if is_sparse(tensor) else parts_of(tensor, ""):
+            if is_plain_type(type(part)) and has_storage(part) and self.storages.by_address.find(part) is None:
+                owner = RANGES.owner_of(part.untyped_storage().data_ptr())
+                if isinstance(owner, HeldStorage) and owner.lost is not None:
+                    raise BrokenHandleError(f"a tensor of {self.name!r} lies in {owner.name!r}, which is broken: {owner.lost}")
+                return owner if isinstance(owner, HeldStorage) else self
+        return self
 
     def views_left_on_host(self) -> list[str]:
         """The names of tensors that somebody has a view of which shows the host copy, although the values are on the device."""

@@ -7,14 +7,16 @@ names, and `make_consistent` brings everything else in line with it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
 import torch
 
-from placement.core.errors import DeviceMemoryError, IntegrityError
+from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
 from placement.storage.address_map import RANGES
 from placement.storage.held import HeldStorage
+from placement.storage.offloaded.state_dict_tensors import handed_out
 from placement.storage.range import Range
 from placement.storage.scanning import stray_references
 from placement.storage.stepping import settle
@@ -59,6 +61,12 @@ class ManagedStorage(HeldStorage):
             self.storages.align_wrappers()
             self.storages.count_uses()
 
+    def take_in_dropped(self) -> None:
+        """Adopt state that has become the offloaded optimizer's own since its offload: modules have dropped it as their gradient."""
+        if self.adapter.lent_gradients() and not self.on_device and self.is_consistent:
+            with contextlib.suppress(HostMemoryError):  # it stays on the device, and the next phase transition tries again
+                self.take_in_restored()
+
     # --- moving: the steps of an `Exchange`, in order
 
     def begin_move(self, chunk_pool: ChunkPool) -> None:
@@ -77,6 +85,7 @@ class ManagedStorage(HeldStorage):
         if not self.on_device and self.storages.dead():
             # Before the dead ranges are dropped: they may hold the only good values of tensors that were replaced.
             self.storages.writes.new_unless_changed()
+        tensors = self.storages.state_dict_tensors
         self.is_consistent = False
         self._is_copying = not self.on_device
         for r in () if self.on_device else self.ranges:
@@ -84,8 +93,11 @@ class ManagedStorage(HeldStorage):
                 r.early.settle(chunk_pool)
         if self.on_device:
             self.adapter.ready()
-        if self.on_device and self.storages.state_dict_tensors:
-            self.storages.state_dict_tensors.disown(owned.tensor for owned in self.adapter.owned())
+        if self.on_device and (held := [each for each in handed_out() if self.adapter.kind == "optimizer" or each is tensors]):
+            seen = self.adapter.unchanged()  # an optimizer's state may be a tensor that the state dict of its module has shown
+            live = seen.tensors if seen else [*(owned.tensor for owned in self.adapter.owned()), *self.adapter.borrowed()]
+            for each in held:
+                each.disown(live)
         dead = self.storages.dead()
         if self.on_device:
             self.storages.offer_slab(dead)
@@ -360,6 +372,7 @@ class ManagedStorage(HeldStorage):
 
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
+        self.storages.give_up_claims()
         if not self.ranges:
             return
         self.host_read_locks.wait()

@@ -23,7 +23,7 @@ from placement.storage.range import Range, RangesByAddress
 from placement.storage.range_layout import Claim
 from placement.storage.scanning import stray_references
 from placement.storage.scanning.places import NewStorages
-from placement.storage.scanning.scanner import StorageScanner
+from placement.storage.scanning.scanner import StorageScanner, borrowed
 from placement.storage.scanning.unadopted import Unadopted
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
@@ -249,6 +249,10 @@ class ObjectStorages:
         self.look_at_unborn()
         return self.ranges[len(before) :]
 
+    def give_up_claims(self) -> None:
+        """The object's new storages may be another's from now on."""
+        self._scanner.claimed = frozenset()
+
     def take_in_to_stay(self) -> Range | None:
         """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so."""
         return self._scanner.take_in(self.new_storages().stay, False)
@@ -277,6 +281,7 @@ class ObjectStorages:
         if drops:
             transient = self.gradients.besides(transient)
         self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *transient))
+        self.state_dict_tensors.take_over(self.moving_in)
         return self._take_in(stay, transient), bool(stay)
 
     def bring_back(self) -> None:
@@ -294,14 +299,15 @@ class ObjectStorages:
     # --- dropping ranges
 
     def dead(self) -> list[Range]:
-        """The ranges that nobody uses: every adopted storage has died, and no tensor of the object lies in them.
+        """The ranges that nobody uses: every adopted storage has died, and no tensor of the object, or lent to another, lies in them.
 
         A tensor lies in a range without having been adopted there where a state dict was loaded back: that keeps the range.
         """
         dead = [r for r in self.ranges if not r.is_alive]
         if not dead:
             return []
-        used = sorted(owned.tensor.untyped_storage().data_ptr() for owned in self._adapter.owned())
+        tensors = (*(owned.tensor for owned in self._adapter.owned()), *borrowed())
+        used = sorted(tensor.untyped_storage().data_ptr() for tensor in tensors)
         return [r for r in dead if not r.has_any(used)]
 
     def offer_slab(self, dead: Iterable[Range]) -> None:

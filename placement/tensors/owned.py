@@ -96,6 +96,10 @@ class Adapter(abc.ABC):
         """Tensors of the object in storages of other objects (a shard of a model's buffer). They are known here, but never move with it."""
         return iter(())
 
+    def lent_gradients(self) -> set[int]:
+        """Storages (`_cdata`) of modules' gradients that are also an optimizer's state, as of the last walk. State outlives gradients."""
+        return set()
+
     def stepped(self) -> Iterator[torch.Tensor]:
         """The plain parts of the parameters that an optimizer steps: it holds them even when their module is gone."""
         return iter(())

@@ -28,6 +28,7 @@ PROGRAMS = {
     "mixed precision, gradients not reduced": functools.partial(worker.accumulating_fsdp2, torch.bfloat16),
     "gradients not reduced": functools.partial(worker.accumulating_fsdp2, None),
     "two dimensions": worker.hybrid_fsdp2,
+    "parameters and gradients as state": worker.fsdp2_with_lent_state,
     "a live graph": worker.fsdp2_with_a_live_graph,
 }
 
@@ -42,6 +43,14 @@ def test_steps_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 def test_steps_on_one_rank(one_rank: Ranks) -> None:
     (outcome,) = one_rank.run(training.compare, worker.plain_fsdp2)
     assert outcome.skipped_bytes["actor"] > 0, "frozen layers were copied at every phase transition"
+
+
+def test_state_that_is_a_dropped_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(functools.partial(training.compare, policy=Colocated(drop_gradients=True)), worker.fsdp2_that_steps_and_keeps_gradients)
+
+
+def test_state_dicts_of_state_that_is_a_parameter_or_a_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(worker.state_dict_of_lent_state)
 
 
 def test_several_groups_in_one_module(two_ranks: Ranks) -> None:

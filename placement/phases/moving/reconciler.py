@@ -173,14 +173,18 @@ class Reconciler:
         self._end(ahead)
 
     def _finish(self, handles: Iterable[Handle]) -> None:
-        """After the moves: drop gradients on the device that the plan drops, and note new host copies for verification."""
+        """After the moves: drop gradients on the device that the plan drops, take in the state that they leave to offloaded optimizers, and
+        note new host copies for verification."""
         dropping = self._mover.transition.dropping
         for handle in handles if dropping else ():
             holding = handle.holding
             if holding is not None and holding in dropping and handle.state is not State.TRAINING and holding.on_device:
                 holding.gradients.drop(zero_buffers=True)
                 holding.measure_unadopted()
-        self._mover.verifier.note(handle.holding for handle in handles if handle.holding is not None)
+        holdings = [handle.holding for handle in handles if handle.holding is not None]
+        for holding in holdings:
+            holding.take_in_dropped()
+        self._mover.verifier.note(holdings)
 
     def retreat(
         self,

@@ -63,13 +63,27 @@ class StateDictTensors:
             empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
             return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def take_over(self, storages: Collection[int]) -> None:
+        """Let those tensors that other objects handed out and that lie in these storages (`_cdata`) follow this object, which owns them.
+
+        State that is a gradient is handed out by its optimizer as long as no object has taken the gradient in.
+        """
+        for other in _IN_USE if storages else ():
+            found = {id(tensor) for tensor in other if tensor.untyped_storage()._cdata in storages}
+            if other is self or not found:
+                continue
+            wrappers = {key: ref for key, ref in other._wrappers.items() if (w := ref()) is not None and not found.isdisjoint(_parts(w))}
+            self._tensors = self._tensors | {key: other._tensors[key] for key in found}
+            self._wrappers = self._wrappers | wrappers
+            other._tensors = {key: ref for key, ref in other._tensors.items() if key not in found}
+
     def disown(self, live: Iterable[torch.Tensor]) -> None:
-        """Forget tensors that the object owns now: an optimizer's `load_state_dict` takes over the tensors that it is given."""
+        """Forget tensors that an object owns now: an optimizer's `load_state_dict` takes over the tensors that it is given."""
         if self._tensors:
             own = {id(tensor) for tensor in live}
             self._tensors = {key: ref for key, ref in self._tensors.items() if ref() is not None and key not in own}
             kept = [(ref, wrapper) for ref in self._wrappers.values() if (wrapper := ref()) is not None]
-            self._wrappers = {id(w): ref for ref, w in kept if not any(id(part) in own for _, part in parts_of(w, ""))}
+            self._wrappers = {id(w): ref for ref, w in kept if own.isdisjoint(_parts(w))}
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, or a wrapper, was handed out here."""
@@ -274,6 +288,20 @@ class StateDictTensors:
                     align(alive)
         self._tensors, self._wrappers = _living(self._tensors), _living(self._wrappers)
         self._storages = {address: storage for address, storage in self._storages.items() if not storage.expired()}
+
+
+def handed_out() -> list[StateDictTensors]:
+    """Those of all objects, where anybody holds a tensor of a state dict."""
+    return [each for each in _IN_USE if each]
+
+
+def was_handed_out(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was handed out, by whichever object."""
+    return any(each.knows(tensor) for each in _IN_USE)
+
+
+def _parts(wrapper: torch.Tensor) -> list[int]:
+    return [id(part) for _, part in parts_of(wrapper, "")]
 
 
 def _add(known: dict[int, weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> dict[int, weakref.ref[torch.Tensor]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,9 +66,32 @@ def stepped() -> Iterator[torch.Tensor]:
     return (tensor for scanner in _SCANNERS for tensor in scanner.stepped())
 
 
+def lent_gradients() -> set[int]:
+    """The storages (`_cdata`) of gradients that are also state of a registered optimizer now: see `Adapter.lent_gradients`."""
+    return set().union(*(scanner.lent_gradients() for scanner in _SCANNERS))
+
+
 def tensors_of_all_objects() -> Iterator[torch.Tensor]:
     """The tensors that the registered objects of the process have now."""
     return (tensor for scanner in _SCANNERS for tensor in scanner.tensors_now())
+
+
+def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
+    if owner == name:  # within one manager a name is given once
+        return (
+            f"{owned.name!r} of {name!r} is registered in another manager of this process, as {owner!r} too; a storage has "
+            "one owner. Use that manager, or unregister it there first (close() does that for all handles of a manager)."
+        )
+    advice = "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk. "
+    advice += "Else give it a copy (clone())."
+    if kind == "optimizer":
+        advice = (
+            "State may lie in the modules that its optimizer steps; give it a copy of anything else (clone()). Register optimizers that "
+            "share their state once, as one object that has them in .sub_optimizers."
+        )
+    elif owned.transient:
+        advice = "Give it a gradient of its own (clone()), and drop this one with zero_grad()."
+    return f"{owned.name!r} of {name!r} lies in a storage that belongs to {owner!r} already; a storage has one owner. {advice}"
 
 
 class Versions(NamedTuple):
@@ -126,6 +149,8 @@ class StorageScanner:
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
         self._alive: list[StorageWeakRef] = []
         """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
+        self.claimed: frozenset[int] = frozenset()
+        """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
         self.places = Places()
@@ -141,6 +166,12 @@ class StorageScanner:
     def stepped(self) -> Iterator[torch.Tensor]:
         """See `Adapter.stepped`."""
         return self._adapter.stepped()
+
+    def lent_gradients(self) -> set[int]:
+        """See `Adapter.lent_gradients`. Looks at the state if a quick look cannot tell that nothing changed."""
+        if self._adapter.kind == "optimizer" and self._adapter.unchanged() is None:
+            deque(self._adapter.owned(), maxlen=0)
+        return self._adapter.lent_gradients()
 
     def tensors_now(self) -> list[torch.Tensor]:
         """The object's tensors that can be moved, also where it has got some that cannot."""
@@ -184,14 +215,14 @@ class StorageScanner:
                     elsewhere.setdefault(key, _Found(storage)).add(owned)
                 continue
             alive.append(StorageWeakRef(storage))
-            if storage.nbytes() and self._belongs_elsewhere(owned, storage):
-                _BORROWED.add(owned.tensor)
-            elif storage.nbytes():
+            if storage.nbytes():
                 found.setdefault(key, _Found(storage)).add(owned)
-        hosts = []
-        for tensor in self._adapter.borrowed():
-            _BORROWED.add(tensor)
-            hosts.append(StorageWeakRef(tensor.untyped_storage()))
+        lent, refusal = self._belong_elsewhere(found)
+        if refusal is not None:
+            del owned, storage, found, elsewhere, in_place  # an error that somebody keeps must not keep tensors
+            raise RegistrationError(refusal)
+        _BORROWED.update(owned.tensor for key in lent for owned in found.pop(key).owned)
+        self.claimed, hosts = frozenset(found), self._note_borrowed()
         self.versions, self._alive = Versions(sums, counts), alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
         self._note(ranges, storages if len(in_place) == len(storages) else ())
@@ -204,6 +235,14 @@ class StorageScanner:
         new = [(each.owned[0].transient, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
         stay, goes = [claim for transient, claim in new if not transient], [claim for transient, claim in new if transient]
         return NewStorages(stay, goes, relocated, in_place, self._adapter.other_names())
+
+    def _note_borrowed(self) -> list[StorageWeakRef]:
+        """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
+        borrowed = {id(tensor): tensor for tensor in self._adapter.borrowed()}
+        _BORROWED.update(borrowed.values())
+        bases = {id(base): base for tensor in borrowed.values() if (base := tensor._base) is not None}  # autograd keeps them with the views
+        stepped = {id(each) for each in self._adapter.stepped()} if bases else ()
+        return [StorageWeakRef(each.untyped_storage()) for key, each in (borrowed | bases).items() if key not in stepped]
 
     def _note(self, ranges: tuple[Range, ...], storages: Sequence[int]) -> None:
         """Remember the look for the next one, if it found every tensor at its place."""
@@ -234,29 +273,31 @@ class StorageScanner:
         self._last = ranges, storages, addresses, versions  # last: after an interrupt before it the next look repeats the rest
         return True
 
-    def _belongs_elsewhere(self, owned: Owned, storage: torch.UntypedStorage) -> bool:
-        """Whether another handle owns the storage and this object leaves it there.
+    def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
+        """Those of these storages that another handle owns and this object leaves there. And why one of them is refused, or None.
 
-        An optimizer does. So does a sparse gradient, which gets a storage of its own before it is moved, and whatever is handed back.
-        A module must not claim the storage a second time.
-
-        Raises:
-            RegistrationError: a module's tensor lies in a storage of another handle.
+        An optimizer leaves its modules what is theirs. So does a sparse gradient, which gets a storage of its own before it is moved, and
+        whatever is handed back. Nothing else may be claimed a second time: whose it is was decided when it was first seen.
         """
-        owner = RANGES.owner_of(storage.data_ptr())
-        if owner is None or owner is self._owner():
-            return False
-        if self._adapter.hands_back or self._adapter.kind == "optimizer" or (owned.wrapper is not None and is_sparse(owned.wrapper)):
-            return True
-        if owner.name == self._name:  # within one manager a name is given once
-            raise RegistrationError(
-                f"{owned.name!r} of {self._name!r} is registered in another manager of this process, as {owner.name!r} too; a storage has "
-                "one owner. Use that manager, or unregister it there first (close() does that for all handles of a manager)."
-            )
-        raise RegistrationError(
-            f"{owned.name!r} of {self._name!r} lies in a storage that belongs to {owner.name!r} already; a storage has one owner. "
-            "Register modules that share storages once, as one module: torch.nn.ModuleList([actor, critic]) for two with one trunk."
-        )
+        owners = {key: RANGES.owner_of(each.storage.data_ptr()) for key, each in found.items()}
+        theirs = {key: owner for key, owner in owners.items() if owner is not None and owner is not self._owner()}
+        modules: Collection[Owner] = ()
+        if self._adapter.kind == "optimizer" and found and not self._adapter.hands_back:
+            steps = {RANGES.owner_of(each.untyped_storage().data_ptr()) for each in self._adapter.stepped()}
+            modules = [each for each in steps if each is not None and each is not self._owner()]
+        for other in _SCANNERS if found and not self._adapter.hands_back else ():
+            owner = other._owner()
+            shares = bool(other.claimed) and not other.claimed.isdisjoint(found)
+            if owner is None or other is self or not (owner in modules or shares):
+                continue
+            now = {tensor.untyped_storage()._cdata for tensor in other.tensors_now()}
+            theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.claimed) and key not in theirs}
+        for key, owner in theirs.items():
+            first = found[key].owned[0]
+            is_left = self._adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
+            if not is_left:
+                return [], _refusal(first, self._name, self._adapter.kind, owner.name)
+        return [*theirs], None
 
     def take_in_first(self, claims: list[range_layout.Claim]) -> tuple[Range, ...]:
         """Like `take_in`, for the storages that are not transient and exist at registration."""
