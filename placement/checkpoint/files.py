@@ -25,6 +25,7 @@ from placement.checkpoint.optimizer import Optimizer
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
+from placement.storage.offloaded import nan_check
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -186,6 +187,8 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
         for handle in _chosen(manager, only):
             if handle.is_built or only is not None:
                 found[handle.name] = _part(handle).state_dict()
+                if handle.holding is not None:
+                    nan_check.refuse(handle.holding)
         facts.append(meshes.own_meshes(found))
     if several := meshes.on_several(facts):
         with _together(process_group) as facts:

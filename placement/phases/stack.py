@@ -52,8 +52,7 @@ class PhaseStack:
         reconciler = Reconciler(device, journal, strict=settings.strict, verify=settings.verify, annotate=settings.annotate)
         gone: deque[Handle] = deque()
         streaming = Streaming(settings.streamed_bucket_bytes, self._for_a_step, self._stepped)
-        seconds = settings.call_deadline_seconds
-        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, gone.append, streaming, seconds)
+        self.registry = Registry(device, reconciler.callbacks_of, lambda: self.phase_name, gone.append, streaming, settings)
         self._handles = self.registry.handles
         device.when_out_of_memory(partial(_give_up_early, weakref.ref(self)))
         self.executor = PlanExecutor(device, policy, settings, journal, self.registry, reconciler, self._vote, lease)

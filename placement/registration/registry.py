@@ -12,6 +12,7 @@ import torch
 
 from placement.core.errors import HostMemoryError, RegistrationError
 from placement.core.machine import TransitionCallbacks
+from placement.core.settings import Settings
 from placement.core.states import KINDS, ROLES
 from placement.core.torch_modes import callers_function_modes
 from placement.devices.base import Device
@@ -52,7 +53,7 @@ class Registry:
         phase_now: Callable[[], str],
         when_gone: Callable[[Handle], None],
         streaming: Streaming,
-        call_deadline_seconds: float,
+        settings: Settings,
     ) -> None:
         self.handles: dict[str, Handle] = {}
         self._by_key: dict[int, Handle] = {}
@@ -62,7 +63,7 @@ class Registry:
         self._phase_now = phase_now
         self._when_gone = when_gone
         self._streaming = streaming
-        self._call_deadline_seconds = call_deadline_seconds
+        self._settings = settings
         self.admit: Callable[[Handle, int], None] = _admit
         """Called before a handle takes so many more bytes of host memory. Raises HostMemoryError where they must not be taken."""
         self._has_warned = False
@@ -88,7 +89,7 @@ class Registry:
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
         handle = Handle(name, kind=kind, role=role, readonly=readonly, callbacks=self._callbacks_of)
-        handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._call_deadline_seconds
+        handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._settings.call_deadline_seconds
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:
             if isinstance(target, Lazy):
@@ -175,6 +176,7 @@ class Registry:
                 handle.storage = holding = ManagedStorage(self._device, adapter, handle.name, handle.readonly)
             else:
                 handle.storage = holding = ReplicatedStorage(self._device, adapter, handle.name, handle.readonly, ranks)
+            holding.nan_found.is_on = self._settings.nan_check
             with torch.no_grad():
                 self.admit(handle, holding.storages.expected_host_bytes())
                 holding.adopt()

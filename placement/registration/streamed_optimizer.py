@@ -25,6 +25,7 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.method_call import MethodCall
 from placement.registration.step_parts import StepParts
 from placement.storage.managed import ManagedStorage
+from placement.storage.offloaded import nan_check
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.buckets import first_buckets, window_of
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -179,6 +180,8 @@ class StreamedOptimizer:
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
+            if getattr(optimizer, "found_inf", None) is None:  # else the step itself leaves out what a loss scaler has found
+                nan_check.refuse_gradients(self._holding, step.parameters)
             parts = [part for parameter in step.parameters for part in self._parts.of(optimizer, parameter)]
 
             def step_some(first: int, last: int) -> None:

@@ -21,6 +21,7 @@ from placement.storage.object_storages import ObjectStorages
 from placement.storage.offloaded.state_dict_tensors import was_handed_out
 from placement.storage.range import Range
 from placement.storage.transfer.host_read_locks import HostReadLocks
+from placement.storage.transfer.result import NanFound
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import has_storage, is_plain_type, parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
@@ -58,6 +59,7 @@ class HeldStorage(Storage):
         self.is_stepping = False
         """Whether a streamed step has begun and has not ended: see `stepping`."""
         self._may_have_stray_references = True
+        self.nan_found = NanFound()
 
     @property
     def ranges(self) -> tuple[Range, ...]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
 from placement.storage.address_map import RANGES
 from placement.storage.held import HeldStorage
+from placement.storage.offloaded import nan_check
 from placement.storage.offloaded.state_dict_tensors import handed_out
 from placement.storage.range import Range
 from placement.storage.scanning import stray_references
@@ -100,6 +102,8 @@ class ManagedStorage(HeldStorage):
                 each.disown(live)
         dead = self.storages.dead()
         if self.on_device:
+            if any(not r.transient for r in dead):  # before they are dropped: they have the numbers of tensors that were replaced
+                nan_check.look_at_new(self, self.storages.new_storages().stay)
             self.storages.offer_slab(dead)
         self.storages.drop(dead, chunk_pool)
 
@@ -109,7 +113,7 @@ class ManagedStorage(HeldStorage):
         Args:
             drops: leave the gradients out, because they are dropped when the offload is committed.
         """
-        fresh, stays = self.storages.take_in_new(drops=drops)
+        fresh, stays = self.storages.take_in_new(drops=drops, look=partial(nan_check.look_at_new, self))
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.storages.state_dict_tensors) or bool(self.stray_references())
         return fresh, stays
@@ -190,6 +194,7 @@ class ManagedStorage(HeldStorage):
         self.storages.state_dict_tensors.point_to_host(self.storages.by_address, except_for=self.storages.moving_in)
         surplus = self.stray_references(before) if self._may_have_stray_references else {}
         self.storages.keep(before + fresh)
+        nan = nan_check.take(self)  # it names the time of the offload before
         self.offloaded_timestamp_seconds = time.time()
         self._dropped = dropped
         self.calls.refuse()
@@ -198,6 +203,7 @@ class ManagedStorage(HeldStorage):
             stray_references=sum(surplus.values()),
             stray_names=", ".join([*surplus][:8]),
             brought_back=", ".join(self.storages.relocated.names[:8]),
+            nan=nan,
         )
 
     def stray_references(self, ranges: Sequence[Range] | None = None) -> dict[str, int]:

@@ -6,7 +6,7 @@ Nothing here decides which side has the authoritative bytes; `ManagedStorage` do
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -22,7 +22,7 @@ from placement.storage.offloaded.writes import WritesWhileOffloaded
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.range_layout import Claim
 from placement.storage.scanning import stray_references
-from placement.storage.scanning.places import NewStorages
+from placement.storage.scanning.places import NewStorages, Place
 from placement.storage.scanning.scanner import StorageScanner, borrowed
 from placement.storage.scanning.unadopted import Unadopted
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -132,6 +132,10 @@ class ObjectStorages:
         """The storages that the object owns now outside their places."""
         shares_addresses = self.state_dict_tensors.shares_addresses
         return self._scanner.new_storages(self.ranges, self.state_dict_tensors, shares_addresses=shares_addresses)
+
+    def places(self, ranges: Iterable[Range]) -> Mapping[str, Place]:
+        """The places of the object's tensors in these ranges as of the last offload, by name."""
+        return self._scanner.places.within(ranges)
 
     def _movable_new(self) -> NewStorages:
         """The new storages, after sparse gradients have got storages that nothing else uses, so that all can be moved."""
@@ -265,13 +269,15 @@ class ObjectStorages:
         """
         return self._scanner.take_in_part([claim for claim in self.new_storages().stay if claim.storage._cdata not in besides])
 
-    def take_in_new(self, *, drops: bool) -> tuple[tuple[Range, ...], bool]:
+    def take_in_new(self, *, drops: bool, look: Callable[[Sequence[Claim]], None]) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
 
         Args:
             drops: leave the gradients out, because they are dropped when the offload is committed.
+            look: called before that with those that are not transient.
         """
         born = self._movable_new()
+        look(born.stay)
         self._scanner.places.note(born)
         self.relocated.note(born.relocated)
         stay, transient = born.stay, born.transient

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from placement import Manager
-from placement.core.errors import DeviceMemoryError, GroupError
+from placement.core.errors import DeviceMemoryError, GroupError, IntegrityError
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.trainer import CHUNK, Trainer
@@ -175,5 +175,26 @@ def interrupted_while_leaving(generation: int, failing: int) -> Any:
                 worker.faults.copy = interrupted  # type: ignore[method-assign]
     except (KeyboardInterrupt, GroupError) as error:
         caught = f"{type(error).__name__} {error}"
+    assert_nothing_resident(worker.manager)
+    return caught, worker.group.epoch, worker.step()
+
+
+def nan_on(generation: int, failing: int, switched: bool) -> Any:
+    """The actor's weights become NaN on one rank. Returns the error of that phase's end, if any, what it left, and a step that succeeds."""
+    worker = StoreRank(generation)
+    worker.step()
+    before = {name: value.clone() for name, value in worker.manager.handles["actor"].state_dict().items()}
+    caught = ""
+    try:
+        with worker.manager.phase("log_prob") as step:
+            if dist.get_rank() == failing:
+                for parameter in worker.actor.parameters():
+                    parameter.data.fill_(float("nan"))
+            if switched:
+                step.switch("values")
+    except (IntegrityError, GroupError) as error:
+        caught = f"{type(error).__name__}: {error}"
+    after = worker.manager.handles["actor"].state_dict()
+    assert all(value.equal(after[name]) for name, value in before.items())
     assert_nothing_resident(worker.manager)
     return caught, worker.group.epoch, worker.step()

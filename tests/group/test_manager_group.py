@@ -46,6 +46,15 @@ def test_an_exception_of_the_user_on_one_rank(two_ranks: Ranks, generation: int,
     assert results[0][2] == results[1][2]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("switched", [False, True])
+def test_numbers_that_became_nan_on_one_rank(two_ranks: Ranks, generation: int, failing: int, switched: bool) -> None:
+    results = two_ranks.run(worker.nan_on, generation, failing, switched)
+    for told, *_ in results:
+        assert "of 'actor' were numbers at its last offload" in told
+    assert results[0][1:] == results[1][1:]  # both are at the same epoch, and go on together
+
+
 def test_a_plan_that_does_not_fit_one_rank_is_nobodys(two_ranks: Ranks, generation: int) -> None:
     for told in two_ranks.run(worker.budgets_differ, generation):
         assert "DeviceMemoryError" in told

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from placement import IntegrityError, Manager
@@ -173,3 +174,29 @@ def shows_its_state(build: Callable[[], training.Program], way: str) -> None:
 def _values(state: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     for name, tensor in state.items():
         yield from ((f"{name}{path}", training.as_bytes(part)) for path, part in training.local_parts(tensor))
+
+
+def keeps_its_numbers(build: Callable[[], training.Program], rank: int) -> str:
+    """One rank computes its shards from optimizer state that is away. Returns what that rank is told; empty on the others."""
+    program = build()
+    manager = Manager(device=training.device_of("cpu"))
+    program.register(manager)
+    for _ in range(2):
+        with manager.phase("train"):
+            program.learn(0)
+    with manager.phase("log_prob"):
+        wanted = training.digest(program)
+    caught = ""
+    try:
+        with manager.phase("log_prob"), torch.no_grad():
+            for parameter, state in program.optimizer.state.items() if dist.get_rank() == rank else ():
+                for (_, part), (_, away) in zip(training.local_parts(parameter), training.local_parts(state["exp_avg"]), strict=True):
+                    part.data.mul_(0.9).add_(away, alpha=0.1)
+    except IntegrityError as error:
+        caught = str(error)
+    with manager.phase("log_prob"):
+        assert training.digest(program) == wanted
+    with manager.phase("train"):
+        assert program.learn(0).isfinite()
+    assert manager.audit().ok
+    return caught

@@ -51,6 +51,15 @@ def test_fsdp1(two_ranks: Ranks, name: str, way: str) -> None:
     assert all(two_ranks.run(worker.trains_on, FSDP1[name].program, way))
 
 
+@pytest.mark.parametrize("name", ["plain", "tensor parallel"])
+def test_a_rank_that_computes_its_shards_from_poison_keeps_their_numbers(two_ranks: Ranks, name: str) -> None:
+    """The first rank has shards that the second has none of."""
+    for rank in (0, 1):
+        told = two_ranks.run(worker.keeps_its_numbers, FSDP2[name], rank)
+        assert "were numbers at its last offload" in told[rank]
+        assert not told[1 - rank]
+
+
 @pytest.mark.parametrize("way", ["to", pytest.param("layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("view", [False, True])
 def test_ddp(two_ranks: Ranks, view: bool, way: str) -> None:

@@ -228,6 +228,8 @@ class HandleMover:
                     "were kept. Register it without readonly=True if it is meant to be written."
                 )
             )
+        if moved.nan:
+            self.transition.complaints.append(IntegrityError(moved.nan))
         if moved.brought_back:
             values = "their registered values, because it is readonly" if handle.readonly else "the values that they had there"
             self.transition.complaints.append(

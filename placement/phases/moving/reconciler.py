@@ -144,8 +144,8 @@ class Reconciler:
             agree(plan, "engines left", False)
             go_on(_AFTER_ENGINES)
         self._march(handles, lambda handle: target_of(handle, plan))
-        for complaint in self._mover.transition.take_complaints():
-            raise complaint
+        if self._mover.transition.complaints:
+            raise self._mover.transition.complaints.pop(0)
         lacks_engines = any(self._engines.lacks(engine, plan) for engine in engines)
         while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
             go_on(_AFTER_ENGINES)
@@ -323,7 +323,8 @@ class Reconciler:
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(handles)
-        self._mover.transition.take_complaints()  # they are about moves that were undone
+        for complaint in self._mover.transition.take_complaints():
+            cause.add_note(f"placement: {complaint}")
 
 
 def _leaving_training(handles: Iterable[Handle], plan: Plan) -> tuple[ManagedStorage, ...]:

@@ -20,11 +20,11 @@ from placement.storage.range_layout import Claim
 from placement.storage.scanning.places import Place
 from placement.storage.scanning.scanner import Versions
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBERS = sorted(
     {
         int.from_bytes(POISON_WORD[start : start + width], "little", signed=True)
-        for width in _SIGNED
+        for width in SIGNED
         for start in range(0, len(POISON_WORD), width)
     }
 )
@@ -125,9 +125,13 @@ def refuse_written(name: str, names: Sequence[str]) -> None:
         )
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def _names(claims: Sequence[Claim]) -> str:
-    more = f" and {len(claims) - 8} more" if len(claims) > 8 else ""
-    return ", ".join(claim.name for claim in claims[:8]) + more
+    return listed([claim.name for claim in claims])
 
 
 def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
@@ -149,21 +153,24 @@ def _is_poison(claim: Claim) -> bool:
 
     Their order does not matter: the tensor may be a part of what was copied, or transposed, or begin anywhere in the poison word.
     """
-    tensor = claim.aliases[0].detach()
+    return not _has_nan(claim, throughout=False) and is_poison(claim.aliases[0].detach())
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a type that has no NaN, or one byte, has the numbers of poison and no others."""
     if not tensor.numel() or (tensor.is_floating_point() and tensor.dtype.itemsize != 1) or tensor.is_complex():
         return False
-    return not _has_nan(claim, throughout=False) and _has_only_poison(tensor)
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(SIGNED[tensor.dtype.itemsize])
+    return bool(are_poison(numbers).all().item())
 
 
-def _has_only_poison(tensor: torch.Tensor) -> bool:
-    """Whether every element of a tensor, read as a signed integer, is one of the numbers that poison reads as."""
-    signed = _SIGNED[tensor.dtype.itemsize]
-    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).view(signed)
+def are_poison(numbers: torch.Tensor) -> torch.Tensor:
+    """Whether each of these signed integers is one of those that poison reads as."""
     found = torch.zeros_like(numbers, dtype=torch.bool)
     for number in _NUMBERS:
-        if number >= torch.iinfo(signed).min:
+        if number >= torch.iinfo(numbers.dtype).min:
             found |= numbers == number
-    return bool(found.all().item())
+    return found
 
 
 def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
@@ -171,12 +178,19 @@ def has_nan(tensor: torch.Tensor, *, throughout: bool) -> bool:
 
     With `throughout`, one element in eight may be a number. float8 poison, and values computed from it, read so: see `POISON_WORD`.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+    if not tensor.numel():
         return False
-    nan = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
+    nan = are_nan(tensor)
     if throughout:
         return tensor.numel() - int(nan.sum().item()) <= (tensor.numel() + 1) // 8
     return bool(nan.any().item())
+
+
+def are_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether each element is NaN; none is in a type without NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is torch.float4_e2m1fn_x2:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    return (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isnan()
 
 
 def _has_nan(claim: Claim, *, throughout: bool) -> bool:

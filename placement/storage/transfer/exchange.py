@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from placement.devices.base import Device
 from placement.storage.managed import ManagedStorage
+from placement.storage.offloaded import nan_check
 from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -161,6 +162,8 @@ class Exchange:
             self._device.sync()
         for holding in (*leaving, *coming):
             holding.begin_move(self._chunk_pool)
+        for holding, asked in [(each, nan_check.ask(each)) for each in leaving]:
+            nan_check.put_right(holding, asked)
         for holding in coming:
             self._arrivals.expect(holding, holding.ranges)
         self._limit_room(leaving, coming)

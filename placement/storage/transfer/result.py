@@ -1,8 +1,8 @@
-"""The result of one storage's move."""
+"""The result of one storage's move, and what `nan_check` found before it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +21,18 @@ class MoveResult:
     """Names of the tensors to which there are stray references."""
     brought_back: str = ""
     """Names of the relocated tensors, which the offload has put back into their places."""
+    nan: str = ""
+    """Words for tensors that were numbers before and were found to be NaN."""
+
+
+@dataclass(slots=True)
+class NanFound:
+    """The tensors of one object that were found to be NaN throughout, until the offload that is committed next tells them."""
+
+    is_on: bool = True
+    """Whether anything is looked at (`Settings.nan_check`)."""
+    put_right: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Tensors without earlier values."""
+    known: frozenset[str] = frozenset()
+    """Tensors in place that were left at the last look. They are told once."""

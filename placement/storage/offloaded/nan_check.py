@@ -1,0 +1,207 @@
+"""Find tensors that were numbers and are NaN throughout, before they replace the last good values in the host copy.
+
+Whatever is computed from a tensor of an offloaded handle is computed from poison, which is NaN. A training that diverges gives the same.
+A few elements of every tensor show whether it may be NaN; only such a tensor and its host copy are looked at in full. Gradients are left
+out, because a loss scaler makes them NaN and then skips the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+
+import torch
+
+from placement.core.errors import IntegrityError
+from placement.storage.held import HeldStorage
+from placement.storage.offloaded.changes import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
+from placement.storage.range import PlacedStorage, Range
+from placement.storage.range_layout import Claim
+from placement.storage.scanning.places import Form, Place, form_of
+from placement.storage.transfer.result import NanFound
+from placement.tensors.plain import plain_parts
+
+_SAMPLES = 8
+_PIECE = 1 << 24
+"""The elements that are looked at together. It bounds the memory that a look in full takes."""
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_CAUSES = (
+    "Either they were computed from a tensor of an offloaded handle, which reads NaN (an average of weights, an anchor to another model or "
+    "a reset from it): do that in a phase that has both on the device. Or the training diverged: load a checkpoint, with the optimizer's "
+    "state. nan_check=False in the manager's settings turns this check off."
+)
+
+
+class Samples:
+    """A few elements of every tensor in one range, read as the 8-byte words in which they lie: one kernel reads those of all types."""
+
+    def __init__(self, r: Range, places: Mapping[str, Place], device: torch.device) -> None:
+        self.placed = r.placed
+        alike = {(entry.offset, form): (name, entry, form) for name, (_, entry, form) in places.items() if 0 not in form[2]}
+        tensors = sorted(alike.values(), key=lambda each: str(each[2][0]))
+        self._groups = [(_REAL.get(dtype, dtype), [*those]) for dtype, those in itertools.groupby(tensors, key=lambda each: each[2][0])]
+        self.places = {name: (entry, form) for name, entry, form in tensors}
+        """Without the range, which is the key in a weak table of these."""
+        offsets = torch.tensor([_spots(*each) for each in self.places.values()], dtype=torch.int64, device="cpu").view(-1, _SAMPLES)
+        self._inside = offsets % 8
+        self.words = (offsets // 8).flatten().to(device)
+        """The words' indices in the range."""
+
+    def suspects(self, words: torch.Tensor) -> Iterator[str]:
+        """The names of the tensors that may be NaN throughout, by what the device has in their words."""
+        start = 0
+        for dtype, those in self._groups:
+            part, signed = slice(start, start := start + len(those)), SIGNED[dtype.itemsize]
+            at = torch.arange(0, 8 * _SAMPLES, 8, device="cpu") + self._inside[part]
+            mine = words.view(-1, _SAMPLES)[part].view(signed).gather(1, at // dtype.itemsize)
+            wrong = are_nan(mine.view(dtype))
+            if dtype.itemsize == 1 or not dtype.is_floating_point:
+                wrong |= are_poison(mine)
+            rows = (wrong.sum(1) >= _SAMPLES - 1).nonzero().flatten().tolist()  # one may be a number: see `has_nan`
+            yield from (those[row][0] for row in rows)
+
+
+Asked = Sequence[tuple[Range, Samples, Callable[[], torch.Tensor]]]
+_samples: weakref.WeakKeyDictionary[Range, Samples] = weakref.WeakKeyDictionary()
+
+
+def ask(holding: HeldStorage) -> Asked:
+    """Have the device read the samples of everything in place. Nothing waits for it. A readonly host copy is never replaced."""
+    asked = []
+    for r in holding.ranges if holding.nan_found.is_on and not holding.readonly else ():
+        if r.transient or r.claims is not None:
+            continue
+        samples = _samples.get(r)
+        if samples is None or samples.placed is not r.placed:
+            samples = _samples[r] = Samples(r, holding.storages.places([r]), holding.device.torch_device)
+        words = holding.device.view(r.layout.addresses, 0, r.nbytes).view(torch.int64)
+        asked.append((r, samples, holding.device.ask(words[samples.words])))
+    return asked
+
+
+def put_right(holding: HeldStorage, asked: Asked) -> None:
+    """Give tensors that were numbers and are NaN throughout the values of the host copy again, on the device."""
+    gone, found = _gone(holding, asked), holding.nan_found
+    lacking = frozenset(name for name, place in gone.items() if _lacks_values(place))
+    for name, place in gone.items():
+        if name not in lacking & found.known:
+            _go_back(found, name, _on_device(holding, place), place)
+    found.known = lacking
+
+
+def refuse(holding: HeldStorage) -> None:
+    """Raise IntegrityError, before a checkpoint, if tensors on the device are NaN throughout that are numbers in the host copy."""
+    gone = _gone(holding, ask(holding)) if holding.on_device else {}
+    if names := [name for name, place in gone.items() if not _lacks_values(place)]:
+        what = f"{listed(names)} of {holding.name!r} were numbers and are NaN throughout. No checkpoint was written."
+        raise IntegrityError(f"{what} {_CAUSES}")
+
+
+def refuse_gradients(holding: HeldStorage, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise IntegrityError if a gradient is NaN throughout, before a step that overwrites the host copy of the state."""
+    parts = [part.detach() for each in parameters if each.grad is not None for _, part in plain_parts(each.grad, "")]
+    if nan := [str(tuple(part.shape)) for part in parts if holding.nan_found.is_on and _is_gone(part)]:
+        raise IntegrityError(
+            f"{len(nan)} gradients of the parameters that {holding.name!r} steps are NaN throughout (shapes {listed(nan)}). Nothing was "
+            f"stepped. {_CAUSES}"
+        )
+
+
+def take(holding: HeldStorage) -> str:
+    """Words for an error about all that was found in an object, which is forgotten; empty if nothing was."""
+    found, told = holding.nan_found, []
+    since = datetime.fromtimestamp(holding.offloaded_timestamp_seconds, UTC).isoformat(timespec="seconds")
+    if found.put_right:
+        told.append(
+            f"{listed(found.put_right)} of {holding.name!r} were numbers at its last offload ({since}) and are NaN throughout at this one. "
+            "They have the values of the last one again; every other tensor has its newest."
+        )
+    if found.left:
+        told.append(f"{listed(found.left)} of {holding.name!r} are NaN throughout, and there are no earlier values to go back to.")
+    found.put_right, found.left = [], []
+    return " ".join([*told, _CAUSES]) if told else ""
+
+
+def look_at_new(holding: HeldStorage, claims: Sequence[Claim]) -> None:
+    """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
+
+    Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told.
+    """
+    owned = [each for claim in claims for each in claim.owned] if holding.nan_found.is_on else []
+    places = holding.storages.places(holding.ranges) if owned else {}
+    for each in owned:
+        place = places.get(each.name)
+        if place is not None or holding.adapter.kind == "optimizer":
+            now = _over(each.tensor.untyped_storage(), form_of(each.tensor))
+            if _is_gone(now) and (place is None or _was_numbers(place)):
+                _go_back(holding.nan_found, each.name, now, place)
+
+
+def _gone(holding: HeldStorage, asked: Asked) -> dict[str, Place]:
+    """The tensors in place that are NaN throughout and were numbers, as far as is known.
+
+    Those that have become NaN in part beside them, too: they would spoil the others at the next use. By itself that may be meant.
+    """
+    suspects = [name for _, samples, words in asked for name in samples.suspects(words())]
+    everything = [(name, Place(r, *place)) for r, samples, _ in asked for name, place in samples.places.items()] if suspects else []
+    places = {name: place for name, place in everything if not place.entry.ref.expired()}
+    likely = [name for name in suspects if name in places and _is_gone(_on_device(holding, places[name]))]
+    gone = {name: places[name] for name in likely if _was_numbers(places[name])}
+    for name, place in places.items() if gone else ():
+        if name not in gone and _has_nan(_on_device(holding, place)) and not _lacks_values(place) and not _has_nan(_on_host(place)):
+            gone[name] = place
+    return gone
+
+
+def _go_back(found: NanFound, name: str, now: torch.Tensor, place: Place | None) -> None:
+    if place is None or _lacks_values(place) or place.form[2] != now.size():
+        found.left.append(name)
+    else:
+        now.copy_(_on_host(place))
+        found.put_right.append(name)
+
+
+def _is_gone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is NaN throughout; one of a type without NaN: whether it has no numbers but those of poison."""
+    values = tensor.reshape(-1)
+    if not all(has_nan(each, throughout=True) or is_poison(each) for each in (values[:_SAMPLES], *values.split(_PIECE))):
+        return False
+    # Integers that are -1 throughout may be meant: poison has other bytes among them.
+    return has_nan(values[:_SAMPLES], throughout=False) or bool((values.view(SIGNED[values.itemsize]) != -1).any())
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return any(has_nan(each, throughout=False) for each in tensor.reshape(-1).split(_PIECE))
+
+
+def _was_numbers(place: Place) -> bool:
+    return _lacks_values(place) or not _is_gone(_on_host(place))
+
+
+def _lacks_values(place: Place) -> bool:
+    """Whether the host copy may have come back to host memory without its bytes, because the device had them."""
+    return place.range.spill is not None and place.range.prints is None
+
+
+def _on_host(place: Place) -> torch.Tensor:
+    return _over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
+
+
+def _on_device(holding: HeldStorage, place: Place) -> torch.Tensor:
+    view = holding.device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
+    return _over(view.untyped_storage(), place.form)
+
+
+def _over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
+    dtype, offset, size, stride = form
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _spots(entry: PlacedStorage, form: Form) -> list[int]:
+    """The bytes at which samples of a tensor lie, from the beginning of its range: its first, its last, and the diagonal between them."""
+    dtype, offset, size, stride = form
+    edges = [(length - 1, step * dtype.itemsize) for length, step in zip(size, stride, strict=True)]
+    start = entry.offset + offset * dtype.itemsize
+    return [start + sum(last * k // (_SAMPLES - 1) * step for last, step in edges) for k in range(_SAMPLES)]
