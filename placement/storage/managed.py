@@ -382,6 +382,7 @@ class ManagedStorage(HeldStorage):
         if not self.ranges:
             return
         self.host_read_locks.wait()
+        was_consistent = self.is_consistent
         if self.on_device:
             self.end_calls(time.monotonic())
         self.adapter.hands_back = True  # what the object has got and nobody can move must not keep its values here
@@ -389,6 +390,9 @@ class ManagedStorage(HeldStorage):
             chunk_pool = self._ready_to_leave()
         except BaseException:
             self.adapter.hands_back = False
+            if self.on_device:  # it stays, and can be called
+                self.calls.allow()
+                self.is_consistent = was_consistent
             raise
         self.is_leaving = True
         unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_one_rank_leaves(three: Ranks, generation: int) -> None:
 
 
 def test_a_forked_child_does_not_have_the_copy(three: Ranks, generation: int) -> None:
-    assert three.run(worker.forked, generation) == [signal.SIGSEGV] * 3
+    assert three.run(worker.forked, generation) == [3] * 3
 
 
 @pytest.mark.timeout(600)

@@ -96,7 +96,9 @@ def test_orders_and_what_is_called_trouble() -> None:
 def test_watching_in_a_terminal_until_ctrl_c(workers: list[placement.Manager], tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "30"}
-    command = [sys.executable, "-m", "placement", "status", str(tmp_path), "--watch", "0.2"]
+    # A test that runs in the background ignores SIGINT, and so would its child.
+    program = "import signal, sys, placement.cli; signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(placement.cli.main())"
+    command = [sys.executable, "-c", program, "status", str(tmp_path), "--watch", "0.2"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
     os.close(theirs)
 

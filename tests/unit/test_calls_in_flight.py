@@ -15,7 +15,7 @@ from torch import nn
 
 from placement import Manager, NotResidentError, PhaseError, TorchEngine
 from placement.core.call_guard import CallGuard
-from placement.testing import SimulatedDevice
+from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.support.worker import CAPACITY
 
 X = torch.ones(2, 4)
@@ -292,3 +292,16 @@ def test_other_calls_are_not_waited_for() -> None:
                 leaving(torch.ones(3, 3))
             phase.done_with("leaving")
             assert all(isinstance(call.end(), torch.Tensor) for call in calls)
+
+
+def test_an_unregister_that_fails_leaves_the_module_callable() -> None:
+    faults = Faults(SimulatedDevice(1 << 20))
+    manager, model = Manager(device=faults), nn.Linear(4, 4)
+    manager.register("actor", model, role="actor")
+    with manager.phase("log_prob"):
+        faults.fail("sync")
+        with pytest.raises(InjectedFault):
+            manager.unregister("actor")
+        assert model(torch.ones(1, 4)).isfinite().all()
+    manager.unregister("actor")
+    manager.close()

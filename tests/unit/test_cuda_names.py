@@ -53,6 +53,7 @@ calls = {
     "cuMemSetAccess": ((at, step, access, len(access)), 0),
     "cuMemcpyHtoDAsync": ((at, step, 64, stream), 0),
     "cuMemcpyDtoHAsync": ((step, at, 64, stream), 0),
+    "cuMemsetD8Async": ((at, 255, step, stream), 0),
     "cuMemHostRegister": ((step, step, 0), 0),
     "cuMemHostUnregister": ((step,), 0),
     "cuMemHostGetFlags": ((step,), 1),
