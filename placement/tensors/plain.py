@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from placement.core.loaded_classes import loaded_class
 
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs its own adapter.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_CONTAINERS = (list, tuple, Mapping, deque)
+_NOT_PLAIN = frozenset({"builtins", "torch", "placement"})
+"""The packages whose objects `fields_of` does not look into."""
 _carriers: set[tuple[str, str]] = set()
 
 
@@ -113,20 +117,47 @@ def as_lazy_as(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 LAZY_VIEW = "is a lazily conjugated or negated view, so its bytes are not its values: assign its resolve_conj() or resolve_neg() instead"
 
 
-def nested_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `value`, through nested lists, tuples and mappings of any depth, in their order."""
-    stack: list[tuple[str, Any]] = [(name, value)]
+def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in `value`, through nested lists, tuples, deques and mappings of any depth, in their order.
+
+    Args:
+        levels: how many plain objects, one inside the other, are looked into as well (see `fields_of`).
+    """
+    stack: list[tuple[str, Any, int]] = [(name, value, levels)]
     visited: set[int] = set()
     while stack:
-        path, item = stack.pop()
+        path, item, deeper = stack.pop()
         if isinstance(item, torch.Tensor):
             yield path, item
-        elif isinstance(item, (list, tuple, Mapping)) and item and id(item) not in visited:
+            continue
+        if id(item) in visited:
+            continue
+        held = item
+        if not isinstance(item, _CONTAINERS):
+            held, deeper = fields_of(item) if deeper else {}, deeper - 1
+        if held:
             visited.add(id(item))
-            pairs = list(item.items() if isinstance(item, Mapping) else enumerate(item))
+            pairs = list(held.items() if isinstance(held, Mapping) else enumerate(held))
             # A key may be a parameter, whose text shows all its values. They must not be read, because the parameter may be offloaded.
             labels = (key if isinstance(key, (str, int)) else f"[{index}]" for index, key in enumerate(key for key, _ in pairs))
-            stack.extend([(f"{path}.{label}", part) for label, (_, part) in zip(labels, pairs, strict=True)][::-1])
+            stack.extend([(f"{path}.{label}", part, deeper) for label, (_, part) in zip(labels, pairs, strict=True)][::-1])
+
+
+def fields_of(obj: object) -> dict[str, Any]:
+    """The attributes of a plain object of somebody's own class, in `__dict__` or in slots. Empty for everything else.
+
+    Modules, optimizers and classes are no plain objects, nor is what torch or placement made (a mesh, a handle): their tensors are not
+    those of the object that refers to them.
+    """
+    cls = type(obj)
+    if cls.__module__.partition(".")[0] in _NOT_PLAIN or isinstance(obj, (type, torch.nn.Module, torch.optim.Optimizer)):
+        return {}
+    slots = (name for base in cls.__mro__ for name in _names_in(vars(base).get("__slots__", ())))
+    return {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
+
+
+def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
