@@ -243,6 +243,7 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     Raises:
         AssertionError: something is still on the device; the message names the handles and the bytes.
     """
+    audit = manager.audit()  # first: it also looks for tensors beside those that move
     in_phase = bool(manager.snapshot().phases)
     handles = {name: handle for name, handle in manager.handles.items() if not handle.external}
     problems: list[str] = []
@@ -262,7 +263,6 @@ def assert_nothing_resident(manager: Manager, *, except_for: Collection[str] = (
     if measured > declared:  # less is normal: tensors in torch's own memory (gradients) are declared, but are not chunks
         holders = ", ".join(f"{name} {handle.resident_bytes:,}" for name, handle in handles.items())
         problems.append(f"the device's chunks take {measured:,} bytes, the handles hold {declared:,} ({holders})")
-    audit = manager.audit()
     if not audit.ok:
         problems.append(audit.report)
     if kept_by_framework and not allow_foreign:

@@ -20,7 +20,7 @@ from placement.core.errors import BrokenHandleError, CheckpointError, NotResiden
 from placement.core.states import State
 from placement.core.torch_modes import without_modes
 from placement.registration.guards import is_off
-from placement.tensors.plain import parts_of, rewrapped
+from placement.tensors.plain import SEQUENCES, parts_of, rewrapped, with_fields, with_parts
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -241,15 +241,21 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of nested containers, with `change` applied to every tensor in them."""
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, is_inside: bool = False) -> Any:
+    """A copy of nested containers, with `change` applied to every tensor in them, and in attributes of objects in them.
+
+    A tensor in an object is copied to memory of its own: the object is saved as a whole, with all that its tensors' storages hold.
+
+    Args:
+        is_inside: whether the value is inside such an object. Objects inside that one are left as they are.
+    """
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return rewrapped(change(value), torch.clone) if is_inside else change(value)
     if isinstance(value, Mapping):
-        return {key: mapped(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(mapped(each, change) for each in value)
-    return value
+        return {key: mapped(each, change, is_inside=is_inside) for key, each in value.items()}
+    if isinstance(value, SEQUENCES):
+        return with_parts(value, (mapped(each, change, is_inside=is_inside) for each in value))
+    return value if is_inside else with_fields(value, lambda each: mapped(each, change, is_inside=True))
 
 
 def put(root: Any, path: Path, value: Any) -> None:

@@ -8,7 +8,7 @@ that was saved without state has none after loading.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -22,7 +22,18 @@ from placement.core.torch_modes import without_modes
 from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_guard, is_off
-from placement.tensors.plain import rewrapped
+from placement.tensors.plain import nested_tensors, rewrapped
+
+
+class _Named(NamedTuple):
+    """An optimizer inside a handle's object, with the names that the parameters of the stepped modules have in its part of a checkpoint."""
+
+    optimizer: Any
+    names: Mapping[int, str]
+    is_hollow: bool
+
+    def stepped(self) -> set[str]:
+        return {self.names[id(p)] for group in self.optimizer.param_groups for p in group["params"]}
 
 
 class Optimizer(Part):
@@ -42,14 +53,14 @@ class Optimizer(Part):
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         with without_modes(), torch.inference_mode(False), torch.no_grad():
-            for optimizer in self._optimizers(names):
+            for optimizer, mine, _ in self._optimizers(names):
                 own = own_state(optimizer)
                 for owner, entry in (optimizer.state if own is None else own.exported()).items():
-                    state[names.get(id(owner), str(owner))] = mapped(entry, self._shown)
+                    state[mine.get(id(owner), str(owner))] = mapped(entry, self._shown)
                 for group in optimizer.param_groups:
                     settings = group if own is None else own.settings(group)
                     groups.append({key: value for key, value in settings.items() if key != "params"})
-                    groups[-1]["params"] = [names[id(parameter)] for parameter in group["params"]]
+                    groups[-1]["params"] = [mine[id(parameter)] for parameter in group["params"]]
         for name, entry in state.items():
             for value in entry.values() if isinstance(entry, Mapping) else ():
                 refuse_own_cuts(self.handle, name, value)
@@ -95,36 +106,34 @@ class Optimizer(Part):
                 "its state", "does not exist yet: load with planner=placement.checkpoint.LoadPlanner(), which takes it from the checkpoint"
             )
         groups = self._groups(given, names, optimizers)
-        steps = {names[id(p)] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        steps = {name for each in optimizers for name in each.stepped()}
         for name, entry in given["state"].items():
             if isinstance(entry, Mapping) and name not in steps and any(isinstance(value, torch.Tensor) for value in entry.values()):
                 raise self._error(f"state of {name!r}", "belongs to a parameter that the optimizer does not step")
         changes: list[Change] = []
-        for optimizer in optimizers:
+        for each in optimizers:
+            optimizer, mine, is_hollow = each
+            theirs = steps - each.stepped()
+            state = {name: entry for name, entry in given["state"].items() if name not in theirs}
             if (own := own_state(optimizer)) is not None:
-                state = {
-                    parameter: given["state"].get(names[id(parameter)], {})
-                    for each in optimizer.param_groups
-                    for parameter in each["params"]
-                }
-                for parameter, problem in own.problems(state):
-                    raise self._error(f"state of {names[id(parameter)]!r}", problem)
-                changes.append(StateOfItsOwn(own, state, [groups[names[id(each["params"][0])]] for each in optimizer.param_groups]))
-            elif _loads_itself(optimizer):
+                entries = {p: state.get(mine[id(p)], {}) for group in optimizer.param_groups for p in group["params"]}
+                for parameter, problem in own.problems(entries):
+                    raise self._error(f"state of {mine[id(parameter)]!r}", problem)
+                changes.append(StateOfItsOwn(own, entries, [groups[mine[id(group["params"][0])]] for group in optimizer.param_groups]))
+            elif not is_hollow and _loads_itself(optimizer):
                 if is_off(self.handle):
                     raise NotResidentError(
                         f"{self.handle.name!r}: {type(optimizer).__name__} has a load_state_dict() of its own: load the checkpoint inside "
                         "manager.phase('restore')"
                     )
-                changes.append(OwnLoad(self.handle, optimizer, names, given["state"], groups))
+                changes.append(OwnLoad(self.handle, optimizer, mine, state, groups))
             else:
-                changes.append(self._state_change(optimizer, names, given, groups))
+                changes.append(self._state_change(optimizer, mine, state, groups, is_ours=isinstance(given, Read)))
         return Changes(changes)
 
     def _state_change(
-        self, optimizer: Any, names: Mapping[int, str], loaded: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]
+        self, optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]], *, is_ours: bool
     ) -> Change:
-        given = loaded["state"]
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         entries: dict[Any, dict[Any, Any]] = {}
         for group in optimizer.param_groups:
@@ -151,12 +160,14 @@ class Optimizer(Part):
                 f"{self.handle.name!r}: {type(optimizer).__name__} may keep some state on the CPU on purpose, so only it can create new "
                 "state: load the checkpoint inside manager.phase('restore')"
             )
-        return StateChange(self.handle, optimizer, entries | others, copies, saved, is_ours=isinstance(loaded, Read))
+        return StateChange(self.handle, optimizer, entries | others, copies, saved, is_ours=is_ours)
 
     def _is_new(self, optimizer: Any, parameter: Any, entry: Mapping[Any, Any]) -> bool:
-        return any(isinstance(value, torch.Tensor) and key not in optimizer.state.get(parameter, {}) for key, value in entry.items())
+        live = optimizer.state.get(parameter, {})
+        others = {key: value for key, value in entry.items() if key not in live or not isinstance(value, torch.Tensor)}
+        return next(nested_tensors(others, "", levels=1), None) is not None
 
-    def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
         """The saved parameter group of every parameter, by parameter name.
 
         Raises:
@@ -165,15 +176,15 @@ class Optimizer(Part):
         if not {"state", "param_groups"} <= set(given):
             raise self._error("a state dict of an optimizer", f"must have 'state' and 'param_groups', but this one has {some(given)}")
         saved = {name: group for group in given["param_groups"] for name in group["params"]}
-        for optimizer in optimizers:
+        for optimizer, named, _ in optimizers:
             for group in optimizer.param_groups:
-                mine = [names[id(parameter)] for parameter in group["params"]]
+                mine = [named[id(parameter)] for parameter in group["params"]]
                 missing = [name for name in mine if name not in saved]
                 if missing:
                     raise self._error(f"parameter {missing[0]!r}", f"was in no group of the saved optimizer ({len(missing)} are missing)")
                 if len({repr(settings_of(saved[name])) for name in mine}) > 1:
                     raise self._error(f"the group of {mine[0]!r}", "was saved as several groups with different settings")
-        extra = set(saved) - set(names.values())
+        extra = set(saved) - set(names.values()) - {name for each in optimizers for name in each.stepped()}
         if extra:
             raise self._error(f"parameter {min(extra)!r}", f"of the saved optimizer is unknown here ({len(extra)} parameters are)")
         return saved
@@ -213,18 +224,25 @@ class Optimizer(Part):
                     names.setdefault(id(parameter), prefix + fqn(module, name))
         return names
 
-    def _optimizers(self, names: Mapping[int, str]) -> list[Any]:
+    def _optimizers(self, names: Mapping[int, str]) -> list[_Named]:
         """The optimizers that have state of their own and step only named parameters.
+
+        Several may step one parameter (a wrapper with slow weights): to all but the first it has a name that begins with theirs.
 
         Raises:
             CheckpointError: an optimizer steps other tensors (a framework's main parameters).
         """
-        found = []
-        for optimizer in self._adapter().optimizers():
-            unnamed = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in names]
+        found: list[_Named] = []
+        taken: set[str] = set()
+        for leaf in self._adapter().leaves():
+            stepped = [each for group in leaf.optimizer.param_groups for each in group["params"]]
+            unnamed = [each for each in stepped if id(each) not in names]
             if not unnamed:
-                found.append(optimizer)
-            elif self.handle.external_reason is None:
+                prefix = f"{leaf.path}{type(leaf.optimizer).__name__}."
+                mine = {id(each): f"{prefix * (names[id(each)] in taken)}{names[id(each)]}" for each in stepped}
+                found.append(_Named(leaf.optimizer, {**names, **mine}, leaf.is_hollow))
+                taken.update(names[key] for key in mine)
+            elif self.handle.external_reason is None and not leaf.is_hollow:
                 raise CheckpointError(
                     f"{self.handle.name!r} steps {len(unnamed)} tensors that are not parameters of its modules: save "
                     "it with its framework's checkpoint or as handle.state_dict(), and leave it out here with only="
@@ -234,16 +252,15 @@ class Optimizer(Part):
         return found
 
     def _parameters(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
-        names = self._names()
-        for optimizer in self._optimizers(names):
+        for optimizer, mine, _ in self._optimizers(self._names()):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    yield names[id(parameter)], optimizer, parameter
+                    yield mine[id(parameter)], optimizer, parameter
 
 
 def _loads_itself(optimizer: Any) -> bool:
     """Whether loading an optimizer is more than torch's own loading: it overrides the method, or has hooks that are not placement's."""
     if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
         return True
-    hooks = (*optimizer._optimizer_load_state_dict_pre_hooks.values(), *optimizer._optimizer_load_state_dict_post_hooks.values())
-    return any(not is_guard(hook) for hook in hooks)
+    kinds = (getattr(optimizer, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post"))
+    return any(not is_guard(hook) for hooks in kinds for hook in hooks.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from placement.tensors.owned import Owned
-from placement.tensors.plain import is_leaf
+from placement.tensors.plain import is_leaf, parts_of
 
 _GRADIENTS = ("grad", "decoupled_grad")
 
@@ -31,8 +31,14 @@ def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.
             if id(main) in models
         ]
     for index, main, gradients in found:
-        yield Owned(f"main.{index}", main)
-        yield from (Owned(f"main.{index}.{name}", each, True) for name, each in gradients if each is not None)
+        yield from _parts(f"main.{index}", main, is_gradient=False)
+        for name, gradient in gradients:
+            if gradient is not None:
+                yield from _parts(f"main.{index}.{name}", gradient, is_gradient=True)
+
+
+def _parts(name: str, tensor: torch.Tensor, *, is_gradient: bool) -> Iterator[Owned]:
+    return (Owned(path, part, is_gradient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:

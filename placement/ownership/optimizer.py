@@ -11,9 +11,20 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
+from placement.core.weak_set import WeakIdSet
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
 from placement.ownership.detect import external_optimizer, refuse_optimizer
-from placement.ownership.leaves import WRAPPING, Leaf, find, is_all_born, is_born, parameters_of, state_of, wrapper_of
+from placement.ownership.leaves import (
+    Leaf,
+    find,
+    is_all_born,
+    is_born,
+    parameters_of,
+    state_of,
+    tensors_beside,
+    tensors_in_groups,
+    wrapper_of,
+)
 from placement.ownership.main_parameters import gradients_of, main_parameters
 from placement.ownership.twin import Unborn, stepped_by, unborn_state
 from placement.tensors.owned import Adapter, Owned, Seen
@@ -25,10 +36,10 @@ _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 
 
 class OptimizerAdapter(Adapter):
-    """The state of an optimizer: all tensors that it, and the optimizers inside it, have in `.state`, including nested lists.
+    """The state of an optimizer: all tensors that it, and the optimizers inside it, have in `.state`, also in containers and objects.
 
-    Optimizers inside a wrapper are looked for each time: in `.optimizer`, `.chained_optimizers`, `.sub_optimizers`, `.optimizers_dict`,
-    `.optim_dict`, and in any attribute that is a torch optimizer. The registered object is held weakly.
+    Optimizers inside a wrapper are looked for each time, in all its attributes and in lists, tuples and mappings there. The registered
+    object is held weakly.
 
     These tensors stay on the CPU: those in `param_groups` (a learning rate), and counters that torch keeps there (0-dimensional `step`,
     unless fused or capturable). If the optimizer's `step` is not torch's own, all state that it put on the CPU stays there.
@@ -58,6 +69,9 @@ class OptimizerAdapter(Adapter):
         """State tensors of the last walk that are the modules' gradients, or lie in their storages."""
         self._unborn: tuple[Unborn, ...] = ()
         """State still to be created, as far as the last `expected_sizes` could predict it."""
+        self._copies: WeakIdSet[torch.Tensor] = WeakIdSet()
+        """Stepped tensors that are no module's parameters (see `take_copies`)."""
+        self._copied: Callable[[], torch.Tensor | None] = lambda: None
         self._root: Callable[[], Any] = reference(optimizer)
         objects, leaves = find(optimizer)
         is_optimizer = bool(leaves) or any(map(holds_optimizers, objects))
@@ -65,8 +79,8 @@ class OptimizerAdapter(Adapter):
         if not is_optimizer or is_scheduler or not callable(getattr(optimizer, "step", None)):
             raise RegistrationError(
                 f"{name!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer and holds none that can be found, "
-                "and it is no module and no engine. Supported: torch.optim.Optimizer, objects that hold optimizers in "
-                f"{', '.join('.' + attribute for attribute in WRAPPING)}, torch.nn.Module, placement.Engine, and placement.Lazy. "
+                "and it is no module and no engine. Supported: torch.optim.Optimizer, objects that hold some in "
+                "attributes, also in lists, tuples and dicts there, torch.nn.Module, placement.Engine, and placement.Lazy. "
                 f"What to do: {_advice(optimizer)}."
             )
         parameters = self.parameters()
@@ -95,7 +109,7 @@ class OptimizerAdapter(Adapter):
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self._leaves()])
+        return None if self._steady is None else self._steady.look([leaf.optimizer for leaf in self.leaves()])
 
     def _as_steady(self, owned: Sequence[Owned]) -> SteadyState | None:
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
@@ -117,7 +131,7 @@ class OptimizerAdapter(Adapter):
         self._sparse, self._borrowed, self._lent_gradients = [], [], []
         objects, leaves = self._look()
         parameters = parameters_of(leaves)
-        models = stepped_for(objects)
+        models = self._stepped_for(objects)
         seen = {id(parameter) for parameter in parameters}
         theirs = {id(own): own for own in (*models.values(), *(models.get(id(each), each) for each in parameters))}.values()
         gradients = gradients_of(theirs)
@@ -125,6 +139,7 @@ class OptimizerAdapter(Adapter):
         storages = _storages(theirs) | of_gradients
         for main in main_parameters(parameters, models) if self._external is None else ():
             yield from self._plain(main, storages)
+        in_groups = _storages(tensor for _, tensor in tensors_in_groups(leaves))
         for leaf in leaves:
             if (own := own_state(leaf.optimizer)) is not None:
                 for held in own.tensors(leaf.path):
@@ -133,18 +148,21 @@ class OptimizerAdapter(Adapter):
             for name, key, group, tensor in state_of(leaf):
                 if of_gradients and not of_gradients.isdisjoint(_storages((tensor,))):
                     self._lent_gradients.append(weakref.ref(tensor))
-                if id(tensor) in seen or id(tensor) in gradients:
+                if id(tensor) in seen or id(tensor) in gradients or (in_groups and not in_groups.isdisjoint(_storages((tensor,)))):
                     continue
                 seen.add(id(tensor))
                 if is_sparse(tensor):
                     yield from self._sparse_state(name, tensor)
                     continue
-                if self._external is not None:
-                    yield from (Owned(path, part, wrapper=wrapper_of(tensor, part)) for path, part in plain_parts(tensor, name))
-                    continue
-                for path, part in parts_of(tensor, name):
-                    if not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
-                        yield from self._plain(Owned(path, part, wrapper=wrapper_of(tensor, part)), storages)
+                for owned in self._parts(leaf, name, key, group, tensor):
+                    yield from (owned,) if self._external is not None else self._plain(owned, storages)
+
+    def _parts(self, leaf: Leaf, name: str, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[Owned]:
+        """The parts of a state tensor, but for those that stay on the CPU."""
+        is_external = self._external is not None
+        for path, part in plain_parts(tensor, name) if is_external else parts_of(tensor, name):
+            if is_external or not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
+                yield Owned(path, part, wrapper=wrapper_of(tensor, part))
 
     def _sparse_state(self, name: str, tensor: torch.Tensor) -> Iterator[Owned]:
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
@@ -183,6 +201,14 @@ class OptimizerAdapter(Adapter):
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         return ((name, scalar.nbytes) for name, scalar in optimizer_scalars(self._look()[0]) if scalar.device == self._device)
 
+    def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        objects, leaves = self._look()
+        steps = {id(each) for each in parameters_of(leaves)}
+        moved = {id(each.tensor) for each in self._walk()} if self._external is None else {}
+        for name, tensor in tensors_beside(leaves, objects) if self._external is None else ():
+            if id(tensor) not in steps:
+                yield from ((path, part) for path, part in plain_parts(tensor, name) if id(part) not in moved and part.numel() > 1)
+
     def _stays_on_cpu(self, optimizer: Any, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
         """Whether a CPU tensor of the state stays on the CPU.
 
@@ -202,16 +228,24 @@ class OptimizerAdapter(Adapter):
         step = getattr(type(optimizer), "step", None)
         return self._device.type == "cpu" or getattr(step, "__module__", "").startswith("torch.optim.")
 
+    def objects(self) -> list[Any]:
+        """The registered object, and all wrappers and optimizers found in it."""
+        return self._look()[0]
+
+    def leaves(self) -> list[Leaf]:
+        """The optimizers with a state of their own, inner ones first, with the path to each."""
+        return self._look()[1]
+
     def optimizers(self) -> list[Any]:
-        """The optimizers with a state of their own, inner ones first."""
-        return [leaf.optimizer for leaf in self._leaves()]
+        """The same without their paths."""
+        return [leaf.optimizer for leaf in self.leaves()]
 
     def key_objects(self) -> Sequence[Any]:
         """The registered object, then the optimizers found in it; nothing if it was garbage-collected."""
         root = self._root()
         if root is None:
             return []
-        return [root, *(leaf.optimizer for leaf in self._leaves() if leaf.optimizer is not root)]
+        return [root, *(leaf.optimizer for leaf in self.leaves() if leaf.optimizer is not root)]
 
     @property
     def external(self) -> str | None:
@@ -233,6 +267,29 @@ class OptimizerAdapter(Adapter):
             )
         self._external = reasons[0]
 
+    def take_copies(self, copies: Iterable[torch.Tensor], copied: torch.Tensor) -> None:
+        """Move stepped tensors that are no module's parameters (float32 copies of them) with the optimizer, like its state.
+
+        Args:
+            copied: a parameter of their owner, which stands for what they are copies of.
+        """
+        self._copied = reference(copied)
+        for each in copies:
+            self._copies.add(each)
+
+    @property
+    def steps_copies(self) -> bool:
+        return any(True for _ in self._copies)
+
+    def _stepped_for(self, objects: Sequence[Any]) -> Mapping[int, torch.Tensor]:
+        """The model's parameter for each main parameter or copy, by identity of the latter."""
+        own = self._copied()
+        return {**stepped_for(objects), **({} if own is None else {id(each): own for each in self._copies})}
+
+    def is_stand_in(self, parameter: torch.Tensor) -> bool:
+        """Whether only a wrapper without state of its own lists a parameter, and so none of the optimizers inside steps it."""
+        return all(each is not parameter for each in parameters_of([leaf for leaf in self.leaves() if not leaf.is_hollow]))
+
     def parameters(self) -> list[torch.Tensor]:
         """The distinct parameters that the optimizer steps, in the order of the optimizers and their groups.
 
@@ -243,7 +300,7 @@ class OptimizerAdapter(Adapter):
         flattened = [own for each in answering("flattened_parameters") for own in each.flattened_parameters(objects)]
         if flattened:
             return flattened
-        models = stepped_for(objects)
+        models = self._stepped_for(objects)
         further = (own for each in answering("further_parameters") for own in each.further_parameters(objects))
         known = itertools.chain((models.get(id(each), each) for each in parameters_of(leaves)), further)
         return list({id(own): own for own in known}.values())
@@ -254,11 +311,11 @@ class OptimizerAdapter(Adapter):
 
     def state_is_born(self) -> bool:
         """Whether any optimizer found in the object has state. State comes with the first step, or with the constructor (Adagrad)."""
-        return any(is_born(leaf.optimizer) for leaf in self._leaves())
+        return any(is_born(leaf.optimizer) for leaf in self.leaves())
 
     def state_is_all_born(self) -> bool:
-        """Whether every optimizer found in the object has state."""
-        return all(is_born(leaf.optimizer) for leaf in self._leaves())
+        """Whether every optimizer found in the object has state, but for wrappers without a state of their own."""
+        return all(is_born(leaf.optimizer) for leaf in self.leaves() if not leaf.is_hollow)
 
     def expected_sizes(self) -> Sequence[int] | None:
         """Bytes of each storage that later steps will create, in parameter order; empty once all state exists.
@@ -270,7 +327,7 @@ class OptimizerAdapter(Adapter):
             return ()
         found: list[Unborn] = []
         objects, leaves = self._look()
-        given = stepped_for(objects)
+        given = self._stepped_for(objects)
         for leaf in leaves:
             if is_all_born(leaf.optimizer, given):
                 if not leaf.wraps:  # more parameters may come
@@ -289,7 +346,7 @@ class OptimizerAdapter(Adapter):
         return [size for unborn in self._unborn for size in unborn.sizes()]
 
     def follow_groups(self) -> bool:
-        given = stepped_for(self._look()[0]) if self._unborn else {}
+        given = self._stepped_for(self._look()[0]) if self._unborn else {}
         return True in [unborn.follow(self._device, given) for unborn in self._unborn]  # each is asked
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
@@ -298,9 +355,6 @@ class OptimizerAdapter(Adapter):
 
     def num_entries(self) -> int:
         return sum(unborn.num_entries for unborn in self._unborn)
-
-    def _leaves(self) -> list[Leaf]:
-        return self._look()[1]
 
     def _look(self) -> tuple[list[Any], list[Leaf]]:
         root = self._root()

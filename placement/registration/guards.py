@@ -22,8 +22,10 @@ from placement.core.errors import NotResidentError, PhaseError, PlacementError
 from placement.core.loaded_classes import is_a
 from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
+from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.initial_step import undo_initial_step
 from placement.registration.method_call import MethodCall
+from placement.registration.own_methods import OwnMethodCall, own_methods
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_stateless, lies_in, shown
 from placement.storage.offloaded.host_reads import is_reading
 
@@ -353,6 +355,10 @@ def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     for target in objects:
         if handle.kind == "optimizer" and not isinstance(target, torch.nn.Module):
             _install_on_optimizer(handle, target, hooks)
+    if isinstance(handle.adapter, OptimizerAdapter):
+        for each in handle.adapter.objects():
+            for name in own_methods(each):
+                hooks.append(OwnMethodCall(_Guard(handle).handle, each, name))
     _install_on_calls(handle, roots, hooks)
     return hooks
 
@@ -408,19 +414,21 @@ def _install_on_calls(handle: Handle, modules: list[torch.nn.Module], hooks: lis
 
 
 def _install_on_optimizer(handle: Handle, target: Any, hooks: list[_Removable]) -> None:
-    """Use torch's hooks if the constructor of torch's Optimizer has run, else guard the methods themselves.
+    """Use torch's hooks, as far as the constructor of torch's Optimizer has made room for them, else guard the methods themselves.
 
     The optimizers inside another one get hooks of their own.
     """
-    if "_optimizer_step_pre_hooks" in getattr(target, "__dict__", {}):
-        hooks.append(target.register_step_pre_hook(StepGuard(handle)))
-        hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
-        hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
-        guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
-    else:
-        guards = {"step": StepGuard(handle), "load_state_dict": LoadGuard(handle)}
-        hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
     fields = getattr(target, "__dict__", {})
+    guards: dict[str, Callable[..., Any]] = {"load_state_dict": LoadGuard(handle)}
+    if "_optimizer_step_pre_hooks" in fields:
+        hooks.append(target.register_step_pre_hook(StepGuard(handle)))
+    else:
+        guards["step"] = StepGuard(handle)
+        hooks += [MethodCall(ReadGuard(handle), target, name) for name in reading_methods(target)]
+    if "_optimizer_load_state_dict_pre_hooks" in fields:
+        hooks.append(target.register_load_state_dict_pre_hook(LoadGuard(handle)))
+    if "_optimizer_state_dict_post_hooks" in fields:
+        hooks.append(target.register_state_dict_post_hook(StateDictGuard(handle)))
     if hasattr(target, "__dict__") and callable(getattr(target, "state_dict", None)):
         hooks.append(StateDictCall(_Guard(handle).handle, target))
         hooks.append(MethodCall(CopyGuard(handle), target, "__getstate__"))

@@ -17,7 +17,7 @@ from placement.registration.method_call import MethodCall
 from placement.storage.managed import ManagedStorage
 from placement.storage.offloaded.changes import has_nan
 from placement.storage.offloaded.host_reads import from_host_copies, is_reading
-from placement.tensors.plain import has_bytes, nested_tensors, parts_of
+from placement.tensors.plain import SEQUENCES, has_bytes, nested_tensors, parts_of, with_fields, with_parts
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -99,14 +99,19 @@ def _shown(handle: Handle, found: Any, hand_out: _HandOut) -> Any:
     return found
 
 
-def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut) -> Any:
+def _readable(holding: ManagedStorage, value: Any, hand_out: _HandOut, *, is_inside: bool = False) -> Any:
+    """The value with readable tensors, also in attributes of objects in it.
+
+    Args:
+        is_inside: whether the value is inside such an object. Objects inside that one are left as they are.
+    """
     if isinstance(value, torch.Tensor):
         return hand_out(holding, value)
     if isinstance(value, dict):
-        return _changed(value, {key: _readable(holding, each, hand_out) for key, each in value.items()})
-    if isinstance(value, (list, tuple)):
-        return _changed(value, dict(enumerate(_readable(holding, each, hand_out) for each in value)))
-    return value
+        return _changed(value, {key: _readable(holding, each, hand_out, is_inside=is_inside) for key, each in value.items()})
+    if isinstance(value, SEQUENCES):
+        return _changed(value, dict(enumerate(_readable(holding, each, hand_out, is_inside=is_inside) for each in value)))
+    return value if is_inside else with_fields(value, lambda each: _readable(holding, each, hand_out, is_inside=True))
 
 
 def _changed(value: Any, parts: dict[Any, Any]) -> Any:
@@ -116,7 +121,7 @@ def _changed(value: Any, parts: dict[Any, Any]) -> Any:
         return value
     if isinstance(value, dict):
         return parts
-    return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+    return with_parts(value, parts.values())
 
 
 def is_stateless(optimizer: Any) -> bool:

@@ -94,6 +94,8 @@ class StreamedOptimizer:
         """The number of steps that were made in a phase when it was last open with any."""
         self.refusal = refusal(adapter.key_objects()[0])
         """Why no plan may stream this optimizer's state, and what to do; None if a plan may."""
+        if self.refusal is None and adapter.steps_copies:
+            self.refusal = "it steps copies of parameters, which its steps need as a whole; use optimizer_in='train' for it"
         if self.refusal is None and not is_predictable:
             self.refusal = "the size of the state that its steps will create cannot be predicted; use optimizer_in='train' for it"
 

@@ -148,7 +148,11 @@ class HeldStorage(Storage):
         return self.storages.kept_by_framework
 
     def framework_memory(self) -> Iterator[tuple[str, int]]:
-        return self.adapter.kept_by_framework()
+        beside = (each for each in self.adapter.unmoved() if each[1].device == self.device.torch_device)
+        loose = [(name, tensor) for name, tensor in beside if RANGES.owner_of(tensor.data_ptr()) is None]
+        found = [(f"{name}, which is no part of its state and not moved,", each.untyped_storage().nbytes()) for name, each in loose]
+        self.storages.kept_by_framework = (*self.adapter.kept_by_framework(), *found)
+        return iter(self.storages.kept_by_framework)
 
     def measure(self) -> None:
         """Update `born_bytes`: see whether an optimizer's steps have created state. Looks at no tensor."""

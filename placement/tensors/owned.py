@@ -153,6 +153,10 @@ class Adapter(abc.ABC):
         """Name and bytes of device memory that a framework keeps for the object and that cannot be moved."""
         return iter(())
 
+    def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of what the object holds and `owned()` does not find. Looks everywhere, so it is for audits only."""
+        return iter(())
+
     def follow_parameters(self) -> None:
         """Update what a framework keeps about the object's tensors, after their places and shapes were restored."""
 

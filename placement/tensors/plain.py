@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import deque
@@ -16,7 +17,7 @@ from placement.core.loaded_classes import loaded_class
 
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs its own adapter.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_CONTAINERS = (list, tuple, Mapping, deque)
+SEQUENCES = (list, tuple, deque)
 _NOT_PLAIN = frozenset({"builtins", "torch", "placement"})
 """The packages whose objects `fields_of` does not look into."""
 _carriers: set[tuple[str, str]] = set()
@@ -133,7 +134,7 @@ def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str
         if id(item) in visited:
             continue
         held = item
-        if not isinstance(item, _CONTAINERS):
+        if not isinstance(item, (*SEQUENCES, Mapping)):
             held, deeper = fields_of(item) if deeper else {}, deeper - 1
         if held:
             visited.add(id(item))
@@ -153,7 +154,24 @@ def fields_of(obj: object) -> dict[str, Any]:
     if cls.__module__.partition(".")[0] in _NOT_PLAIN or isinstance(obj, (type, torch.nn.Module, torch.optim.Optimizer)):
         return {}
     slots = (name for base in cls.__mro__ for name in _names_in(vars(base).get("__slots__", ())))
-    return {name: getattr(obj, name) for name in slots if hasattr(obj, name)} | getattr(obj, "__dict__", {})
+    return {name: getattr(obj, name) for name in slots if not name.startswith("__") and hasattr(obj, name)} | getattr(obj, "__dict__", {})
+
+
+def with_fields(obj: Any, change: Callable[[Any], Any]) -> Any:
+    """A shallow copy of a plain object whose attributes have tensors, each attribute changed; any other object itself."""
+    if next(nested_tensors(obj, "", levels=1), None) is None:
+        return obj
+    copied = copy.copy(obj)
+    for name, value in fields_of(obj).items():
+        object.__setattr__(copied, name, change(value))  # also where the class is frozen
+    return copied
+
+
+def with_parts(container: Any, parts: Iterable[Any]) -> Any:
+    """A list, tuple or deque of the same class with other parts."""
+    if hasattr(container, "_fields"):
+        return type(container)(*parts)
+    return deque(parts, container.maxlen) if isinstance(container, deque) else type(container)(parts)
 
 
 def _names_in(slots: str | Iterable[str]) -> Iterable[str]:
