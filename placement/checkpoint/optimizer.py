@@ -22,7 +22,7 @@ from placement.core.torch_modes import without_modes
 from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.guards import is_guard, is_off
-from placement.tensors.plain import nested_tensors, rewrapped
+from placement.tensors.plain import is_wrapper, nested_tensors, rewrapped
 
 
 class _Named(NamedTuple):
@@ -56,6 +56,11 @@ class Optimizer(Part):
             for optimizer, mine, _ in self._optimizers(names):
                 own = own_state(optimizer)
                 for owner, entry in (optimizer.state if own is None else own.exported()).items():
+                    if is_wrapper(owner) and len([*nested_tensors(entry, "", levels=1)]) > len([*nested_tensors(entry, "")]):
+                        raise CheckpointError(
+                            f"{self.handle.name!r}: the state of {mine.get(id(owner))!r} is sharded and has tensors in objects, which a "
+                            "checkpoint takes from one rank alone: save handle.state_dict() on each rank, and leave it out here with only="
+                        )
                     state[mine.get(id(owner), str(owner))] = mapped(entry, self._shown)
                 for group in optimizer.param_groups:
                     settings = group if own is None else own.settings(group)

@@ -30,7 +30,7 @@ def own_methods(target: Any) -> list[str]:
     """The public methods that the class of an optimizer, or of a wrapper, adds to those of torch's Optimizer."""
     if not hasattr(target, "__dict__"):
         return []
-    names = sorted({*dir(type(target))} - {*dir(torch.optim.Optimizer)})
+    names = sorted({*dir(type(target))} - {*dir(torch.optim.Optimizer), *vars(target)})
     return [name for name in names if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(type(target), name))]
 
 
