@@ -197,7 +197,8 @@ class Manager:
             target: the object to register. Keep a reference to a module or an optimizer: if it is garbage-collected, its handle goes, too.
             role: the purpose of the object, for the policy: actor, ref, critic, reward, teacher or rollout. An optimizer has its
                 owner's role.
-            owner: the module handle whose parameters an optimizer steps; needed only where placement cannot tell from the parameters.
+            owner: the module handle whose parameters an optimizer steps; needed only where placement cannot tell from the parameters. With
+                it, parameters of no registered module (float32 copies of the owner's) move with the optimizer.
             readonly: the values never change. They are never copied back to the host; a write in place is reported as an
                 `IntegrityError`. New tensors in place of registered ones (`half()`, `load_state_dict(assign=True)`, `.data =`), which are
                 put in while it is on the device, are its values from then on.

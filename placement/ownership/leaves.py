@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,16 +97,13 @@ def _objects_in(value: Any, name: str, *, of_any_class: bool, depth: int = 3) ->
     """The optimizers in an attribute, through containers in containers."""
     kind: Any = type(value)
     if isinstance(value, (list, tuple, Mapping)):
-        for index, (key, part) in enumerate(_pairs(value) if depth and (of_any_class or _may_hold(value)) else ()):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for index, (key, part) in enumerate(pairs if depth and (of_any_class or _may_hold(value)) else ()):
             # A key may be a parameter, whose text shows all its values: it must not be read.
             path = f"{name}.{key if isinstance(key, (str, int)) else index}"
             yield from _objects_in(part, path, of_any_class=of_any_class, depth=depth - 1)
     elif value is not None and (of_any_class or _is_optimizer(kind)):
         yield name, value
-
-
-def _pairs(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
 def parameters_of(leaves: Sequence[Leaf]) -> list[torch.Tensor]:

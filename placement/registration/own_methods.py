@@ -60,7 +60,8 @@ class OwnMethodCall(MethodCall):
             "optimizer_in='optimizer_step' inside phase('optimizer_step')"
         )
         stepped = {each.untyped_storage()._cdata: "what it steps" for each in handle.adapter.stepped()}
-        mode = _Untouched({id(each.holding): repr(each.name) for each in known if each.state is not State.TRAINING}, stepped, error(text))
+        held = {id(each.holding): repr(each.name) for each in known if each.holding is not None and each.state is not State.TRAINING}
+        mode = _Untouched(held, stepped, error(text))
         try:
             with mode:
                 return method(*args, **kwargs)

@@ -43,11 +43,6 @@ def _admit(handle: Handle, nbytes: int) -> None:
     """Admit every handle: there is no limit on host memory."""
 
 
-def _nobodys(handle: Handle, index: int, parameter: torch.Tensor, advice: str) -> RegistrationError:
-    shape = tuple(parameter.shape)
-    return RegistrationError(f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered module. {advice}")
-
-
 class Registry:
     """The handles of one manager, in registration order."""
 
@@ -236,21 +231,21 @@ class Registry:
         owners: dict[str, Handle] = {each.name: each for each in handle.owners}
         copies: list[torch.Tensor] = []
         for index, parameter in enumerate(adapter.parameters()):
-            if (owner := self._owner_of(parameter)) is not None:
+            owner, advice = self._owner_of(parameter), None
+            if owner is not None:
                 owners[owner.name] = owner
             elif any(module.shows_for_now(parameter) for each in self.handles.values() for module in each.module_adapters()):
                 advice = "A sharded module shows it between a forward and reshard() only: make the optimizer of the sharded parameters."
-                raise _nobodys(handle, index, parameter, advice)
             elif handle.owners:
                 copies.append(parameter)
             elif not adapter.is_stand_in(parameter):
-                raise _nobodys(
-                    handle,
-                    index,
-                    parameter,
+                advice = (
                     "Register the modules first, then the optimizers that step them. If the optimizer steps copies of its own (float32 "
-                    "copies of the weights), register it with owner= of the module that they are copies of, and they move with it.",
+                    "copies of the weights), register it with owner= of the module that they are copies of, and they move with it."
                 )
+            if advice is not None:
+                shape = tuple(parameter.shape)
+                raise RegistrationError(f"{handle.name!r}: parameter {index} of shape {shape} belongs to no registered module. {advice}")
         if copies and (copied := next((p for each in handle.owners[0].module_adapters() for p in each.parameters()), None)) is not None:
             adapter.take_copies(copies, copied)
         handle.owners = tuple(owners.values())
