@@ -25,7 +25,7 @@ from placement.core.states import PHASES, TRANSITIONS, HandleView, Plan, Policy,
 from placement.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from placement import checkpoint, forecasting, group, policies, testing
+    from placement import checkpoint, engines, forecasting, group, policies, testing
     from placement.core.settings import Settings
     from placement.core.snapshot import Audit, Finding, HandleSnapshot, Snapshot
     from placement.engines.base import Engine, TorchEngine
@@ -76,6 +76,7 @@ __all__ = [
     "View",
     "WeightInfo",
     "checkpoint",
+    "engines",
     "forecast",
     "forecasting",
     "group",
@@ -97,6 +98,7 @@ __getattr__ = _on_demand(
         "Settings": "core.settings",
         "WeightInfo": "publish.buckets",
         "checkpoint": "checkpoint",
+        "engines": "engines",
         "Forecast": "forecasting.report",
         "forecast": "forecasting.job",
         "forecasting": "forecasting",

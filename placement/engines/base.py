@@ -33,7 +33,7 @@ class Engine(abc.ABC):
         """Copy published weights into the engine. The tensors belong to the publisher; nothing of them is kept after the return.
 
         Raises:
-            EngineError: the engine does not have a name or shape. Weights before that one in the bucket have been copied.
+            EngineError: the engine does not have a name or shape. Nothing of the bucket has been copied.
         """
 
 
@@ -66,6 +66,8 @@ class TorchEngine(Engine):
 
         A name is one under which the module is published, or the module's own. Calls no collective. Waits, if the engine is registered,
         for calls of the module that other threads are in. Raises PhaseError where one does not end (`call_deadline_seconds`).
+
+        Nothing is copied before all weights of the bucket are known to fit; before the first of `Handle.weights`, those of all buckets.
         """
         wait_for_calls(self.module)
         number = getattr(bucket, "number", None)

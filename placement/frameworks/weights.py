@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from placement.core.loaded_classes import loaded_class
 from placement.devices.host.slab import upload
+from placement.tensors.dtypes import is_scaled
 from placement.tensors.plain import PLAIN_TYPES
+
+
+def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same tensors, seen as bytes where torch cannot copy or gather their dtype (uint4), or a backend may not."""
+    is_seen = all(type(each) in PLAIN_TYPES and is_scaled(each.dtype) and each.dtype is tensors[0].dtype for each in tensors)
+    return tuple(each.view(torch.uint8 if each.dtype.itemsize == 1 else torch.int16) for each in tensors) if is_seen else tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,9 @@ class Reader:
         """Copy a plain tensor's value into `target`, cast to its type."""
         shown = None if self.over_host is None else self.over_host(source)
         # A tensor outside every range (empty, or staying on the CPU) can be read itself.
-        return target.copy_(source) if shown is None else upload(target, shown)
+        into, out_of = _copyable(target, source if shown is None else shown)
+        into.copy_(out_of) if shown is None else upload(into, out_of)
+        return target
 
     def read(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A plain tensor's value in torch's own memory on the device."""
@@ -46,6 +56,10 @@ class Weight(abc.ABC):
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.keeps_dtype = False
+        """Whether the weight is not cast where one dtype is given for all. Publishing sets it."""
+        self.is_wrapper = False
+        """Whether the weight's bytes are in tensors that it wraps (quantised), which are never cast."""
 
     @property
     def is_collective(self) -> bool:
@@ -61,8 +75,8 @@ class Weight(abc.ABC):
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
         """The full weight in new memory on the reader's device. Called under `no_grad`, outside inference mode."""
 
-    def write(self, value: torch.Tensor) -> None:
-        """Write a full value into the weight; on each rank its own part. Calls no collective. The weight must be on the device.
+    def writer(self, value: torch.Tensor) -> Callable[[], object]:
+        """A function that writes a full value into the weight, on the device; on each rank its own part. Calls no collective.
 
         Raises:
             ValueError: such a weight cannot be written; the message says why.
@@ -76,6 +90,7 @@ class LocalWeight(Weight):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
         self._tensor = tensor
+        self.is_wrapper = type(tensor) not in PLAIN_TYPES
 
     @property
     def problem(self) -> str | None:
@@ -90,13 +105,14 @@ class LocalWeight(Weight):
         value = read_parts(reader, self._tensor, dtype)
         return value if value.dtype is dtype else value.to(dtype)
 
-    def write(self, value: torch.Tensor) -> None:
+    def writer(self, value: torch.Tensor) -> Callable[[], object]:
         if (problem := self.problem) is not None:
             raise ValueError(problem)
         if type(self._tensor) not in PLAIN_TYPES and type(value) is not type(self._tensor):
             here, comes = type(self._tensor).__qualname__, type(value).__qualname__
             raise ValueError(f"is a {here} here, but a {comes} was published: publish from a module that is quantised in the same way")
-        self._tensor.copy_(value)
+        into, out_of = _copyable(self._tensor, value)
+        return functools.partial(into.copy_, out_of)
 
 
 class ShardedWeight(Weight):
@@ -105,6 +121,7 @@ class ShardedWeight(Weight):
     def __init__(self, tensor: Any) -> None:
         super().__init__(tensor.shape, tensor.dtype)
         self._tensor = tensor
+        self.is_wrapper = type(tensor._local_tensor) not in PLAIN_TYPES
 
     @property
     def is_collective(self) -> bool:
@@ -120,22 +137,24 @@ class ShardedWeight(Weight):
         # The DTensor itself is not copied or moved. Its local part is read, and the result is wrapped in a new DTensor.
         sharded = self._tensor
         is_sum = any(placement.is_partial() for placement in sharded.placements)
-        local = read_parts(reader, sharded._local_tensor, sharded.dtype if is_sum else dtype)
+        (local,) = _copyable(read_parts(reader, sharded._local_tensor, sharded.dtype if is_sum else dtype))
         ours = type(sharded).from_local(
             local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
         )
         del local
         full: torch.Tensor = ours.full_tensor()
+        if full.dtype is torch.uint8:
+            return full.view(dtype)
         return full if full.dtype is dtype else full.to(dtype)
 
-    def write(self, value: torch.Tensor) -> None:
+    def writer(self, value: torch.Tensor) -> Callable[[], object]:
         sharded = self._tensor
         if self.problem is not None or any(placement.is_partial() for placement in sharded.placements):
             raise ValueError(self.problem or "is a sum over ranks, so that no rank knows which part to write")
+        into, out_of = _copyable(sharded._local_tensor, value)
         distribute: Any = vars(sys.modules["torch.distributed.tensor"])["distribute_tensor"]
         # Every rank has the full value, and takes its part out of it.
-        part = distribute(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
-        sharded._local_tensor.copy_(part._local_tensor)
+        return lambda: into.copy_(distribute(out_of, sharded.device_mesh, sharded.placements, src_data_rank=None)._local_tensor)
 
 
 def read_parts(reader: Reader, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

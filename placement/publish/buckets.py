@@ -7,8 +7,8 @@ and goes behind fixed addresses, or go on using memory that is no longer there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, get_args
 
 import torch
@@ -23,7 +23,7 @@ from placement.ownership.module import ModuleAdapter
 from placement.publish.lora import Adapters
 from placement.publish.published import check_publishable, published
 from placement.storage.base import Storage
-from placement.tensors.dtypes import dtype_of
+from placement.tensors.dtypes import dtype_of, is_scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class WeightInfo:
     dtype: torch.dtype
 
 
+Dtype = torch.dtype | str | None
+Cast = Dtype | Mapping[str, Dtype] | Callable[[str, WeightInfo], Dtype]
+"""One dtype for all weights that may be cast, one for each named weight, or a function of a weight's name and description."""
+
+
 class Bucket(list[tuple[str, torch.Tensor]]):
     """A list of (published name, tensor). When the next bucket is asked for, the list is emptied, so that its memory can be reused."""
 
@@ -42,8 +47,10 @@ class Bucket(list[tuple[str, torch.Tensor]]):
     is_last = False
     """Whether this is the last bucket of the publishing."""
 
-    def __init__(self, number: int, adapters: Adapters) -> None:
+    def __init__(self, number: int, adapters: Adapters, announced: Sequence[WeightInfo] = ()) -> None:
         super().__init__()
+        self.announced = announced
+        """Every weight of the publishing, in all its buckets."""
         self.number = number
         """The bucket's number in the publishing, from 0."""
         self.adapters = adapters
@@ -83,20 +90,17 @@ class Publisher(Protocol):
     def module_adapters(self) -> Sequence[ModuleAdapter]: ...
 
 
-def weights_info(handle: Publisher, *, dtype: torch.dtype | str | None, adapters: Adapters) -> list[WeightInfo]:
+def weights_info(handle: Publisher, *, dtype: Cast, adapters: Adapters) -> list[WeightInfo]:
     """See `Handle.weights_info`."""
-    dtype = dtype_of(dtype)
     root = _root(handle, adapters)
     with without_modes():
         found = [] if root is None else published(root, adapters)
-    return [WeightInfo(name, tuple(weight.shape), _cast(weight, dtype)) for name, weight in found]
+    return _announced(found, dtype)
 
 
-def weights(
-    handle: Publisher, *, bucket_bytes: int | str, dtype: torch.dtype | str | None, adapters: Adapters
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def weights(handle: Publisher, *, bucket_bytes: int | str, dtype: Cast, adapters: Adapters) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """See `Handle.weights`."""
-    bucket_bytes, dtype = bytes_of("bucket_bytes", bucket_bytes), dtype_of(dtype)
+    bucket_bytes = bytes_of("bucket_bytes", bucket_bytes)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     _require_syncing(handle)
@@ -105,7 +109,7 @@ def weights(
         found = [] if root is None else published(root, adapters)
     if root is not None:
         check_publishable(root, handle.name, found)
-    return _Sync(handle, found, dtype, adapters).buckets(bucket_bytes)
+    return _Sync(handle, [weight for _, weight in found], _announced(found, dtype), adapters).buckets(bucket_bytes)
 
 
 def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
@@ -121,34 +125,58 @@ def _root(handle: Publisher, adapters: Adapters) -> torch.nn.Module | None:
     return modules[0]
 
 
-def _cast(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
-    return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
+def _announced(found: Sequence[tuple[str, Weight]], given: Cast) -> list[WeightInfo]:
+    """Each weight in the dtype that is published. Raises ValueError for an unknown name, and for a cast that cannot be."""
+    own = {name: WeightInfo(name, tuple(weight.shape), weight.dtype) for name, weight in found}
+    wanted: Mapping[str, object]
+    if isinstance(given, Mapping):
+        if own and (unknown := [name for name in given if name not in own]):
+            raise ValueError(f"dtype: {unknown[0]!r} is not the name of a published weight; weights_info() has the names")
+        wanted = given
+    elif callable(given) and not isinstance(given, type):
+        wanted = {name: given(name, info) for name, info in own.items() if info.dtype.is_floating_point}
+    else:
+        _cast(WeightInfo("all weights", (), torch.get_default_dtype()), given)
+        wanted = {name: given for name, weight in found if weight.dtype.is_floating_point and not weight.keeps_dtype}
+    return [_cast(own[name], wanted.get(name), is_wrapper=weight.is_wrapper) for name, weight in found]
+
+
+def _cast(info: WeightInfo, given: object, *, is_wrapper: bool = False) -> WeightInfo:
+    try:
+        dtype = dtype_of(given) or info.dtype
+    except ValueError as error:
+        raise ValueError(f"dtype of {info.name!r}: {error}") from None
+    for each in (info.dtype, dtype) if dtype is not info.dtype else ():
+        if is_wrapper or is_scaled(each) or not each.is_floating_point:
+            how = "stands for values only with its scales" if is_wrapper or is_scaled(each) else "is not floating-point"
+            raise ValueError(f"dtype of {info.name!r}: {info.dtype} is not cast to {dtype}, because {each} {how}; write None to keep it")
+    return replace(info, dtype=dtype)
 
 
 class _Sync:
     """One publishing of a handle's weights."""
 
-    def __init__(self, handle: Publisher, found: list[tuple[str, Weight]], dtype: torch.dtype | None, adapters: Adapters) -> None:
+    def __init__(self, handle: Publisher, found: list[Weight], announced: list[WeightInfo], adapters: Adapters) -> None:
         self._handle = handle
         self._begun = _times_begun(handle)
-        self._waiting = deque(found)
-        self._dtype = dtype
+        self._announced = announced
+        self._waiting = deque(zip(announced, found, strict=True))
         self._adapters = adapters
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        bucket, size = Bucket(0, self._adapters), 0
+        bucket, size = Bucket(0, self._adapters, self._announced), 0
         try:
             while self._waiting:
                 _require_syncing(self._handle, self._begun)
-                name, weight = self._waiting[0]
-                nbytes = weight.shape.numel() * _cast(weight, self._dtype).itemsize
+                info, weight = self._waiting[0]
+                nbytes = weight.shape.numel() * info.dtype.itemsize
                 if bucket and size + nbytes > bucket_bytes:
                     yield bucket
                     bucket.end()
-                    bucket, size = Bucket(bucket.number + 1, self._adapters), 0
+                    bucket, size = Bucket(bucket.number + 1, self._adapters, self._announced), 0
                     continue
                 self._waiting.popleft()
-                bucket.append((name, self._whole(weight)))
+                bucket.append((info.name, self._whole(weight, info.dtype)))
                 size += nbytes
             if bucket:
                 bucket.is_last = True
@@ -157,10 +185,10 @@ class _Sync:
             self._finish_with_the_others()
             raise
 
-    def _whole(self, weight: Weight) -> torch.Tensor:
+    def _whole(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         """The weight's full value in torch's own memory on the device, read from where the valid values are now (device or host copy)."""
         with without_modes(), torch.inference_mode(False), torch.no_grad():
-            return weight.whole(self._reader(), _cast(weight, self._dtype))
+            return weight.whole(self._reader(), dtype)
 
     def _reader(self) -> Reader:
         handle = self._handle
@@ -168,11 +196,11 @@ class _Sync:
 
     def _finish_with_the_others(self) -> None:
         """After an early end on this rank: take part in the remaining collectives, so that ranks that go on are not left waiting."""
-        for _, weight in self._waiting:
+        for info, weight in self._waiting:
             if self._handle.state is not State.SYNCING or self._begun != _times_begun(self._handle):
                 return
             if weight.is_collective:
-                self._whole(weight)
+                self._whole(weight, info.dtype)
 
 
 _BEGIN = (Trigger.BEGIN_SYNC, Trigger.BEGIN_STREAM, Trigger.TRAIN_TO_SYNC)

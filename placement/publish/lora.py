@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy as shallow
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from placement.core.loaded_classes import is_a
 from placement.frameworks.weights import Reader, Weight
 from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
+from placement.tensors.dtypes import is_scaled
 
 Adapters = Literal["merged", "separate", "base"]
 """The part of a PEFT model that is published: base with the adapters merged in, the adapters alone, or the base without adapters."""
@@ -26,8 +29,8 @@ def _is_layer(module: object) -> bool:
 
 
 def has_adapters(module: object) -> bool:
-    """Whether a module is one of PEFT's: a layer with adapters, or a wrapper that holds a trained replacement."""
-    return _is_layer(module) or _is_saved(module)
+    """Whether a module is one of PEFT's: a model, a layer with adapters, or a wrapper that holds a trained replacement."""
+    return _is_layer(module) or _is_saved(module) or is_a(module, "peft.peft_model", "PeftModel")
 
 
 def _is_saved(module: object) -> bool:
@@ -35,10 +38,12 @@ def _is_saved(module: object) -> bool:
     return is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
 
 
-def _layers(module: torch.nn.Module) -> list[Any]:
-    """The layers with adapters at a place of the tree: the module itself, or layers directly inside a wrapper of PEFT's."""
+def _layers(module: Any) -> list[Any]:
+    """The layers with adapters at a place of the tree: the module itself and those nested in it (adapters of several kinds), outermost
+    first; or layers directly inside a wrapper of PEFT's.
+    """
     if _is_layer(module):
-        return [module]
+        return [module, *_layers(module._modules.get("base_layer"))]
     return [part for name, part in module.named_modules() if name.count(".") <= 1 and _is_layer(part)] if _is_saved(module) else []
 
 
@@ -53,6 +58,9 @@ def _unloaded(layer: Any, *, merge: bool) -> torch.nn.Module:
         unloaded: torch.nn.Module = special(merge=merge, safe_merge=False, adapter_names=None)
         return unloaded
     if merge:
+        for outer, inner in pairwise(_layers(layer)):  # in the order of PEFT's mixed model
+            inner.merge(safe_merge=False, adapter_names=None)
+            outer.base_layer = inner.base_layer
         layer.merge(safe_merge=False, adapter_names=None)
     base: torch.nn.Module = layer.get_base_layer()
     return base
@@ -72,6 +80,14 @@ def without_adapters(skeleton: Skeleton, adapters: Adapters) -> tuple[torch.nn.M
         return skeleton.root, {}
     unload = _Unload(skeleton, adapters)
     return unload.of(skeleton.root), unload.merged()
+
+
+_AROUND = (
+    ("tuners_utils", "BaseTuner"),
+    ("adaption_prompt.model", "AdaptionPromptModel"),
+    ("adaption_prompt.layer", "_BaseAdaptedAttention"),
+)
+"""PEFT's tuners that have the module without adapters in `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +132,12 @@ class _Unload:
         part: Any = module
         while True:
             if is_a(part, "peft.peft_model", "PeftModel") or is_a(part, "peft.mixed_model", "PeftMixedModel"):
-                if self._adapters == "merged" and any(config.is_prompt_learning for config in part.peft_config.values()):
+                prompts = [each for each in part.peft_config.values() if each.is_prompt_learning or each.peft_type == "ADAPTION_PROMPT"]
+                if self._adapters == "merged" and prompts:
                     raise ValueError("adapters='merged': learned prompts cannot be merged into weights; publish adapters='base'")
                 part = part._modules["base_model"]
-            elif is_a(part, "peft.tuners.tuners_utils", "BaseTuner"):
-                part = part._modules["model"]
+            elif any(is_a(part, f"peft.tuners.{module}", name) for module, name in _AROUND):
+                part = part._modules["lora_model" if "lora_model" in part._modules else "model"]  # the first in X-LoRA
             else:
                 found: torch.nn.Module = part
                 return found
@@ -195,7 +212,11 @@ class _Merge:
         for copy in [copier.copy(layer) for layer in self.layers]:
             # If the user has merged the adapters, the base weights contain them already.
             is_merged = all(set(layer.active_adapters) <= set(layer.merged_adapters) for layer in _layers(copy))
-            base = _unloaded(copy, merge=not is_merged)
+            try:
+                base = _unloaded(copy, merge=not is_merged)
+            except NotImplementedError as error:
+                kind = type(copy).__module__
+                raise ValueError(f"adapters='merged': PEFT cannot merge {kind}; publish adapters='separate' or 'base'") from error
         return {name: parameter.data for name, parameter in base.named_parameters() if name in self.wanted}
 
 
@@ -214,6 +235,8 @@ class MergedWeight(Weight):
 
     @property
     def problem(self) -> str | None:
+        if is_scaled(self.dtype):
+            return f"is stored as {self.dtype}, into which PEFT cannot merge; publish adapters='base', then adapters='separate'"
         return next((problem for weight in self._merge.weights() if (problem := weight.problem) is not None), None)
 
     def whole(self, reader: Reader, dtype: torch.dtype) -> torch.Tensor:
@@ -233,14 +256,27 @@ def separate(skeleton: Skeleton) -> list[tuple[str, torch.Tensor]]:
     if model is None:
         raise ValueError("adapters='separate' publishes the adapters of a PEFT model, but this module has none; publish adapters='merged'")
     parts: list[Any] = [part for part in model.modules() if _is_layer(part) or _is_saved(part)]
-    active = dict.fromkeys(name for part in parts for name in part.active_adapters) or dict.fromkeys(model.peft_config)
+    active = dict.fromkeys(name for part in parts for name in part.active_adapters)
+    one = getattr(model, "active_adapter", None)  # of a PEFT model; that of transformers is a method
+    active = active or dict.fromkeys([one] if isinstance(one, str) else model.peft_config)
     if len(active) != 1:
         names = ", ".join(active)
         raise ValueError(f"adapters='separate' publishes one active adapter, but {len(active)} are active ({names}): call set_adapter()")
+    name = next(iter(active))
+    config = shallow(model.peft_config[name])  # PEFT changes it on saving
+    if config.is_prompt_learning and [each for each, _ in model.prompt_encoder[name].named_parameters()] == ["embedding.weight"]:
+        config.inference_mode = True  # the prompt is a weight, which PEFT then takes as it is
+    model.peft_config = {**model.peft_config, name: config}
     export: Any = vars(sys.modules["peft.utils.save_and_load"])["get_peft_model_state_dict"]
-    # Embeddings of the base model are not part of the adapter, and PEFT would look for them on a model hub.
-    found = export(model, state_dict=dict(named_places(model)), adapter_name=next(iter(active)), save_embedding_layers=False)
-    for name, place in found.items():
-        if key_of(place) not in skeleton.weights:
-            raise ValueError(f"adapters='separate': PEFT computes {name!r} on saving, so it is not a weight; publish adapters='merged'")
+    try:
+        # Embeddings of the base model are not part of the adapter, and PEFT would look for them on a model hub.
+        found = export(model, state_dict=dict(named_places(model)), adapter_name=name, save_embedding_layers=False)
+        computed = next((saved for saved, place in found.items() if key_of(place) not in skeleton.weights), None)
+    except (NotImplementedError, RuntimeError):  # placeholders have no values
+        computed = "all of it"
+    if computed is not None:
+        raise ValueError(
+            f"adapters='separate': PEFT computes what it saves of {name!r} ({config.peft_type.value}: {computed}), so it is not a weight; "
+            "publish adapters='merged', or for prompts send what get_peft_model_state_dict() returns in a phase that loads the model"
+        )
     return list(found.items())

@@ -23,7 +23,7 @@ from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter
-    from placement.publish.buckets import WeightInfo
+    from placement.publish.buckets import Cast, WeightInfo
     from placement.publish.lora import Adapters
     from placement.registration.streamed_optimizer import StreamedOptimizer
 
@@ -209,7 +209,7 @@ class Handle:
                     return target.state_dict()
             return target.state_dict()
 
-    def weights_info(self, *, dtype: torch.dtype | str | None = None, adapters: Adapters = "merged") -> list[WeightInfo]:
+    def weights_info(self, *, dtype: Cast = None, adapters: Adapters = "merged") -> list[WeightInfo]:
         """Name, shape and dtype of every weight that `weights` publishes for the same arguments, in the same order.
 
         It works in every state. It moves nothing, reads no value and calls no collective. The list is empty while the object is not built.
@@ -219,7 +219,7 @@ class Handle:
         return buckets.weights_info(self, dtype=dtype, adapters=adapters)
 
     def weights(
-        self, *, bucket_bytes: int | str = 512 << 20, dtype: torch.dtype | str | None = None, adapters: Adapters = "merged"
+        self, *, bucket_bytes: int | str = 512 << 20, dtype: Cast = None, adapters: Adapters = "merged"
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Publish the weights, unsharded and under their clean names: lists of (name, tensor), valid until the next iteration.
 
@@ -234,14 +234,18 @@ class Handle:
 
         Args:
             bucket_bytes: upper bound of one list, in bytes; "512MiB" works too. A larger tensor comes alone.
-            dtype: the dtype to which floating-point weights are cast, or its name ("bfloat16"); None: they keep theirs.
+            dtype: the dtype to which floating-point parameters are cast, or its name ("bfloat16"); None: they keep theirs. Not cast are
+                buffers, what is stored quantised (float8, packed) with the scales beside it, and what transformers keeps in float32
+                (`_keep_in_fp32_modules`). To decide by weight: a mapping from published names to dtypes, in which a name that is left
+                out keeps its dtype; or a function of (name, `WeightInfo`), called for each floating-point weight, None to keep.
             adapters: for a PEFT model. "merged": the base weights with the active adapters merged by PEFT, which leaves the model as it
                 is. "separate": the active adapter alone, under PEFT's names. "base": the base weights alone, under their own names.
 
         Raises:
             PhaseError: the handle is not SYNCING (`with manager.phase("weight_sync")`), or stops being so half-way.
             RegistrationError: a weight cannot be published; the message says which one, and what to do.
-            ValueError, TypeError: `adapters` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no dtype.
+            ValueError, TypeError: `adapters` does not fit the module, `bucket_bytes` is no number of bytes, or `dtype` is no dtype, has a
+                name that is not published, or would cast what is stored quantised.
         """
         from placement.publish import buckets
 

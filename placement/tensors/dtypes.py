@@ -7,7 +7,12 @@ import torch
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Whether values mean nothing without scales: the dtypes of one byte and less, other than bool and the integers of one byte."""
+    return (dtype.itemsize == 1 and dtype not in (torch.bool, torch.int8, torch.uint8)) or dtype is torch.bits16
+
+
+def dtype_of(given: object) -> torch.dtype | None:
     """A dtype, or the one of this name: "bfloat16", "torch.bfloat16" or "bf16". None stays None.
 
     Raises:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from placement import PhaseError, RegistrationError
+from placement import EngineError, PhaseError, RegistrationError, TorchEngine
 from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import BUILDS, assert_same, manager_of, read, wanted_of
@@ -310,3 +311,46 @@ def _stateful(build: str) -> list[str]:
 @pytest.mark.parametrize("build", ["fsdp2", "fsdp2_external", "fsdp1_flat"])
 def test_no_state_dict_no_move_and_no_unsharding_of_the_module(two_ranks: Ranks, build: str) -> None:
     assert two_ranks.run(_stateful, build) == [[], []]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+def test_quantised_shards_are_published_and_taken_as_they_are_and_an_engine_that_lacks_one_takes_none(
+    two_ranks: Ranks, streams: bool
+) -> None:
+    two_ranks.run(_publish_quantized_shards, streams)
+
+
+def _quantized() -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.router, made.float8, made.packed = (torch.nn.Linear(6, 5, bias=False) for _ in range(3))
+    made.router.register_buffer("e_score_correction_bias", torch.rand(5))
+    made.float8.weight = torch.nn.Parameter(torch.rand(5, 6).to(torch.float8_e4m3fn), requires_grad=False)
+    made.float8.weight_scale_inv = torch.nn.Parameter(torch.rand(5, 1))
+    made.packed.weight = torch.nn.Parameter(torch.arange(30, dtype=torch.int8).reshape(5, 6), requires_grad=False)
+    return made
+
+
+def _publish_quantized_shards(streams: bool) -> None:
+    torch.manual_seed(1)
+    model, inner, lacking = _quantized(), _quantized(), _quantized()
+    wanted = {name: tensor.detach().view(torch.uint8).clone() for name, tensor in model.state_dict().items()}
+    wanted["router.weight"] = model.router.weight.detach().to(torch.bfloat16).view(torch.uint8)
+    del lacking.packed
+    before = lacking.router.weight.detach().clone()
+    manager = manager_of(streams=streams)
+    actor = manager.register("actor", fully_shard(model), role="actor")
+    manager.register("rollout", engine := TorchEngine(fully_shard(inner)), role="rollout")
+    with manager.phase("weight_sync") as phase:
+        with pytest.raises(EngineError, match=r"'packed\.weight' is not a weight of"):
+            TorchEngine(fully_shard(lacking)).update_weights(next(actor.weights(bucket_bytes=1)))
+        for bucket in actor.weights(dtype="bfloat16", bucket_bytes=100):
+            for name, tensor in bucket:
+                assert tensor.contiguous().view(torch.uint8).equal(wanted[name]), name
+            engine.update_weights(bucket)
+        phase.switch("rollout")
+        for name, tensor in inner.state_dict().items():
+            here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            whole = wanted[name].view(torch.bfloat16).float().view(torch.uint8) if name == "router.weight" else wanted[name]
+            rows = whole.chunk(2)[dist.get_rank()] if isinstance(tensor, DTensor) else whole
+            assert here.view(torch.uint8).equal(rows), name
+    assert lacking.router.weight.full_tensor().equal(before)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from placement import PhaseError
+from placement import PhaseError, RegistrationError, TorchEngine
 from placement.testing import assert_nothing_resident
 from tests.sharded import publish_worker as worker
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
@@ -90,6 +92,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "oft": lambda: peft.OFTConfig(target_modules=["first"], oft_block_size=4),
     "vera": lambda: peft.VeraConfig(target_modules=["first", "second"], r=2),
     "hra": lambda: peft.HRAConfig(target_modules=["first"], r=2),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["first"], init_r=4, target_r=2, total_step=9),
+    "boft": lambda: peft.BOFTConfig(target_modules=["first"], boft_block_size=4),
 }
 
 
@@ -152,7 +156,9 @@ def test_a_half_precision_model_and_a_cast() -> None:
     actor = (manager := manager_of()).register("actor", model, role="actor")
     with manager.phase("weight_sync"):
         assert_same(read(actor), wanted)
-        assert_same(read(actor, dtype=torch.float32), {n: v.float() if v.is_floating_point() else v for n, v in wanted.items()})
+        buffers = dict(model.named_buffers())
+        whole = {n: v if f"base_model.model.{n}" in buffers else v.float() for n, v in wanted.items()}
+        assert_same(read(actor, dtype=torch.float32), whole)
         assert {value.dtype for value in read(actor, dtype=torch.float16, adapters="separate").values()} == {torch.float16}
 
 
@@ -282,13 +288,159 @@ def test_models_without_adapters_and_adapters_without_weights() -> None:
             actor.weights(adapters="all")
 
 
+MIXED: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(target_modules=["first", "second"], r=2),
+    "dora": lambda: peft.LoraConfig(target_modules=["first"], r=2, use_dora=True),
+    "loha": lambda: peft.LoHaConfig(target_modules=["first"], r=2),
+    "lokr": lambda: peft.LoKrConfig(target_modules=["first", "second"], r=2),
+    "oft": lambda: peft.OFTConfig(target_modules=["first"], oft_block_size=4),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["first"], init_r=2, target_r=1, total_step=9),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [*itertools.permutations(["lora", "lokr", "oft"], 2), ("loha", "dora"), ("lora", "adalora"), ("oft", "lora", "lokr")],
+    ids="-".join,
+)
+def test_adapters_of_several_kinds_on_one_layer_as_peft_merges_them(kinds: Sequence[str]) -> None:
+    base = Zoo()
+    fixed, plain = list(base.parameters()), wanted_of(base)
+    with quietly():
+        model = peft.get_peft_model(base, MIXED[kinds[0]](), adapter_name=kinds[0], mixed=True)
+        for kind in kinds[1:]:
+            model.add_adapter(kind, MIXED[kind]())
+        randomize(model, fixed=fixed)
+    for active in (kinds, kinds[::-1], kinds[-1:]):
+        model.set_adapter(list(active))
+        wanted = merged_by_peft(model)
+        for streams in (False, True):
+            manager, own = manager_of(streams=streams), copy.deepcopy(model)
+            actor = manager.register("actor", own, role="actor")
+            with manager.phase("weight_sync"):
+                assert_same(read(actor), wanted)
+                assert_same(dict(sorted(read(actor, adapters="base").items())), dict(sorted(plain.items())))
+    model.set_adapter(list(kinds))
+    with quietly():
+        model.base_model.model.first.base_layer.merge()  # the adapter that is nested, alone
+    wanted = merged_by_peft(model)
+    manager = manager_of()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"), quietly():
+        assert_same(read(actor), wanted)
+        with pytest.raises(ValueError, match=r"is merged into the base weights; call unmerge_adapter\(\)"):
+            actor.weights(adapters="base")
+
+
+def test_a_weight_that_layers_share_is_published_alone_under_each_name_that_peft_saves() -> None:
+    with quietly():
+        model = randomize(peft.get_peft_model(Zoo(), peft.RandLoraConfig(target_modules=["first", "second"], r=2)))
+    wanted = saved_by_peft(model)
+    actor = (manager := manager_of()).register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        assert_same(dict(sorted(read(actor, adapters="separate").items())), dict(sorted(wanted.items())))
+
+
+PROMPT = {"num_virtual_tokens": 3, "token_dim": 4, "num_layers": 1, "num_attention_heads": 1, "task_type": "CAUSAL_LM"}
+PROMPTS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "prompt": (lambda: peft.PromptTuningConfig(**PROMPT), True),
+    "prefix": (lambda: peft.PrefixTuningConfig(**PROMPT), True),
+    "multitask": (lambda: peft.MultitaskPromptTuningConfig(num_tasks=2, num_ranks=1, **PROMPT), True),
+    "projected prefix": (lambda: peft.PrefixTuningConfig(prefix_projection=True, encoder_hidden_size=4, **PROMPT), False),
+    "p-tuning": (lambda: peft.PromptEncoderConfig(encoder_hidden_size=4, **PROMPT), False),
+    "cpt": (lambda: peft.CPTConfig(cpt_token_ids=[1, 2, 3], cpt_mask=[1] * 3, cpt_tokens_type_mask=[1, 2, 3], **PROMPT), False),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_is_published_alone_where_it_is_a_weight_and_refused_where_peft_computes_it(name: str) -> None:
+    make_config, is_weight = PROMPTS[name]
+    with quietly():
+        model = randomize(peft.PeftModel(Lm(), make_config()))
+    wanted, base = saved_by_peft(model), wanted_of(model.base_model)
+    for streams in (False, True):
+        manager, own = manager_of(streams=streams), copy.deepcopy(model)
+        actor = manager.register("actor", own, role="actor")
+        with manager.phase("weight_sync"):
+            if is_weight:
+                assert_same(read(actor, adapters="separate"), wanted)
+            else:
+                for ask in (actor.weights, actor.weights_info):
+                    with pytest.raises(
+                        ValueError, match=rf"PEFT computes what it saves of 'default' \({own.peft_config['default'].peft_type.value}"
+                    ):
+                        ask(adapters="separate")
+            assert_same(read(actor, adapters="base"), base)
+
+
+def test_a_prompt_goes_from_an_actor_into_an_engine_with_one() -> None:
+    with quietly():
+        model, inner = (randomize(peft.PeftModel(Lm(), PROMPTS["prompt"][0]())) for _ in range(2))
+    inner.prompt_encoder.default.embedding.weight.data.zero_()
+    wanted = saved_by_peft(model)
+    manager, engine = manager_of(), TorchEngine(inner)
+    actor = manager.register("actor", model, role="actor")
+    manager.register("rollout", engine, role="rollout")
+    with manager.phase("weight_sync") as phase:
+        for bucket in actor.weights(adapters="separate"):
+            engine.update_weights(bucket)
+        phase.switch("rollout")
+        assert_same(saved_by_peft(inner), wanted)
+
+
+def test_ranks_that_adalora_has_pruned_are_refused_alone_and_merged_as_peft_merges_them() -> None:
+    model = make("adalora")
+    layer = model.base_model.model.first
+    layer.lora_E["default"].data[1:3] = 0
+    model.peft_config["default"].rank_pattern = pattern = {"first.lora_E.default": [True, False, False, True]}
+    wanted = merged_by_peft(model)
+    actor = (manager := manager_of()).register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        with pytest.raises(ValueError, match=r"PEFT computes what it saves of 'default' \(ADALORA: all of it\).*adapters='merged'"):
+            actor.weights(adapters="separate")
+        assert_same(read(actor), wanted)
+    assert model.peft_config["default"].rank_pattern is pattern
+
+
+def test_what_peft_cannot_merge_is_refused_by_its_name() -> None:
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    base = transformers.LlamaForCausalLM(config)
+    plain = wanted_of(base)
+    with quietly():
+        adapted = peft.get_peft_model(base, peft.AdaptionPromptConfig(adapter_layers=1, adapter_len=2, task_type="CAUSAL_LM"))
+        saved = saved_by_peft(adapted)
+        poly = peft.get_peft_model(Zoo(), peft.PolyConfig(target_modules=["first"], r=2, n_tasks=2, n_splits=1))
+        scaled = torch.nn.Sequential(collections.OrderedDict(first=torch.nn.Linear(8, 8)))
+        scaled.first.weight = torch.nn.Parameter(scaled.first.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+        float8 = peft.get_peft_model(scaled, lora(target_modules=["first"]))
+    manager = manager_of()
+    actors = [manager.register(name, each, role="actor") for name, each in (("adapted", adapted), ("poly", poly), ("float8", float8))]
+    with manager.phase("weight_sync"):
+        for actor, error, said in zip(
+            actors,
+            (ValueError, ValueError, RegistrationError),
+            (
+                "prompts cannot be merged",
+                r"PEFT cannot merge peft\.tuners\.poly\.layer",
+                r"'first\.weight' is stored as torch\.float8_e4m3fn",
+            ),
+            strict=True,
+        ):
+            with pytest.raises(error, match=said):
+                deque(actor.weights(), maxlen=0)
+            assert all("base_layer" not in name for name in read(actor, adapters="base"))
+            assert read(actor, adapters="separate")
+        assert_same(read(actors[0], adapters="separate"), saved)
+        assert_same(dict(sorted(read(actors[0], adapters="base").items())), dict(sorted(plain.items())))
+
+
 class Lm(torch.nn.Module):
     """What prompts can be put before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.word_embeddings = torch.nn.Embedding(8, 4)
-        self.config = transformers.PretrainedConfig(vocab_size=8)
+        self.config = transformers.PretrainedConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
         self.device = torch.device("cpu")
 
 

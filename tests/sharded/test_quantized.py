@@ -114,6 +114,21 @@ def hashes(state_dict: Any) -> dict[str, bytes]:
     return {f"{name}{path}": training.as_bytes(part) for name, value in state_dict.items() for path, part in training.local_parts(value)}
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_a_wrapped_weight_keeps_its_dtype_and_its_scales_when_it_is_published(kind: str) -> None:
+    model = BUILD["torchao"](kind)
+    wanted = hashes({name: value for name, value in model.state_dict().items() if ".base." in name})
+    manager = make_manager()
+    actor = manager.register("actor", model, role="actor")
+    with manager.phase("weight_sync"):
+        found = {name: value for bucket in actor.weights(dtype="bfloat16") for name, value in bucket}
+        assert [info.dtype for info in actor.weights_info(dtype="bfloat16")] == [value.dtype for value in found.values()]
+        assert hashes({name: value for name, value in found.items() if ".base." in name}) == wanted
+        assert found["0.down.weight"].dtype is torch.bfloat16
+        with pytest.raises(ValueError, match=r"'0\.base\.weight'.*only with its scales"):
+            actor.weights(dtype={"0.base.weight": torch.bfloat16})
+
+
 def test_what_bitsandbytes_computes_with_in_a_state_dict_stays_and_is_named() -> None:
     """Its `state_dict()` calls `item()` and `clone()` on these, and the code is one tensor for every weight of the process."""
     models = [bitsandbytes_model("nested") for _ in range(2)]

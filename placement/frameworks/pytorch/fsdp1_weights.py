@@ -6,7 +6,8 @@ weight. These ranks broadcast their pieces, from the device or from the host cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,9 +56,12 @@ class FlatWeight(Weight):
             work.wait()
         return full.view(self.shape) if self._stride is None else full.as_strided(self.shape, self._stride)
 
-    def write(self, value: torch.Tensor) -> None:
+    def writer(self, value: torch.Tensor) -> Callable[[], object]:
         if self.problem is not None:
             raise ValueError(self.problem)
+        return functools.partial(self._write, value)
+
+    def _write(self, value: torch.Tensor) -> None:
         handle, flat = self._handle, self._handle.flat_param
         shard = getattr(flat, "_local_shard", flat).detach()
         begin = handle.rank * shard.numel() if handle.uses_sharded_strategy else 0
