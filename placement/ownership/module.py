@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from placement.ownership.detect import refuse_module
 from placement.tensors.owned import Adapter, Owned, Seen
 from placement.tensors.plain import (
     LAZY_VIEW,
+    OBJECT_LEVELS,
     has_bytes,
+    has_fields,
     is_lazy_view,
     is_leaf,
     is_plain,
@@ -31,7 +35,9 @@ from placement.tensors.steady import Steady
 
 # Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model.
 _MODULE_FIELDS = tuple(vars(torch.nn.Module()))
-_NO_TENSOR, _TENSOR, _CONTAINER = range(3)
+_NO_TENSOR, _TENSOR, _CONTAINER, _OBJECT = range(4)
+_OF_FRAMEWORKS = frozenset({"accelerate", "bitsandbytes", "deepspeed", "megatron", "torchao", "transformer_engine", "veomni"})
+"""The packages whose objects are left to the file in `frameworks`."""
 
 
 class ModuleAdapter(Adapter):
@@ -67,9 +73,11 @@ class ModuleAdapter(Adapter):
         """Sparse gradients that the last walk found."""
         self._immovable: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         """Name and tensor of gradients that cannot be moved, found by the last walk."""
+        self._left: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        """Name and tensor of what objects hold on the device and cannot be moved, found by the last walk."""
         self._other_names: dict[str, str] = {}
         self._containers: set[int] = set()
-        """Identities of the lists, tuples and mappings in modules' attributes, which may come to hold tensors. From the last walk."""
+        """Identities of the containers and the objects in modules' attributes, which may come to hold tensors. From the last walk."""
         self._nests = False
         """Whether the last walk found a tensor in one of these."""
         self._cpu_stays = False
@@ -87,7 +95,8 @@ class ModuleAdapter(Adapter):
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
             for item in self._collect(inner):
-                if (problem := problem_of(item.tensor, self._device)) is not None:
+                is_cache = type(item.tensor) is torch.Tensor and item.tensor.is_inference()  # moves; a weight could never be trained
+                if not is_cache and (problem := problem_of(item.tensor, self._device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
             for path, problem in self.immovable():
                 raise RegistrationError(f"{name!r}: {path!r} {problem}.")
@@ -125,21 +134,18 @@ class ModuleAdapter(Adapter):
         return next((reason for each in self._frameworks if (reason := each.away()) is not None), None)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
-        staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in self._staying())
+        staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living([*self._immovable, *self._left]))
         return itertools.chain(itertools.chain.from_iterable(each.kept_by_framework() for each in self._frameworks), staying)
 
     def sparse(self) -> Iterator[torch.Tensor]:
         return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
 
     def immovable(self) -> Iterator[tuple[str, str]]:
-        for path, tensor in self._staying():
+        for path, tensor in _living(self._immovable):
             part = next((part for _, part in sparse_parts(tensor, "")), None) if is_sparse(tensor) else None
             problem = problem_of(tensor, self._device) if part is None else problem_of_sparse(part, self._device)
             if problem is not None:
                 yield path, problem
-
-    def _staying(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((path, tensor) for path, tensor in ((path, alive()) for path, alive in self._immovable) if tensor is not None)
 
     def follow_parameters(self) -> None:
         for each in self._frameworks:
@@ -239,7 +245,8 @@ class ModuleAdapter(Adapter):
         return {shown: own for each in self._frameworks for shown, own in each.own_tensors().items()}
 
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
-        self._containers, self._nests, self._sparse, self._immovable = set(), False, [], []
+        self._nests, self._sparse, self._immovable, self._left = False, [], [], []
+        held: dict[int, tuple[str, Any]] = {}
         found: list[Owned] = []
         self._other_names = {}
         seen: dict[int, str] = {id(cache): "" for each in self._frameworks for cache in each.caches()}
@@ -258,15 +265,37 @@ class ModuleAdapter(Adapter):
             for name, tensor in fields["_buffers"].items():
                 if tensor is not None:
                     self._add(prefix + name, tensor, found, seen)
-            self._add_attributes(prefix, fields, found, seen)
+            self._add_attributes(prefix, fields, found, seen, held)
             if children := fields["_modules"]:
                 stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
         for each in self._frameworks:
             for owned in each.tensors():
                 self._add(owned.name, owned.tensor, found, seen, owned.transient)
+        self._containers = {*held}
+        if held and self._external is None:
+            self._add_held(held.values(), found, seen)
         return found
 
-    def _add_attributes(self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str]) -> None:
+    def _add_held(self, values: Iterable[tuple[str, Any]], found: list[Owned], seen: dict[int, str]) -> None:
+        """Add the tensors in objects that modules hold (a cache, a mask) which are on the device, or share a storage of the module.
+
+        The object may be another's, too, so what cannot be moved is left and named, and nothing is refused.
+        """
+        held = [each for path, value in values for each in nested_tensors(value, path, OBJECT_LEVELS) if id(each[1]) not in seen]
+        transient = {owned.tensor.untyped_storage()._cdata: owned.transient for owned in reversed(found)} if held else {}
+        for path, tensor in held:
+            keys = [part.untyped_storage()._cdata if has_bytes(part) else None for _, part in parts_of(tensor, path)]
+            first = len(found)
+            if all(key in transient for key in keys) or all(self._is_free(part) for _, part in parts_of(tensor, path)):
+                self._add(path, tensor, found, seen, any(transient.get(key, False) for key in keys if key is not None))
+                found[first:] = [replace(owned, held=True) for owned in found[first:]]
+            elif any(part.device == self._device and nbytes_of(part) for _, part in parts_of(tensor, "")):
+                self._left.append((path, weakref.ref(tensor)))
+            self._nests = True
+
+    def _add_attributes(
+        self, prefix: str, fields: dict[str, Any], found: list[Owned], seen: dict[int, str], held: dict[int, tuple[str, Any]]
+    ) -> None:
         kinds = self._kinds
         # torch.nn.Module's constructor sets its fields in one go, so usually they come first and can be skipped without a look at each.
         attributes = itertools.islice(fields.items(), len(_MODULE_FIELDS) - 1, None)
@@ -281,8 +310,8 @@ class ModuleAdapter(Adapter):
             if kind == _TENSOR:
                 self._add(prefix + name, value, found, seen)
                 continue
-            self._containers.add(id(value))
-            for path, tensor in nested_tensors(value, prefix + name) if value else ():
+            held.setdefault(id(value), (prefix + name, value))
+            for path, tensor in nested_tensors(value, prefix + name) if kind == _CONTAINER else ():
                 self._nests = True
                 self._add(path, tensor, found, seen)
 
@@ -340,8 +369,16 @@ class ModuleAdapter(Adapter):
         else:
             self._add(name, gradient, found, seen, transient=True)
 
+    def _is_free(self, part: torch.Tensor) -> bool:
+        """Whether a part of a tensor that an object holds is on the device and can be moved from there."""
+        return part.device == self._device and (problem_of(part, self._device) is None or part.is_inference()) and not is_lazy_view(part)
+
     def _can_go(self, part: torch.Tensor) -> bool:
-        return is_plain(part, self._device) or (self._cpu_stays and part.is_cpu)
+        return (is_plain(part, self._device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)
+
+
+def _living(noted: Iterable[tuple[str, weakref.ref[torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((path, tensor) for path, tensor in ((path, alive()) for path, alive in noted) if tensor is not None)
 
 
 def _form_of(tensor: torch.Tensor) -> str:
@@ -351,4 +388,6 @@ def _form_of(tensor: torch.Tensor) -> str:
 def _kind_of(cls: type) -> int:
     if issubclass(cls, torch.Tensor):
         return _TENSOR
-    return _CONTAINER if issubclass(cls, (list, tuple, Mapping)) else _NO_TENSOR
+    if issubclass(cls, (list, tuple, deque, Mapping)):
+        return _CONTAINER
+    return _OBJECT if has_fields(cls) and cls.__module__.partition(".")[0] not in _OF_FRAMEWORKS else _NO_TENSOR

@@ -66,11 +66,13 @@ class WrongWrites:
         if not self._found:
             return None
         named = "; ".join(what for name, what in self.findings if name is not None)
+        also = [what for handle, holding in self._offloaded() if {handle.name, None} & {*self._found} and (what := _changed(holding))]
         self._found = {}
         return IntegrityError(
             f"something wrote into the memory of an offloaded handle since the last phase transition{named and ': '}{named}; the written "
             "values are lost, and the handles' values are unchanged. Look for writes outside the phases that have the handle on the device "
             "(EMA updates, initialisers, clipped or unscaled gradients, late collectives); manager.audit() lists the offloaded handles."
+            + "".join(f" {what}" for what in also)
         )
 
     def count(self, error: WrittenWhileOffloaded) -> None:
@@ -114,6 +116,16 @@ class WrongWrites:
             storage = handle.storage
             if isinstance(storage, ManagedStorage) and not storage.on_device:
                 yield handle, storage
+
+
+def _changed(holding: ManagedStorage) -> str:
+    """What the writer has put in place of tensors or beside them, too: one error tells all of it. Empty for nothing."""
+    with suppress(PlacementError):  # as above
+        try:
+            holding.storages.writes.new_unless_changed()
+        except IntegrityError as error:
+            return str(error)
+    return ""
 
 
 def _listed(names: Sequence[str]) -> str:

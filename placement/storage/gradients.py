@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 
@@ -66,6 +66,12 @@ class Gradients:
         self._adapter.drop_unreduced()
         for buffer in self._adapter.gradient_buffers() if zero_buffers else ():
             buffer.detach().zero_()
+
+    def drop_in(self, storages: Set[int]) -> None:
+        """Set the gradients that lie in these storages (`_cdata`) to None."""
+        for owner in self._adapter.with_gradients():
+            if owner.grad is not None and any(part.untyped_storage()._cdata in storages for _, part in _parts(owner.grad)):
+                owner.grad = None
 
     def zero_lasting(self, dropped: Iterable[Range]) -> list[Range]:
         """Zero the host copies of the ranges that hold the framework's lasting buffers: they will load as zeros. Returns these ranges."""

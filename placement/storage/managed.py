@@ -95,6 +95,7 @@ class ManagedStorage(HeldStorage):
                 r.early.settle(chunk_pool)
         if self.on_device:
             self.adapter.ready()
+            torch.clear_autocast_cache()  # inside an autocast region it holds half-precision copies of weights, which would stay
         if self.on_device and (held := [each for each in handed_out() if self.adapter.kind == "optimizer" or each is tensors]):
             seen = self.adapter.unchanged()  # an optimizer's state may be a tensor that the state dict of its module has shown
             live = seen.tensors if seen else [*(owned.tensor for owned in self.adapter.owned()), *self.adapter.borrowed()]

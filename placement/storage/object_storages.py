@@ -42,7 +42,8 @@ class ObjectStorages:
     def __init__(self, device: Device, adapter: Adapter, name: str, owner: Owner, scanner: StorageScanner | None = None) -> None:
         self.name = name
         self.by_address = RangesByAddress(())
-        self.state_dict_tensors = StateDictTensors(device, name, adapter)
+        self._scanner = scanner or StorageScanner(device, adapter, name, owner)
+        self.state_dict_tensors = StateDictTensors(device, name, adapter, self._scanner.places)
         self.gradients = Gradients(adapter)
         self.moving_in: frozenset[int] = frozenset()
         """New storages (`_cdata`) that this offload takes in. State dict tensors that use them follow them without being pointed anew."""
@@ -63,7 +64,6 @@ class ObjectStorages:
         self._device = device
         self._adapter = adapter
         self._owner = weakref.ref(owner)
-        self._scanner = scanner or StorageScanner(device, adapter, name, owner)
         self.writes = WritesWhileOffloaded(self, device, adapter, self._scanner)
 
     @property

@@ -21,7 +21,7 @@ from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
 from placement.tensors.owned import Owned
-from placement.tensors.plain import as_lazy_as
+from placement.tensors.plain import point_to
 
 ALIGNMENT = 512
 """The alignment of storages, in bytes from the beginning of a range."""
@@ -231,11 +231,10 @@ def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None:
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
         for alias in aliases:
             if alias.untyped_storage().data_ptr() != home.data_ptr():
-                data = torch.empty(0, dtype=alias.dtype, device=home.device)
-                alias.data = as_lazy_as(alias, data.set_(home, alias.storage_offset(), alias.size(), alias.stride()))
+                point_to(alias, home, alias.dtype, int(alias.storage_offset()), alias.size(), alias.stride())
 
 
 def _refuse_unknown(claim: Claim) -> None:
@@ -249,8 +248,6 @@ def _refuse_unknown(claim: Claim) -> None:
             )
         if alias.untyped_storage()._cdata != claim.storage._cdata:
             raise RegistrationError(f"{claim.name!r}: a tensor that lies in another storage is named as its alias")
-        if alias.is_inference():
-            raise RegistrationError(f"{claim.name!r}: an inference tensor cannot change device; make it outside inference mode")
     # One reference from each tensor and one from the Python object of the storage.
     surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - len(claim.bases) - 1
     if surplus > 0:

@@ -92,11 +92,7 @@ def _tensors_of_the_process() -> Iterator[torch.Tensor]:
 
 def _can_be_rebound(part: torch.Tensor) -> bool:
     """Whether a tensor has its bytes in a storage of its own, and may be given another. A class with a dispatch of its own has not."""
-    return (
-        (is_plain_type(type(part)) or type(part).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
-        and has_storage(part)
-        and not part.is_inference()
-    )
+    return (is_plain_type(type(part)) or type(part).__torch_dispatch__ is torch.Tensor.__torch_dispatch__) and has_storage(part)
 
 
 def _placed(storages: ObjectStorages) -> Iterator[_InRange]:

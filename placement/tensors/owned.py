@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placement.tensors.plain import align, is_leaf
+from placement.tensors.plain import align, is_leaf, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,13 @@ class Owned:
     """Whether the tensor comes and goes between phases (a gradient). Then it gets addresses of its own for one offload at a time."""
     wrapper: torch.Tensor | None = None
     """The object through which users write, if another one (a DTensor). Its operations do not count in the wrapped tensor's version."""
+    held: bool = False
+    """Whether only an object that a module holds refers to it. That object may be another's, too: what is not this handle's stays."""
 
     @property
     def version(self) -> int:
         """A count of writes. Some do not count (fused and foreach steps, collectives), so it can prove a write, never its absence."""
-        return self.tensor._version + (0 if self.wrapper is None else self.wrapper._version)
+        return version_of(self.tensor) + (0 if self.wrapper is None else version_of(self.wrapper))
 
 
 def align_all(owned: Iterable[Owned]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +20,12 @@ from placement.core.loaded_classes import loaded_class
 # Exact types: a subclass may keep its bytes anywhere (DTensor, quantised payloads), so each one needs its own adapter.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 SEQUENCES = (list, tuple, deque)
-_NOT_PLAIN = frozenset({"builtins", "torch", "placement"})
+_NOT_PLAIN = (sys.stdlib_module_names - {"argparse", "collections", "types"}) | {"torch", "placement"}
 """The packages whose objects `fields_of` does not look into."""
+OBJECT_LEVELS = 3
+"""How many objects, one inside the other, may lie between a module and a tensor: `EncoderDecoderCache`, `StaticCache`, a layer of it."""
+_SIMPLE = {type(None), bool, int, float, str, bytes}
+"""What most containers have nothing but: a configuration, a vocabulary."""
 _carriers: set[tuple[str, str]] = set()
 
 
@@ -61,8 +67,23 @@ def is_plain(tensor: torch.Tensor, compute_device: torch.device) -> bool:
         and (tensor.is_cpu or tensor.device == compute_device)
         and not tensor.is_nested
         and not tensor.is_quantized
-        and not tensor.is_inference()
     )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The count of writes to a tensor; 0 for an inference tensor, whose writes torch does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def point_to(
+    tensor: torch.Tensor, home: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> None:
+    """Point a tensor to a part of a storage by `.data =`. It stays an inference tensor if it is one."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # torch gives an inference tensor nothing but another one's data
+        tensor.data = as_lazy_as(tensor, torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride))
 
 
 def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None:
@@ -136,12 +157,12 @@ def nested_tensors(value: Any, name: str, levels: int = 0) -> Iterator[tuple[str
         held = item
         if not isinstance(item, (*SEQUENCES, Mapping)):
             held, deeper = fields_of(item) if deeper else {}, deeper - 1
-        if held:
+        if held and not {*map(type, held.values() if isinstance(held, Mapping) else held)} <= _SIMPLE:
             visited.add(id(item))
             pairs = list(held.items() if isinstance(held, Mapping) else enumerate(held))
             # A key may be a parameter, whose text shows all its values. They must not be read, because the parameter may be offloaded.
-            labels = (key if isinstance(key, (str, int)) else f"[{index}]" for index, key in enumerate(key for key, _ in pairs))
-            stack.extend([(f"{path}.{label}", part, deeper) for label, (_, part) in zip(labels, pairs, strict=True)][::-1])
+            named = ((key if isinstance(key, (str, int)) else f"[{index}]", part) for index, (key, part) in enumerate(pairs))
+            stack.extend([(f"{path}.{label}", part, deeper) for label, part in named if type(part) not in _SIMPLE][::-1])
 
 
 def fields_of(obj: object) -> dict[str, Any]:
@@ -150,11 +171,16 @@ def fields_of(obj: object) -> dict[str, Any]:
     Modules, optimizers and classes are no plain objects, nor is what torch or placement made (a mesh, a handle): their tensors are not
     those of the object that refers to them.
     """
-    cls = type(obj)
-    if cls.__module__.partition(".")[0] in _NOT_PLAIN or isinstance(obj, (type, torch.nn.Module, torch.optim.Optimizer)):
+    if not has_fields(cls := type(obj)):
         return {}
     slots = (name for base in cls.__mro__ for name in _names_in(vars(base).get("__slots__", ())))
     return {name: getattr(obj, name) for name in slots if not name.startswith("__") and hasattr(obj, name)} | getattr(obj, "__dict__", {})
+
+
+def has_fields(cls: type) -> bool:
+    """Whether `fields_of` looks into objects of a class. Of torch's own it does into attention masks (`BlockMask`)."""
+    is_ours = cls.__module__.partition(".")[0] not in _NOT_PLAIN or cls.__module__.startswith("torch.nn.attention.")
+    return is_ours and not issubclass(cls, (type, ModuleType, torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
 
 
 def with_fields(obj: Any, change: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.tensors.owned import Seen
-from placement.tensors.plain import is_leaf, nested_tensors
+from placement.tensors.plain import OBJECT_LEVELS, is_leaf, nested_tensors, version_of
 
 _BLOCK = 256
 """The number of tensors that are asked everything before the next ones. What torch keeps about a tensor lies in six places, which stay in
@@ -53,7 +53,7 @@ class Steady:
             return None
         seen = Seen([values[index] for index in self._owned], [], [])
         for start, block in _blocks(seen.tensors):
-            versions = list(map(_VERSION, block))
+            versions = _versions(block)
             # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one
             # reads the gradient of a tensor inside a graph.
             if versions != self._versions[start : start + _BLOCK] and not all(map(is_leaf, block)):
@@ -63,7 +63,7 @@ class Steady:
             seen.versions.extend(versions)
             seen.addresses.extend(map(torch.Tensor.data_ptr, block))
         for index in self._containers:
-            if values[index] and next(nested_tensors(values[index], ""), None) is not None:
+            if next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None:
                 return None
         self._versions = seen.versions
         return seen
@@ -101,7 +101,7 @@ class SteadyState:
             return None
         seen = Seen([tensors[index] for index in self._owned], [], [])
         for _, block in _blocks(seen.tensors):
-            seen.versions.extend(map(_VERSION, block))
+            seen.versions.extend(_versions(block))
             seen.addresses.extend(map(torch.Tensor.data_ptr, block))
         return seen
 
@@ -143,6 +143,13 @@ _VERSION = operator.attrgetter("_version")
 def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """The beginning and the tensors of each block."""
     return ((start, tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK))
+
+
+def _versions(block: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(_VERSION, block))
+    except RuntimeError:  # one of them is an inference tensor
+        return list(map(version_of, block))
 
 
 def _any_gradient(tensors: Sequence[torch.Tensor]) -> bool:

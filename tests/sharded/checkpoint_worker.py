@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -382,6 +383,28 @@ def broadcast(options: dict[str, bool]) -> list[str]:
         now = get_model_state_dict(program.model, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(now[name], value) for name, value in given.items())
     return said
+
+
+def broadcast_at_once() -> str:
+    """The same where nobody has a state dict, so that version counters tell what torch wrote before it was refused."""
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    given = {name: torch.full(value.shape, 0.5) for name, value in model.state_dict().items()} if dist.get_rank() == 0 else {}
+    manager = Manager(device=SimulatedDevice(1 << 26))
+    actor = manager.register("actor", model, role="actor")
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager.register("actor.optimizer", optimizer)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for _ in range(2):
+        with pytest.raises(placement.NotResidentError) as caught:
+            set_model_state_dict(model, dict(given), options=options)
+        assert_nothing_resident(manager)
+    with manager.phase("restore"):
+        set_model_state_dict(model, dict(given), options=options)
+    assert all(bool((each == 0.5).all()) for value in actor.state_dict().values() for _, each in local_parts(value))
+    return str(caught.value)
 
 
 def fsdp1(root: str, use_orig_params: bool) -> list[str]:

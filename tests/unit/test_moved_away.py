@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import multiprocessing.reduction
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.ao import quantization
 
-from placement import IntegrityError, RegistrationError
+from placement import IntegrityError, RegistrationError, checkpoint
 from placement.devices import adoption
 from placement.devices.memory import Addresses
+from placement.policies import Colocated
+from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net, trained
 
 
 def _share(model: nn.Module) -> None:
@@ -358,12 +361,124 @@ def test_what_is_new_and_nothing_but_nan_is_named_apart() -> None:
     manager, model = make_manager(), net()
     manager.register("actor", model, role="actor")
     model.extra = nn.Parameter(model[0].weight.detach() * 2)
-    with pytest.raises(IntegrityError, match="extra were added beside them and stay NaN"), manager.phase("log_prob"):
+    with pytest.raises(IntegrityError, match=r"^extra were added to 'actor' .* stay NaN"), manager.phase("log_prob"):
         pass
     model.extra.data.fill_(1)
     with manager.phase("log_prob"):
         assert bool((model.extra == 1).all())
     assert_nothing_resident(manager)
+
+
+def _buffer(worker: Worker) -> Callable[[], object]:
+    worker.net.register_buffer("extra", worker.net[0].weight.detach().clone())
+    return functools.partial(delattr, worker.net, "extra")
+
+
+def _nested(worker: Worker) -> Callable[[], object]:
+    worker.net.extra = {"each": [p.detach() * 2 for p in worker.net.parameters()]}  # type: ignore[assignment]
+    return functools.partial(delattr, worker.net, "extra")
+
+
+def _state(worker: Worker) -> Callable[[], object]:
+    for entry in worker.adam.state.values():
+        entry["extra"] = entry["exp_avg"].clone()
+    return lambda: [entry.pop("extra") for entry in worker.adam.state.values()]
+
+
+def _fill(worker: Worker) -> None:
+    held = [worker.net._buffers, getattr(worker.net, "extra", None), [entry.get("extra") for entry in worker.adam.state.values()]]
+    for _, tensor in nested_tensors(held, ""):
+        tensor.data.fill_(3)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("add", [_buffer, _nested, _state])
+def test_what_was_added_from_poison_is_raised_once(
+    add: Callable[[Worker], Callable[[], object]], filled: bool, tmp_path: pathlib.Path
+) -> None:
+    worker = trained()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    remove = add(worker)
+    if add is not _nested:  # a state dict has it
+        name = "actor" if add is _buffer else "actor.optimizer"
+        with pytest.raises(IntegrityError, match=r"extra of .* was added while it was offloaded.* stays NaN until"):
+            worker.manager.handles[name].state_dict()
+    with pytest.raises(IntegrityError, match=r"extra.* were added to .* stay NaN until") as caught, worker.manager.phase("train"):
+        pass
+    assert "put back" not in str(caught.value)
+    if filled:
+        _fill(worker)
+    with worker.manager.phase("train"):
+        pass
+    assert_same({name: worker.net.state_dict()[name] for name in wanted}, dict(wanted))
+    states = [handle.state_dict() for handle in worker.manager.handles.values()]
+    assert any(bool(tensor.isnan().any()) for _, tensor in nested_tensors(states, "")) is (not filled and add is not _nested)
+    checkpoint.save(worker.manager, tmp_path)
+    assert_nothing_resident(worker.manager)
+    remove()
+    with worker.manager.phase("train"):
+        learn(worker.net, worker.adam)
+    assert_nothing_resident(worker.manager)
+
+
+def test_what_was_put_back_and_what_is_new_are_named_apart() -> None:
+    worker = trained()
+    wanted = copy.deepcopy(worker.optimizer.state_dict())
+    _state(worker)
+    for entry in worker.adam.state.values():
+        entry["exp_avg"].data = entry["extra"].clone()
+    with pytest.raises(IntegrityError) as caught, worker.manager.phase("train"):
+        pass
+    back, new = str(caught.value).split("The registered values were put back.")
+    assert ("state.0.exp_avg" in back, "extra" in back) == (True, False)
+    assert ("state.0.extra" in new, "state.0.exp_avg" in new) == (True, False)
+    first = worker.adam.state[worker.net[0].weight]
+    first["exp_avg"].data = first["extra"]  # another wrong, with a tensor that was told
+    del first
+    with pytest.raises(IntegrityError, match=r"^state.0.exp_avg of"), worker.manager.phase("train"):
+        pass
+    with worker.manager.phase("train"):
+        for entry in worker.adam.state.values():
+            del entry["extra"]
+    assert_same(worker.optimizer.state_dict(), wanted)
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("write", [lambda p: p.detach().mul_(0), lambda p: p.data.fill_(1)], ids=["counted", "data"])
+def test_writes_and_what_the_same_call_added_are_one_error(write: Callable[[torch.Tensor], object]) -> None:
+    """As PEFT's `add_adapter()` of OLoRA does."""
+    worker = trained()
+    wanted = copy.deepcopy(worker.net.state_dict())
+    _buffer(worker)
+    write(worker.net[0].weight)
+    worker.net[2].to(torch.float16)
+    said = (
+        r"0.weight.* of 'actor'.*values are unchanged.* 2.weight, 2.bias of 'actor' were replaced.* put back.* extra were added to 'actor'"
+    )
+    with pytest.raises(IntegrityError, match=said), worker.manager.phase("log_prob"):
+        pass
+    with worker.manager.phase("log_prob"):
+        assert_same({name: value for name, value in worker.net.state_dict().items() if name != "extra"}, dict(wanted))
+    assert_nothing_resident(worker.manager)
+
+
+@pytest.mark.parametrize("place", ["optimizer_step", "streamed"])
+def test_state_that_was_added_from_poison_is_raised_once_by_the_phase_of_the_step(place: Any) -> None:
+    worker = Worker(policy=Colocated(optimizer_in=place))
+
+    def step() -> None:
+        with worker.manager.phase("train"):
+            worker.net(batch()).square().mean().backward()
+            with worker.manager.phase("optimizer_step") if place == "optimizer_step" else contextlib.nullcontext():
+                worker.adam.step()
+            worker.adam.zero_grad()
+
+    step()
+    _state(worker)
+    with pytest.raises(IntegrityError, match=r"^state.0.extra, .* were added"):
+        step()
+    step()
+    assert_nothing_resident(worker.manager)
 
 
 # --- interrupts
@@ -457,7 +572,7 @@ def test_what_was_computed_from_float8_is_found_beside_it_and_in_its_place(
     wanted = copy.deepcopy(model.state_dict())
     manager.register("actor", model, role="actor")
     model.register_buffer("extra", computed(model.scale), persistent=False)
-    with pytest.raises(IntegrityError, match=r"extra of 'actor' were replaced.*extra were added beside them"), manager.phase("log_prob"):
+    with pytest.raises(IntegrityError, match=r"^extra were added to 'actor'"), manager.phase("log_prob"):
         pass
     del model.extra
     model.scale = computed(model.scale)

@@ -50,7 +50,6 @@ class Changes:
 
     def message(self, name: str) -> str:
         """The text of an error: what happened to the object, and what to do."""
-        values = [*self.replaced, *self.added]
         told = []
         if self.moved:
             told.append(
@@ -58,18 +57,22 @@ class Changes:
                 "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN), which offloaded tensors read. They have "
                 "their places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
             )
-        if values:
-            left = f" {_names(self.added)} were added beside them and stay NaN until they are given values." if self.added else ""
+        if self.replaced:
             told.append(
-                f"{_names(values)} of {name!r} were replaced while it was offloaded, by tensors computed from poison (NaN), which "
-                "offloaded tensors read: half(), to(), resize_token_embeddings(), .data =. The registered values were put back."
-                + left
-                + " Do it inside a phase that has it on the device, or before you register it."
+                f"{_names(self.replaced)} of {name!r} were replaced while it was offloaded, by tensors computed from poison (NaN), which "
+                "offloaded tensors read: half(), to(), resize_token_embeddings(), .data =. The registered values were put back. Do it "
+                "inside a phase that has it on the device, or before you register it."
             )
-        elif self.gradients:
+        if self.added:
+            told.append(
+                f"{_names(self.added)} were added to {name!r} while it was offloaded, and were computed from poison (NaN), which offloaded "
+                "tensors read: add_adapter(), register_buffer(), a copy of a weight. They have no registered values and stay NaN until you "
+                "give them values or remove them; this is not raised again. Add them inside a phase that has it on the device."
+            )
+        if self.gradients and not self.replaced:
             told.append(
                 f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from poison (NaN), which offloaded tensors "
-                "read: a backward ran outside a phase. Drop the gradients with zero_grad(), and call backward() inside "
+                "read: a backward ran outside a phase. Its gradients were dropped, as zero_grad() does. Call backward() inside "
                 "manager.phase('train')."
             )
         if self.lost is not None:
@@ -107,12 +110,13 @@ class WrittenWhileOffloaded(IntegrityError):
     """Raised by a load when version counters show that values were written in place while offloaded."""
 
 
-def refuse_written(name: str, names: Sequence[str]) -> None:
+def refuse_written(name: str, names: Sequence[str], also: str) -> None:
     """Raise if storages were written in place while offloaded. The host copy still has the registered values.
 
     Args:
         name: the handle.
         names: the storages that were written.
+        also: text about changes that were found beside the writes; may be empty.
 
     Raises:
         WrittenWhileOffloaded: `names` is not empty.
@@ -121,7 +125,7 @@ def refuse_written(name: str, names: Sequence[str]) -> None:
         raise WrittenWhileOffloaded(
             f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, when only poison lies behind its tensors; the "
             "written values are lost, and the handle's values are unchanged. Look for writes outside the phases that have it on the device "
-            "(EMA updates, initialisers)."
+            f"(EMA updates, initialisers).{also and ' '}{also}"
         )
 
 

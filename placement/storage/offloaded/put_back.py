@@ -14,7 +14,7 @@ import torch
 from placement.devices.base import Device
 from placement.storage.range_layout import Claim, exchange
 from placement.storage.scanning.places import Form, Place, Relocated, form_of
-from placement.tensors.plain import Outline, parts_of, restore
+from placement.tensors.plain import Outline, parts_of, point_to, restore
 
 
 def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
@@ -33,7 +33,7 @@ def put_back(device: Device, claims: Sequence[Claim], places: Mapping[str, Place
             converted = converted or tensor.dtype is not form[0] or tensor.device != device.torch_device
             if (home := homes.get(id(place.entry))) is None:
                 home = homes[id(place.entry)] = _home(device, place)
-            _point_to(tensor, home, form)
+            point_to(tensor, home, *form)
     # Gradients first: a wrapper refuses a gradient of another dtype than its own.
     parts = sorted((owned for claim in claims for owned in claim.owned if owned.wrapper is not None), key=lambda owned: not owned.transient)
     for owned in parts:
@@ -55,7 +55,7 @@ def bring_back(device: Device, relocated: Sequence[Relocated], places: Mapping[s
         for tensor in (*claim.bases, *claim.aliases):
             form = known.get(id(tensor), form_of(tensor))
             if form != form_of(tensor) or tensor.untyped_storage().data_ptr() != home.data_ptr():
-                _point_to(tensor, home, form)
+                point_to(tensor, home, *form)
 
 
 def renew_empty(owners: Iterable[torch.Tensor]) -> None:
@@ -74,12 +74,6 @@ def _home(device: Device, place: Place) -> torch.UntypedStorage:
         home = device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
         place.range.replace(place.entry, home)
     return home
-
-
-def _point_to(tensor: torch.Tensor, home: torch.UntypedStorage, form: Form) -> None:
-    dtype, offset, size, stride = form
-    with torch.no_grad():
-        tensor.data = torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride)
 
 
 def _targets(claim: Claim, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:

@@ -25,6 +25,7 @@ from placement.devices.base import Device
 from placement.storage.offloaded.changes import has_nan
 from placement.storage.offloaded.host_versions import HostVersions
 from placement.storage.range import Range, RangesByAddress
+from placement.storage.scanning.places import Places
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped
 from placement.tensors.sparse import is_sparse, made_of
@@ -33,10 +34,11 @@ from placement.tensors.sparse import is_sparse, made_of
 class StateDictTensors:
     """The living tensors of all state dicts of one object."""
 
-    def __init__(self, device: Device, name: str, adapter: Adapter) -> None:
+    def __init__(self, device: Device, name: str, adapter: Adapter, registered: Places | None = None) -> None:
         self._device = device
         self._name = name
         self._adapter = adapter
+        self._registered = registered or Places()
         self._tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         """Plain tensors, by identity: those that were handed out themselves, and the parts of wrappers."""
         self._wrappers: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -175,17 +177,20 @@ class StateDictTensors:
                 r.wait_until_saved()  # also where a tensor over the place is alive already
                 host = self.over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
                 return self.host_versions.counting(host)
-        if tensor.dim() and has_nan(tensor.detach(), throughout=True) and self._is_live(storage):
+        if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
+            how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
+            if name not in self._registered.within(places.ranges):
+                how, then = "added", "It has no registered values and stays NaN until you give it values, or remove it."
             raise IntegrityError(
-                f"a tensor of {self._name!r} (shape {tuple(tensor.shape)}) was replaced while it was offloaded, by one computed from "
-                "poison (NaN), which offloaded tensors read: half(), to(), .data =. Its registered values are in the host copy and come "
-                "back at the next phase that loads it."
+                f"{name} of {self._name!r} (shape {tuple(tensor.shape)}) was {how} while it was offloaded, and was computed from poison "
+                f"(NaN), which offloaded tensors read: half(), to(), .data =, add_adapter(). {then}"
             )
         return None
 
-    def _is_live(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the object owns a tensor in this storage now. A tensor that a hook has just computed belongs to nobody."""
-        return any(owned.tensor.untyped_storage()._cdata == storage._cdata for owned in self._adapter.owned())
+    def _name_of(self, storage: torch.UntypedStorage) -> str | None:
+        """The name of the object's tensor in this storage. None for a tensor that a hook has just computed: it belongs to nobody."""
+        names = (owned.name for owned in self._adapter.owned() if owned.tensor.untyped_storage()._cdata == storage._cdata)
+        return next(names, None)
 
     def over_host(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same plain tensor with its bytes in the host copy; None where its storage is not in a range.

@@ -9,8 +9,11 @@ import weakref
 from dataclasses import replace
 from typing import Protocol
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from placement.core.errors import IntegrityError
 from placement.devices.base import Device
+from placement.storage.gradients import Gradients
 from placement.storage.offloaded import changes as poisoned
 from placement.storage.offloaded.changes import Changes, computed_from_poison
 from placement.storage.offloaded.gradient_writes import GradientWrites
@@ -27,6 +30,7 @@ class Storages(Protocol):
 
     name: str
     state_dict_tensors: StateDictTensors
+    gradients: Gradients
 
     @property
     def by_address(self) -> RangesByAddress: ...
@@ -51,6 +55,8 @@ class WritesWhileOffloaded:
         self._gradients = GradientWrites(adapter)
         self._versions: Versions | None = Versions({}, {})
         """The version counters as of the offload. None where they tell nothing."""
+        self._told: dict[int, StorageWeakRef] = {}
+        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
 
     @property
     def _storages(self) -> Storages:
@@ -98,30 +104,34 @@ class WritesWhileOffloaded:
         """
         storages = self._storages
         born = storages.new_storages()
-        if names := self._found():
-            self.forget()
-            poisoned.refuse_written(storages.name, names)
+        names = self._found()
         changes = self.put_back(born)
-        if not changes:
+        if not changes and not names:
             return born
         message = changes.message(storages.name)
+        self._told |= {claim.storage._cdata: StorageWeakRef(claim.storage) for claim in (*changes.added, *changes.gradients)}
         del born, changes  # so that an error that somebody keeps does not keep tensors
         storages.new_storages()  # the tensors that were put back have other storages now, which were never counted
         self.forget()
+        poisoned.refuse_written(storages.name, names, message)
         raise IntegrityError(message)
 
     def put_back(self, born: NewStorages) -> Changes:
         """Undo changes to registered tensors of the offloaded object, and return them.
 
         Gradients are put back only together with replaced values. Gradients that changed alone come from a backward, and the earlier ones
-        may have been dropped on purpose.
+        may have been dropped on purpose: then all gradients of this backward are dropped.
         """
         if not born:
             return Changes()
         storages = self._storages
         places = self._scanner.places.within(storages.ranges)
         bring_back(self._device, born.relocated, places)
-        changes = replace(computed_from_poison(born.stay, born.transient, places), moved=[each.claim for each in born.relocated])
+        stay, transient = (
+            [c for c in claims if c.storage._cdata not in self._told or any(owned.name in places for owned in c.owned)]
+            for claims in (born.stay, born.transient)
+        )
+        changes = replace(computed_from_poison(stay, transient, places), moved=[each.claim for each in born.relocated])
         if changes.replaced:
             gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
             if put_back(self._device, [*changes.replaced, *gradients], places, self._scanner.places.outlines()):
@@ -129,6 +139,8 @@ class WritesWhileOffloaded:
             storages.align_wrappers()
             renew_empty(self._adapter.with_gradients())
             self._adapter.follow_parameters()
+        if changes.gradients:
+            storages.gradients.drop_in({claim.storage._cdata for claim in transient})
         if changes:
             storages.state_dict_tensors.point_to_host(storages.by_address)
         return changes

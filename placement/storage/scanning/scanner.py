@@ -293,9 +293,9 @@ class StorageScanner:
             now = {tensor.untyped_storage()._cdata for tensor in other.tensors_now()}
             theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.claimed) and key not in theirs}
         for key, owner in theirs.items():
-            first = found[key].owned[0]
+            first = next((owned for owned in found[key].owned if not owned.held), found[key].owned[0])
             is_left = self._adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
-            if not is_left:
+            if not is_left and not all(owned.held for owned in found[key].owned):
                 return [], _refusal(first, self._name, self._adapter.kind, owner.name)
         return [*theirs], None
 
