@@ -119,6 +119,12 @@ class CompositeAdapter(Adapter):
     def borrowed(self) -> Iterator[torch.Tensor]:
         return _distinct(tensor for adapter in self._adapters for tensor in adapter.borrowed())
 
+    def lent_gradients(self) -> set[int]:
+        return set().union(*(adapter.lent_gradients() for adapter in self._adapters))
+
+    def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return (each for adapter in self._adapters for each in adapter.unmoved())
+
     def replaced(self) -> Iterator[tuple[str, int]]:
         return (each for adapter in self._adapters for each in adapter.replaced())
 

@@ -181,8 +181,8 @@ BUILDS: dict[str, Callable[[Any], Any]] = {
 # --- publishing
 
 
-def manager_of(*, streams: bool = False) -> Manager:
-    return Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK_BYTES), policy=Colocated(stream_sync=streams))
+def manager_of(*, streams: bool = False, **settings: Any) -> Manager:
+    return Manager(device=SimulatedDevice(64 << 20, chunk_bytes=CHUNK_BYTES), policy=Colocated(stream_sync=streams), **settings)
 
 
 class Live(TorchDispatchMode):
