@@ -41,7 +41,7 @@ _OF_FRAMEWORKS = frozenset({"accelerate", "bitsandbytes", "deepspeed", "megatron
 
 
 class ModuleAdapter(Adapter):
-    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules.
+    """Parameters, gradients, buffers and plain tensor attributes of a module and its submodules, and tensors in objects that they hold.
 
     The module is held weakly: an adapter keeps nothing alive, and once the module is gone it owns nothing.
 

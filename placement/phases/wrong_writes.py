@@ -119,7 +119,7 @@ class WrongWrites:
 
 
 def _changed(holding: ManagedStorage) -> str:
-    """What the writer has put in place of tensors or beside them, too: one error tells all of it. Empty for nothing."""
+    """The text of an error about tensors put in place of others or beside them, so that one error tells all; empty for none."""
     with suppress(PlacementError):  # as above
         try:
             holding.storages.writes.new_unless_changed()

@@ -25,7 +25,7 @@ _NOT_PLAIN = (sys.stdlib_module_names - {"argparse", "collections", "types"}) | 
 OBJECT_LEVELS = 3
 """How many objects, one inside the other, may lie between a module and a tensor: `EncoderDecoderCache`, `StaticCache`, a layer of it."""
 _SIMPLE = {type(None), bool, int, float, str, bytes}
-"""What most containers have nothing but: a configuration, a vocabulary."""
+"""The types of values without a tensor. Most containers (a configuration, a vocabulary) have nothing else."""
 _carriers: set[tuple[str, str]] = set()
 
 

@@ -127,13 +127,13 @@ def take(holding: HeldStorage) -> str:
 def look_at_new(holding: HeldStorage, claims: Sequence[Claim]) -> None:
     """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
 
-    Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told.
+    Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
     """
     owned = [each for claim in claims for each in claim.owned] if holding.nan_found.is_on else []
     places = holding.storages.places(holding.ranges) if owned else {}
     for each in owned:
         place = places.get(each.name)
-        if place is not None or holding.adapter.kind == "optimizer":
+        if place is not None or (holding.adapter.kind == "optimizer" and not holding.storages.writes.was_told(each.tensor)):
             now = _over(each.tensor.untyped_storage(), form_of(each.tensor))
             if _is_gone(now) and (place is None or _was_numbers(place)):
                 _go_back(holding.nan_found, each.name, now, place)

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import IntegrityError
@@ -115,6 +116,10 @@ class WritesWhileOffloaded:
         self.forget()
         poisoned.refuse_written(storages.name, names, message)
         raise IntegrityError(message)
+
+    def was_told(self, tensor: torch.Tensor) -> bool:
+        """Whether an error has said of a tensor already that it was computed from poison and stays so."""
+        return tensor.untyped_storage()._cdata in self._told
 
     def put_back(self, born: NewStorages) -> Changes:
         """Undo changes to registered tensors of the offloaded object, and return them.
