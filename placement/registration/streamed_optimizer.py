@@ -182,8 +182,9 @@ class StreamedOptimizer:
             with without_modes():
                 self._make_sound()
             step = PartialStep(optimizer)
-            if getattr(optimizer, "found_inf", None) is None:  # else the step itself leaves out what a loss scaler has found
-                nan_check.refuse_gradients(self._holding, step.parameters)
+            if getattr(optimizer, "found_inf", None) is None:  # else a loss scaler has the step leave out what it has found
+                with without_modes():
+                    nan_check.refuse_gradients(self._holding, step.parameters)
             parts = [part for parameter in step.parameters for part in self._parts.of(optimizer, parameter)]
 
             def step_some(first: int, last: int) -> None:

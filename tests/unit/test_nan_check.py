@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import placement
 from placement import IntegrityError, Manager
@@ -68,6 +69,18 @@ class Pair:
             assert_same({name: value.clone() for name, value in self.teacher.state_dict().items()}, self.before)
         assert self.manager.audit().ok
         assert_nothing_resident(self.manager)
+
+
+class Counting(TorchDispatchMode):
+    """Writes down the operations that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def values(handle: placement.Handle) -> dict[str, Any]:
@@ -272,6 +285,19 @@ def test_a_streamed_step_of_nan_gradients_steps_nothing() -> None:
     assert not is_nan(pair.actor)
     assert all(bool(value.isfinite().all()) for value in values_of_state(pair).values())
     assert state.keys() == values_of_state(pair).keys()
+
+
+def test_a_callers_mode_sees_nothing_of_the_look_at_gradients() -> None:
+    """A mode that counts operations, or that makes fake tensors, must see the step alone."""
+    seen: list[list[str]] = []
+    for is_on in (True, False):
+        pair = Pair(policy="colocated(optimizer_in='streamed')", nan_check=is_on)
+        with pair.manager.phase("train"):
+            learn(pair.student, pair.adam)
+            with Counting() as mode:
+                pair.adam.step()
+        seen.append(mode.seen)
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("write", [save, lambda *arguments: async_save(*arguments).result()], ids=["save", "async_save"])
