@@ -126,7 +126,7 @@ class Prefetcher:
             self._bring(name, plan, chunk_pool)
         except Exception as error:
             self.hold()
-            logger.warning("nothing more comes early in phase %s: %s", name, error)
+            logger.warning("nothing more comes early in phase %s: %s", name, str(error))  # whoever keeps the record keeps no frames
 
     def _bring(self, name: str, plan: Plan, chunk_pool: ChunkPool) -> None:
         steps = self._next_steps(name)

@@ -40,5 +40,5 @@ class Reasons:
         try:
             return {str(name): str(words) for name, words in ask(view).items()}
         except Exception as error:  # a user's code, asked by a page: the page goes on without it
-            logger.warning("policy %r gives no reasons for phase %s: %r", getattr(self._policy, "name", "?"), view.phase, error)
+            logger.warning("policy %r gives no reasons for phase %s: %s", getattr(self._policy, "name", "?"), view.phase, repr(error))
             return {}

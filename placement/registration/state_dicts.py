@@ -6,6 +6,7 @@ replaced. While the object is offloaded, the whole call reads the host copy. The
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ from placement.tensors.plain import SEQUENCES, has_bytes, nested_tensors, parts_
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
+
+
+_WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
+"""A function of `torch.distributed.checkpoint.state_dict`. It writes what it loads into the state dict that it asks for, and loads that."""
 
 
 class StateDictCall(MethodCall):
@@ -44,6 +49,11 @@ class StateDictCall(MethodCall):
             is_part = bool(args) or kwargs.get("destination") is not None  # a call from an outer module's call, which does the rest
             found = method(*args, **kwargs)
             return found if is_part else _shown(handle, found, ManagedStorage.hand_out_once)
+        if any(frame.f_code.co_name == _WRITES_WHAT_IT_ASKS_FOR for frame, _ in traceback.walk_stack(None)):
+            raise NotResidentError(
+                f"{handle.name!r} is {handle.state} in phase {handle.phase_now()!r} and cannot be given a state dict: load it inside "
+                "manager.phase('restore')"
+            )
         try:
             with from_host_copies():
                 found = method(*args, **kwargs)

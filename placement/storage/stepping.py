@@ -72,5 +72,5 @@ def take_in_born(holding: HeldStorage, besides: Set[int] = frozenset()) -> Range
     try:
         return holding.storages.take_in_born(besides)
     except HostMemoryError as error:
-        _logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", holding.name, error)
+        _logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", holding.name, str(error))
         return None

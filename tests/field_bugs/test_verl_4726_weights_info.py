@@ -48,7 +48,7 @@ def _ask_in_every_state(build: str) -> None:
     wanted = [(name, tuple(value.shape), value.dtype) for name, value in wanted_of(Model()).items()]
     module = BUILDS[build](Model())
     sgd = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
-    manager = manager_of()
+    manager = manager_of(nan_check=False)  # the model has a NaN, which its steps spread
     actor = manager.register("actor", module, role="actor")
     manager.register("sgd", sgd)
 

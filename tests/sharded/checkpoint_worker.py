@@ -385,6 +385,23 @@ def broadcast(options: dict[str, bool]) -> list[str]:
     return said
 
 
+def broadcast_to_optimizer(options: dict[str, bool]) -> str:
+    """A full state dict for an offloaded optimizer of FSDP2: refused before torch writes a part of it."""
+    program = build("fsdp2", "adam")
+    assert program.manager is not None
+    program.train(1)
+    model, adam = program.model, program.optimizer
+    with program.manager.phase("train"):
+        full = get_optimizer_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    wanted = program.values()
+    given = {**full, "state": {name: {key: value + 1 for key, value in entry.items()} for name, entry in full.get("state", {}).items()}}
+    with pytest.raises(placement.NotResidentError) as caught:
+        set_optimizer_state_dict(model, adam, given if given["state"] else {}, options=StateDictOptions(**options))
+    assert program.values() == wanted
+    program.train(1)
+    return str(caught.value)
+
+
 def broadcast_at_once() -> str:
     """The same where nobody has a state dict, so that version counters tell what torch wrote before it was refused."""
     model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4))

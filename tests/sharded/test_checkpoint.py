@@ -75,6 +75,11 @@ def test_a_full_state_dict_for_an_offloaded_module_is_refused_and_nothing_is_wri
         assert ("The values that torch wrote before this error are lost" in said) is ("broadcast_from_rank0" in options)
 
 
+def test_a_full_state_dict_for_an_offloaded_optimizer_is_refused_and_nothing_is_written(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(worker.broadcast_to_optimizer, {"full_state_dict": True, "broadcast_from_rank0": True}):
+        assert "'actor.optimizer' is CPU_OFFLOADED in phase 'idle' and cannot be given a state dict" in said
+
+
 def test_what_a_refused_load_wrote_is_told_by_its_refusal_alone(two_ranks: Ranks) -> None:
     for said in two_ranks.run(worker.broadcast_at_once):
         assert "The values that torch wrote before this error are lost" in said

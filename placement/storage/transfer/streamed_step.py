@@ -156,7 +156,7 @@ class StreamedStep:
                 self._fetch(bucket, chunk_pool)
             except DeviceMemoryError as error:
                 self._is_tight = True
-                _logger.warning("%s: its step streams bucket by bucket, with none ahead: %s", self.holding.name, error)
+                _logger.warning("%s: its step streams bucket by bucket, with none ahead: %s", self.holding.name, str(error))
 
     def _fetch_now(self, index: int, chunk_pool: ChunkPool) -> None:
         """Fetch the bucket that is stepped next, if it has no memory yet: the buckets before it leave first."""
