@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from placement.core.errors import PhaseError, PlacementError
+from placement.core.errors import PhaseError, PlacementError, RegistrationError
 from placement.core.states import State
 from placement.ownership.leaves import find
 from placement.registration.guards import StepGuard, is_off, refuse
@@ -87,6 +88,12 @@ def _check(handle: Handle, kind: str) -> None:
 def _note(handle: Handle, optimizer: Any) -> None:
     if optimizer in handle.unregistered_optimizers:
         return
+    if (outer := _stepped_by()) is not None:
+        raise RegistrationError(
+            f"{outer.name!r} steps an optimizer ({type(optimizer).__name__}) that cannot be found in it, so its state would stay on the "
+            "device and be in no checkpoint. Nothing was stepped. Keep the optimizers in attributes of the registered one, or in lists, "
+            "tuples or dicts there, or register each of them in its place"
+        )
     handle.unregistered_optimizers.add(optimizer)
     _logger.warning(
         "an optimizer that is not registered (%s) steps parameters of %r: its state stays on the device in every phase, and checkpoints "
@@ -94,6 +101,16 @@ def _note(handle: Handle, optimizer: Any) -> None:
         type(optimizer).__name__,
         handle.name,
     )
+
+
+def _stepped_by() -> Handle | None:
+    """The registered optimizer whose method makes the present step."""
+    known = {id(each.object): each for each in list(_WATCHED) if each.kind == "optimizer"}
+    for frame, _ in traceback.walk_stack(None):
+        code = frame.f_code  # the locals of other frames are left alone: to look at them keeps them alive until the frame returns
+        if code.co_name == "step" and code.co_argcount and (found := known.get(id(frame.f_locals.get(code.co_varnames[0])))) is not None:
+            return found
+    return None
 
 
 def _stepped(optimizer: Any) -> Iterator[Handle]:

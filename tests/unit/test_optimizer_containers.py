@@ -170,8 +170,7 @@ def test_optimizers_that_step_in_backward_hooks_move() -> None:
             run(lambda model, cls=cls: made(model, cls), 1, other)
 
 
-@pytest.mark.leaves_behind("its state, which is the point")
-def test_an_optimizer_that_no_attribute_holds_is_named() -> None:
+def test_an_optimizer_that_no_attribute_holds_is_refused_before_it_steps() -> None:
     class Hiding(optim.SGD):
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, lr=0.1)
@@ -182,11 +181,14 @@ def test_an_optimizer_that_no_attribute_holds_is_named() -> None:
             self.make_step(closure)
 
     manager = make_manager()
-    kept = run(lambda model: Hiding(model.parameters()), 1, manager)
-    assert [each.what for each in manager.audit().findings] == ["unregistered_optimizer"]
-    with pytest.raises(AssertionError, match="AdamW that is not registered"):
-        assert_nothing_resident(manager)
-    assert kept
+    model, optimizer = run(lambda model: Hiding(model.parameters()), 0, manager)
+    before = values(model, manager)
+    for seed in range(2):
+        with pytest.raises(RegistrationError, match=r"steps an optimizer \(AdamW\) that cannot be found in it.*Nothing was"):
+            more(model, optimizer, manager, range(seed, seed + 1))
+    assert_same(values(model, manager), before)
+    model.zero_grad()
+    assert_nothing_resident(manager)
 
 
 class Masters:
