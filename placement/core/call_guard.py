@@ -23,11 +23,16 @@ before you register it, or inside a phase: while its `forward` is not torch's, t
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
+import itertools
+import operator
 import os
 import sys
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +47,8 @@ _CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
 """The functions that run while a module is called."""
 _COMPILED = ("_fn", "torch/_dynamo/eval_frame.py")
 """The function that calls a graph which `torch.compile` made, and its file."""
+_FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
+_IS_FRAME = functools.partial(operator.is_not, None)
 _GLANCE_SECONDS = 1e-3
 """How long to sleep between two looks at the threads that are waited for."""
 
@@ -130,7 +137,7 @@ class CallGuard:
 
     def is_inside(self) -> bool:
         """Whether this thread runs the `forward` of one of the modules."""
-        return bool(self._forwards) and any(map(self._is_one, _called(sys._getframe(), _FORWARD)))
+        return bool(self._forwards) and any(map(self._is_one, _called((frame for frame, _ in traceback.walk_stack(None)), _FORWARD)))
 
     def _is_one(self, each: Any) -> bool:
         """Whether a module is guarded here, or a tensor is a parameter of one that is."""
@@ -211,26 +218,40 @@ class CallGuard:
         _IN_USE.discard(self)
 
 
-def _called(frame: types.FrameType | None, names: tuple[str, ...] = _CALLS) -> Iterator[Any]:
-    """The first argument of each function of a stack with one of these names, and the arguments of compiled graphs.
-
-    Args:
-        frame: the innermost frame.
-    """
-    while frame is not None:
+def _called(stack: Iterable[types.FrameType], names: tuple[str, ...] = _CALLS) -> Iterator[Any]:
+    """The first argument of each function of a stack with one of these names, and the arguments of compiled graphs."""
+    for frame in stack:
         code = frame.f_code
         if code.co_name in names and code.co_argcount:
             yield frame.f_locals.get(code.co_varnames[0])
         elif code.co_name == _COMPILED[0] and code.co_filename.endswith(_COMPILED[1]):
             yield from frame.f_locals.get("args", ())
-        frame = frame.f_back
 
 
 def _threads_that_call(is_meant: Callable[[Any], bool]) -> set[int]:
     """The other threads that are in a call of something that is meant."""
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]  # this very frame: a cycle would keep the locals of all threads until they are collected
-    return {ident for ident, frame in frames.items() if any(map(is_meant, _called(frame)))}
+    return {ident for ident, stack in _stacks_of_others() if any(map(is_meant, _called(stack)))}
+
+
+def _stacks_of_others() -> list[tuple[int, list[types.FrameType]]]:
+    """The frames of every other thread, innermost first, by the thread's identity.
+
+    All are taken in one call of functions written in C, so that no other thread runs meanwhile: to follow the stack of a thread that goes
+    on and leaves its frames has ended a process by SIGSEGV (CPython 3.11.7). Nor may a collection run, which could call Python code.
+    """
+    every = itertools.chain.from_iterable(map(dict.items, itertools.starmap(sys._current_frames, [()])))
+    is_mine = operator.methodcaller("__contains__", threading.get_ident())
+    idents, tops = itertools.tee(itertools.filterfalse(is_mine, every))
+    chains: Iterator[Any] = map(itertools.chain, zip(map(_SECOND, tops), strict=False), itertools.repeat(itertools.repeat("f_back")))
+    frames = map(itertools.takewhile, itertools.repeat(_IS_FRAME), map(itertools.accumulate, chains, itertools.repeat(getattr)))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(zip(map(_FIRST, idents), map(list, frames), strict=False))
+    finally:
+        del every, idents, tops, chains, frames  # they lead to this very frame: a cycle would keep it until it is collected
+        if collects:
+            gc.enable()
 
 
 def _with_tensors(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
