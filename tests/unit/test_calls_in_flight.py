@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from placement import Manager, NotResidentError, PhaseError, TorchEngine
-from placement.core.call_guard import CallGuard
+from placement.core.call_guard import CallGuard, _stacks_of_others
 from placement.testing import Faults, InjectedFault, SimulatedDevice
 from tests.support.worker import CAPACITY
 
@@ -87,7 +86,7 @@ class InThread:
         ident, wait = threading.get_ident(), CallGuard.wait.__code__
 
         def watch() -> None:
-            while not _has(sys._current_frames()[ident], wait):
+            while not any(frame.f_code is wait for other, stack in _stacks_of_others() if other == ident for frame in stack):
                 time.sleep(1e-3)
             self.gate.opened.set()
 
@@ -97,14 +96,6 @@ class InThread:
         self.gate.opened.set()
         self.thread.join(60)
         return self.result
-
-
-def _has(frame: Any, code: Any) -> bool:
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def make_manager(**settings: Any) -> Manager:
@@ -163,7 +154,7 @@ class Compilable(Gated):
 def test_the_end_of_a_phase_waits_for_the_call(manager: Manager, kind: str, end: Callable[[Manager, Gated], None]) -> None:
     outer = Holder()
     gated, role = outer.inner, "rollout" if kind == "engine" else "reward"
-    expected = outer(X)
+    expected = outer(X).detach()
     manager.register("scored", TorchEngine(outer) if kind == "engine" else outer, role=role)
     manager.enter(role)
     call = InThread(gated, lambda: (gated if kind == "submodule" else outer)(X))
@@ -180,7 +171,7 @@ def test_however_it_is_called(manager: Manager, way: str) -> None:
     torch._dynamo.reset()
     model = Compilable() if "compiled" in way else Gated()
     GATES.clear()
-    expected = model(X)
+    expected = model(X).detach()
     manager.register("scored", model, role="reward")
     with manager.phase("reward"):
         made = WAYS[way](model)
@@ -193,7 +184,7 @@ def test_however_it_is_called(manager: Manager, way: str) -> None:
 def test_a_call_that_does_not_end_stops_the_transition_and_loses_nothing() -> None:
     with closing(make_manager(call_deadline_seconds=0.05)) as manager:
         gated, other = Gated(), Gated(1)
-        expected = gated(X)
+        expected = gated(X).detach()
         scored = manager.register("scored", gated, role="reward")
         manager.register("other", other, role="reward")
         manager.enter("reward")
@@ -217,7 +208,7 @@ def test_a_call_that_does_not_end_stops_the_transition_and_loses_nothing() -> No
 
 def test_done_with_waits_and_a_new_call_is_refused(manager: Manager) -> None:
     gated = Gated()
-    expected = gated(X)
+    expected = gated(X).detach()
     scored = manager.register("scored", gated, role="reward")
     with manager.phase("reward") as phase:
         call = InThread(gated, lambda: gated(X))
@@ -230,7 +221,7 @@ def test_done_with_waits_and_a_new_call_is_refused(manager: Manager) -> None:
 
 def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = Gated()
-    expected = gated(X)
+    expected = gated(X).detach()
     manager.register("scored", gated, role="reward")
     calls: list[InThread] = []
     refuse = CallGuard.refuse

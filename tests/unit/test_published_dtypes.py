@@ -140,7 +140,8 @@ def test_a_dtype_that_cannot_be_is_refused_before_anything_is_published(dtype: A
 def test_every_dtype_is_published_and_taken_byte_for_byte(manager: Any, dtype: torch.dtype, transposed: bool) -> None:
     def model(values: torch.Tensor) -> nn.Module:
         made = nn.Linear(2, 2)
-        made.register_buffer("value", values.t() if transposed else values)
+        own = values.view(torch.uint8).clone().view(dtype)
+        made.register_buffer("value", own.t() if transposed else own)
         made.fixed = nn.Parameter(values.view(torch.uint8).clone().view(dtype), requires_grad=False)
         return made
 
