@@ -228,7 +228,7 @@ def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manage
 
     def late(guard: CallGuard) -> None:
         if not calls:
-            calls.append(InThread(gated, lambda: gated(X)))  # its last layer is called when calls are refused
+            calls.append(InThread(gated, lambda: gated(X).detach()))  # its last layer is called when calls are refused
             calls[0].open_when_awaited()
         refuse(guard)
 
@@ -239,7 +239,7 @@ def test_a_call_that_begins_just_before_calls_are_refused_runs_to_its_end(manage
 
 def test_weights_are_not_taken_in_the_middle_of_a_call(manager: Manager) -> None:
     actor, generating = Gated(1), Gated(2)
-    before, after = generating(X), actor(X)
+    before, after = generating(X).detach(), actor(X).detach()
     engine = TorchEngine(generating)
     published = manager.register("actor", actor, role="actor")
     manager.register("rollout", engine, role="rollout")

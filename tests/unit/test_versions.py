@@ -128,3 +128,13 @@ def test_a_write_into_poison_is_still_found_after_a_state_dict() -> None:
         model[2].bias.clamp_(0)  # type: ignore[index,union-attr,operator]
     with pytest.raises(Exception, match=r"2\.bias.* of 'actor' were written while it was offloaded"):
         manager.enter("log_prob")
+
+
+def test_a_state_dicts_tensor_begins_at_the_version_of_the_objects_own() -> None:
+    model = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    wanted = {name: value._version for name, value in model.state_dict().items()}
+    handle = make_manager().register("actor", model, role="actor")
+    assert wanted["weight"] > 0
+    assert {name: value._version for name, value in handle.state_dict().items()} == wanted

@@ -33,10 +33,14 @@ class HostVersions:
         self._written: set[_Span] = set()
         """The bytes that were written through wrappers, as far as that has been noticed."""
 
-    def counting(self, host: torch.Tensor) -> torch.Tensor:
-        """The same tensor, with the counter of the bytes that it shows."""
+    def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
+        """The same tensor, with the counter of the bytes that it shows. It begins at the version of the object's own tensor."""
         with torch.inference_mode(False):
-            counter, _ = self._tensors.setdefault(_span(host), (torch.empty(0, device="cpu"), 0))
+            span = _span(host)
+            if span not in self._tensors:
+                self._tensors[span] = torch.empty(0, device="cpu"), version
+                torch._C._autograd._unsafe_set_version_counter((self._tensors[span][0],), (version,))
+            counter, _ = self._tensors[span]
             shown = counter.detach()
             shown.data = host
         return shown

@@ -27,7 +27,7 @@ from placement.storage.offloaded.host_versions import HostVersions
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.scanning.places import Places
 from placement.tensors.owned import Adapter
-from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped
+from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
 from placement.tensors.sparse import is_sparse, made_of
 
 
@@ -176,7 +176,7 @@ class StateDictTensors:
             if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
                 r.wait_until_saved()  # also where a tensor over the place is alive already
                 host = self.over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
-                return self.host_versions.counting(host)
+                return self.host_versions.counting(host, version_of(tensor))
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
             if name not in self._registered.within(places.ranges):
@@ -203,7 +203,7 @@ class StateDictTensors:
         r, offset = place
         r.wait_until_saved()  # as above
         host = self.over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
-        return self.host_versions.counting(host)
+        return self.host_versions.counting(host, version_of(tensor))
 
     def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
         """The same tensor with its bytes in the range; None where its storage is not in the host copy of one."""
