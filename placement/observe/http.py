@@ -163,6 +163,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingWSGIServer):
     """prometheus_client's server, with limits on its clients."""
 
+    request_queue_size = 2 * MAX_CONNECTIONS  # of the standard library's 5, the sixth of a burst waits a second, until its TCP tries again
     timeout_seconds = TIMEOUT_SECONDS
     is_closed = False
     chore: Callable[[], object] | None = None

@@ -53,9 +53,18 @@ def _accelerate_hook(module: nn.Module) -> Callable[[], object]:
 
 
 def _accelerate_mixed_precision(module: nn.Module) -> Callable[[], object]:
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
+    accelerate = pytest.importorskip("accelerate")
+    _forget_precision(accelerate)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     accelerator.prepare(module)
+    _forget_precision(accelerate)
     return lambda: accelerator.unwrap_model(module, keep_fp32_wrapper=False)
+
+
+def _forget_precision(accelerate: types.ModuleType) -> None:
+    """accelerate keeps the first precision that is chosen for the whole process, and refuses another one."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
 
 
 def _net(leaf: bool) -> nn.Module:
