@@ -21,7 +21,7 @@ from placement.core.errors import PhaseError
 from placement.core.loaded_classes import loaded_class
 from placement.frameworks.base import Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
-from placement.tensors.owned import Owned
+from placement.tensors.plain import Owned
 
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 """Fields of a flat parameter whose storages are allocated for computing only."""

@@ -19,8 +19,7 @@ import torch
 
 from placement.core.loaded_classes import loaded_class
 from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
-from placement.tensors.owned import Owned
-from placement.tensors.plain import is_wrapper, parts_of, plain_parts, rewrapped
+from placement.tensors.plain import Owned, is_wrapper, parts_of, plain_parts, rewrapped
 
 HYBRID = Named("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
 MASTER = "master_param"

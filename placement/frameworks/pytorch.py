@@ -16,8 +16,7 @@ import torch
 
 from placement.core.loaded_classes import is_a, loaded_class
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
-from placement.tensors.owned import Owned
-from placement.tensors.plain import nested_tensors
+from placement.tensors.plain import Owned, nested_tensors
 
 
 class DDP(Framework):
