@@ -13,8 +13,7 @@ import torch
 from placement.core.call_guard import wait_for_calls
 from placement.core.torch_modes import without_modes
 from placement.engines.taker import WeightTaker
-from placement.ownership.composite import CompositeAdapter
-from placement.ownership.module import ModuleAdapter
+from placement.ownership.module import CompositeAdapter, ModuleAdapter
 
 
 class Engine(abc.ABC):

@@ -18,7 +18,8 @@ from placement.core.settings import parse_bytes
 from placement.core.states import KV_CACHE, TAGS, WEIGHTS
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
-from placement.tensors.owned import Adapter, Owned
+from placement.ownership.adapter import Adapter
+from placement.tensors.plain import Owned
 
 InFlight = Literal["wait", "abort"]
 """The fate of requests in flight when the engine is drained: "wait" lets them finish, "abort" cuts them off."""

@@ -27,7 +27,7 @@ from placement.planning.policy_lookup import resolve_policy
 from placement.planning.simulated_handles import EngineHandle, SimulatedHandle
 from placement.planning.simulation import SimulatedPhase
 from placement.storage.range_layout import Sizing
-from placement.tensors.dtypes import dtype_of
+from placement.tensors.plain import dtype_of
 
 Gradients = Literal["cleared", "kept"]
 """Whether gradients are None when training ends (`zero_grad()` after `step()`), or alive: then they move with their model."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from placement.ownership.twin import unborn_state
+from placement.ownership.optimizer_state import unborn_state
 
 Rule = Callable[[torch.nn.Parameter], Sequence[int]]
 """Bytes of each storage of one parameter's state."""

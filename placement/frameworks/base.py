@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from placement.core.loaded_classes import is_a
-from placement.tensors.owned import Owned
+from placement.tensors.plain import Owned
 
 if TYPE_CHECKING:
     from placement.frameworks.weights import Weight

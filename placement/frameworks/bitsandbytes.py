@@ -9,8 +9,7 @@ import torch
 
 from placement.core.loaded_classes import is_a
 from placement.frameworks.base import Framework, Named
-from placement.tensors.owned import Owned
-from placement.tensors.plain import has_bytes, reference
+from placement.tensors.plain import Owned, has_bytes, reference
 
 _WEIGHTS = "bitsandbytes.nn.modules"
 _OPTIMIZER = Named("bitsandbytes.optim.optimizer", "Optimizer8bit")

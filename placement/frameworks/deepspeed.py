@@ -12,8 +12,7 @@ import torch
 from placement.core.loaded_classes import is_a
 from placement.frameworks.base import Advised, Framework, Named, Wrapper
 from placement.frameworks.weights import Reader, Weight
-from placement.tensors.owned import Owned
-from placement.tensors.plain import nested_tensors, reference
+from placement.tensors.plain import Owned, nested_tensors, reference
 
 _GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
 """Attributes of DeepSpeed's optimizers with the model's own parameters. The optimizers step flattened copies of these."""

@@ -14,12 +14,10 @@ from placement.frameworks.accelerate import Accelerate
 from placement.frameworks.base import Framework, OwnState
 from placement.frameworks.bitsandbytes import Bitsandbytes
 from placement.frameworks.deepspeed import DeepSpeed
-from placement.frameworks.megatron.ddp import Megatron
-from placement.frameworks.megatron.fsdp import MegatronFSDPShards
-from placement.frameworks.pytorch.ddp import DDP
-from placement.frameworks.pytorch.fsdp1 import FSDP1
-from placement.frameworks.pytorch.fsdp2 import FSDP2
-from placement.frameworks.pytorch.wrappers import TorchWrappers
+from placement.frameworks.fsdp1 import FSDP1
+from placement.frameworks.fsdp2 import FSDP2
+from placement.frameworks.megatron import Megatron, MegatronFSDPShards
+from placement.frameworks.pytorch import DDP, TorchWrappers
 from placement.frameworks.torchao import TorchAO
 from placement.frameworks.transformer_engine import TransformerEngine
 from placement.frameworks.veomni import VeOmni

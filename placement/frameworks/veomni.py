@@ -14,7 +14,7 @@ import torch
 
 from placement.core.loaded_classes import is_a
 from placement.frameworks.base import Framework
-from placement.frameworks.pytorch.fsdp2 import FSDP2
+from placement.frameworks.fsdp2 import FSDP2
 from placement.frameworks.weights import Reader, Weight, weight_of
 
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from placement.core.loaded_classes import loaded_class
 from placement.devices.host.slab import upload
-from placement.tensors.dtypes import is_scaled
-from placement.tensors.plain import PLAIN_TYPES
+from placement.tensors.plain import PLAIN_TYPES, is_scaled
 
 
 def _copyable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

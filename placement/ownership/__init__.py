@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from placement.ownership.adapter import Adapter
 from placement.ownership.module import ModuleAdapter
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.tensors.owned import Adapter
 
 
 def adapter_for(obj: Any, *, name: str, compute_device: torch.device, external: bool = False) -> Adapter:

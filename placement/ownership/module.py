@@ -1,4 +1,4 @@
-"""The tensors of a `torch.nn.Module`, whether plain, wrapped or sharded by frameworks."""
+"""The tensors of a `torch.nn.Module`, whether plain, wrapped or sharded by frameworks; and those of several modules registered as one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.frameworks.base import Framework
 from placement.frameworks.known import frameworks_of
+from placement.ownership.adapter import Adapter, Seen
 from placement.ownership.detect import refuse_module
-from placement.tensors.owned import Adapter, Owned, Seen
+from placement.ownership.steady import Steady
 from placement.tensors.plain import (
     LAZY_VIEW,
     OBJECT_LEVELS,
+    Owned,
     has_bytes,
     has_fields,
     is_lazy_view,
@@ -31,7 +32,6 @@ from placement.tensors.plain import (
     with_index,
 )
 from placement.tensors.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
-from placement.tensors.steady import Steady
 
 # Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model.
 _MODULE_FIELDS = tuple(vars(torch.nn.Module()))
@@ -83,13 +83,13 @@ class ModuleAdapter(Adapter):
         self._cpu_stays = False
         self._on_device: set[str] = set()
         """If CPU tensors stay on the CPU: names of tensors seen on the accelerator. Under such a name, a tensor on the CPU must move."""
-        self._frameworks: list[Framework] = frameworks_of(inner)
-        self._external = "the caller says so (external=True)" if external else None
-        if self._external is None:
-            self._external = next((reason for each in self._frameworks if (reason := each.external) is not None), None)
-        if self._external is None:
+        self.frameworks = frameworks_of(inner)
+        self.external = "the caller says so (external=True)" if external else None
+        if self.external is None:
+            self.external = next(filter(None, (each.external for each in self.frameworks)), None)
+        if self.external is None:
             refuse_module(name, inner)
-            for each in self._frameworks:
+            for each in self.frameworks:
                 if (reason := each.refusal(self._device)) is not None:
                     raise RegistrationError(f"{name!r}: {reason}.")
             self.ready()
@@ -109,33 +109,9 @@ class ModuleAdapter(Adapter):
         weights: list[torch.Tensor] = [*module.parameters()] or [tensor for _, tensor in module.named_buffers()]
         return self._device.type != "cpu" and any(weight.device == self._device for weight in weights)
 
-    def ready(self) -> None:
-        for each in self._frameworks:
-            each.ready()
-
-    def replaced(self) -> Iterator[tuple[str, int]]:
-        return itertools.chain.from_iterable(each.replaced() for each in self._frameworks)
-
-    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        return itertools.chain.from_iterable(each.unreduced_gradients() for each in self._frameworks)
-
-    def drop_unreduced(self) -> None:
-        for each in self._frameworks:
-            each.drop_unreduced()
-
-    def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        return itertools.chain.from_iterable(each.gradient_buffers() for each in self._frameworks)
-
-    def before_step(self) -> None:
-        for each in self._frameworks:
-            each.before_step()
-
-    def away(self) -> str | None:
-        return next((reason for each in self._frameworks if (reason := each.away()) is not None), None)
-
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         staying = ((f"{path} ({_form_of(tensor)})", nbytes_of(tensor)) for path, tensor in _living([*self._immovable, *self._left]))
-        return itertools.chain(itertools.chain.from_iterable(each.kept_by_framework() for each in self._frameworks), staying)
+        return itertools.chain(super().kept_by_framework(), staying)
 
     def sparse(self) -> Iterator[torch.Tensor]:
         return (tensor for tensor in (alive() for alive in self._sparse) if tensor is not None)
@@ -146,18 +122,6 @@ class ModuleAdapter(Adapter):
             problem = problem_of(tensor, self._device) if part is None else problem_of_sparse(part, self._device)
             if problem is not None:
                 yield path, problem
-
-    def follow_parameters(self) -> None:
-        for each in self._frameworks:
-            each.follow_parameters()
-
-    @property
-    def lost_by_conversion(self) -> str | None:
-        return next((reason for each in self._frameworks if (reason := each.lost_by_conversion) is not None), None)
-
-    def drop_caches(self) -> None:
-        for each in self._frameworks:
-            each.drop_caches()
 
     def owned(self) -> Iterator[Owned]:
         """Every tensor object, module by module in the order of the tree: parameters with their gradients, buffers, attributes.
@@ -175,7 +139,7 @@ class ModuleAdapter(Adapter):
         found = self._collect(module)
         # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
         # A walk for handing back refuses nothing, so the next one has to look at everything.
-        is_simple = not self._frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests
+        is_simple = not self.frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests
         if is_simple and not self.hands_back:
             self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
@@ -214,18 +178,6 @@ class ModuleAdapter(Adapter):
         """The device on which the module computes."""
         return self._device
 
-    @property
-    def external(self) -> str | None:
-        return self._external
-
-    @property
-    def external_state(self) -> str | None:
-        return next((reason for each in self._frameworks if (reason := each.external_state) is not None), None)
-
-    @property
-    def gathers(self) -> str | None:
-        return next((reason for each in self._frameworks if (reason := each.gathers) is not None), None)
-
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters as an optimizer has them, each once, under the module's own names."""
         module = self._module()
@@ -242,14 +194,14 @@ class ModuleAdapter(Adapter):
         return id(tensor) in self._own_tensors()
 
     def _own_tensors(self) -> dict[int, torch.Tensor]:
-        return {shown: own for each in self._frameworks for shown, own in each.own_tensors().items()}
+        return {shown: own for each in self.frameworks for shown, own in each.own_tensors().items()}
 
     def _collect(self, root: torch.nn.Module) -> list[Owned]:
         self._nests, self._sparse, self._immovable, self._left = False, [], [], []
         held: dict[int, tuple[str, Any]] = {}
         found: list[Owned] = []
         self._other_names = {}
-        seen: dict[int, str] = {id(cache): "" for each in self._frameworks for cache in each.caches()}
+        seen: dict[int, str] = {id(cache): "" for each in self.frameworks for cache in each.caches()}
         self._shown = self._own_tensors()
         visited: set[int] = set()
         stack: list[tuple[str, torch.nn.Module]] = [("", root)]
@@ -268,11 +220,11 @@ class ModuleAdapter(Adapter):
             self._add_attributes(prefix, fields, found, seen, held)
             if children := fields["_modules"]:
                 stack.extend([(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1])
-        for each in self._frameworks:
+        for each in self.frameworks:
             for owned in each.tensors():
                 self._add(owned.name, owned.tensor, found, seen, owned.transient)
         self._containers = {*held}
-        if held and self._external is None:
+        if held and self.external is None:
             self._add_held(held.values(), found, seen)
         return found
 
@@ -325,7 +277,7 @@ class ModuleAdapter(Adapter):
         transient = transient or not leaf
         for path, part in parts_of(tensor, name):
             wrapper = None if part is tensor else tensor
-            if self._external is not None:
+            if self.external is not None:
                 if has_bytes(part):
                     found.append(Owned(path, part, transient, wrapper))
             elif not self._stays(path, part):
@@ -356,7 +308,7 @@ class ModuleAdapter(Adapter):
                 self._other_names[name] = first
                 return
             parts = [Owned(path, part, True, gradient) for path, part in sparse_parts(gradient, name)]
-            if self._external is not None:
+            if self.external is not None:
                 found += parts
             elif not (self._cpu_stays and gradient.is_cpu):
                 if any(problem_of_sparse(each.tensor, self._device) for each in parts):
@@ -364,7 +316,7 @@ class ModuleAdapter(Adapter):
                 else:
                     self._sparse.append(weakref.ref(gradient))
                     found += parts
-        elif self._external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
+        elif self.external is None and any(not self._can_go(part) for _, part in parts_of(gradient, name)):
             self._immovable.append((name, weakref.ref(gradient)))
         else:
             self._add(name, gradient, found, seen, transient=True)
@@ -375,6 +327,109 @@ class ModuleAdapter(Adapter):
 
     def _can_go(self, part: torch.Tensor) -> bool:
         return (is_plain(part, self._device) and not part.is_inference()) or (self._cpu_stays and part.is_cpu)
+
+
+class CompositeAdapter(Adapter):
+    """Several modules registered as one object, such as the models of an engine. A subclass says which modules there are.
+
+    Args:
+        name: The handle's name, for errors.
+        adapt: makes the adapter of one module.
+        modules: the modules that the object has now.
+
+    Raises:
+        RegistrationError: a module is not supported, or a framework moves some of the modules but not the others.
+    """
+
+    def __init__(self, name: str, adapt: Callable[[torch.nn.Module], ModuleAdapter], modules: Sequence[torch.nn.Module]) -> None:
+        self._name = name
+        self._adapt = adapt
+        self._shares = False
+        """Whether a tensor was found in more than one of the modules."""
+        self._take([adapt(module) for module in modules])
+
+    def current_modules(self) -> Sequence[torch.nn.Module] | None:
+        """The modules that the object has now; None if they have not changed."""
+        return None
+
+    def _take(self, adapters: list[ModuleAdapter]) -> None:
+        """Be about these modules from now on."""
+        self._adapters = adapters
+        self.frameworks = [framework for adapter in adapters for framework in adapter.frameworks]
+        reasons = [adapter.external for adapter in adapters]
+        self.external = next(filter(None, reasons), None)
+        if any(reasons) and not all(reasons):
+            raise RegistrationError(
+                f"{self._name!r}: a framework moves {sum(map(bool, reasons))} of its {len(reasons)} modules itself "
+                f"({self.external}), but not the others. What to do: register these two kinds as separate engines, or with "
+                "external=True, so that all of them are tracked and never moved"
+            )
+
+    def _refresh(self) -> None:
+        """Make adapters for modules that were added, and forget those of modules that the object no longer has."""
+        modules = self.current_modules()
+        if modules is None or self._is_of(modules):
+            return
+        was_external = self.external
+        known = {id(key): adapter for adapter in self._adapters for key in adapter.key_objects()}
+        self._take([known.get(id(module)) or self._adapt(module) for module in modules])
+        if self._adapters and (self.external is None) is not (was_external is None):
+            raise RegistrationError(
+                f"{self._name!r} has other modules than when it was registered, and only the old or only the new ones are external "
+                f"({self.external or was_external}). What to do: unregister it, and register it again"
+            )
+
+    def _is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
+        keys = [{id(key) for key in adapter.key_objects()} for adapter in self._adapters]
+        return len(keys) == len(modules) and all(id(module) in of for of, module in zip(keys, modules, strict=True))
+
+    def module_adapters(self) -> Sequence[ModuleAdapter]:
+        return tuple(self._adapters)
+
+    def owned(self) -> Iterator[Owned]:
+        """The tensors of the modules that the object has now. The object may have replaced modules since it was registered.
+
+        While the object is handed back, those of the modules that are known already: a new one may be refused, and has no place yet.
+
+        Raises:
+            RegistrationError: a module cannot be moved.
+        """
+        if not self.hands_back:
+            self._refresh()
+        for adapter in self._adapters:
+            adapter.hands_back = self.hands_back
+        found = [owned for adapter in self._adapters for owned in adapter.owned()]
+        distinct = {id(owned.tensor): owned for owned in reversed(found)}
+        self._shares = len(distinct) < len(found)
+        return reversed(distinct.values()) if self._shares else iter(found)
+
+    def unchanged(self) -> Seen | None:
+        modules = self.current_modules()
+        if self._shares or (modules is not None and not self._is_of(modules)):
+            return None
+        seen = [adapter.unchanged() for adapter in self._adapters]
+        known = [each for each in seen if each is not None]
+        if not known or len(known) < len(seen):
+            return None
+        return Seen(*(list(itertools.chain.from_iterable(column)) for column in zip(*known, strict=True)))
+
+    def key_objects(self) -> Sequence[Any]:
+        return [key for adapter in self._adapters for key in adapter.key_objects()]
+
+    def with_gradients(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.with_gradients())
+
+    def kept_by_framework(self) -> Iterator[tuple[str, int]]:
+        return (each for adapter in self._adapters for each in adapter.kept_by_framework())
+
+    def sparse(self) -> Iterator[torch.Tensor]:
+        return _distinct(tensor for adapter in self._adapters for tensor in adapter.sparse())
+
+    def immovable(self) -> Iterator[tuple[str, str]]:
+        return (each for adapter in self._adapters for each in adapter.immovable())
+
+    def other_names(self) -> Mapping[str, str]:
+        return {other: name for adapter in self._adapters for other, name in adapter.other_names().items()}
 
 
 def _living(noted: Iterable[tuple[str, weakref.ref[torch.Tensor]]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -391,3 +446,8 @@ def _kind_of(cls: type) -> int:
     if issubclass(cls, (list, tuple, deque, Mapping)):
         return _CONTAINER
     return _OBJECT if has_fields(cls) and cls.__module__.partition(".")[0] not in _OF_FRAMEWORKS else _NO_TENSOR
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each tensor object once: modules may share some."""
+    return iter({id(tensor): tensor for tensor in tensors}.values())

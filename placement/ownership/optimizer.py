@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,25 +14,38 @@ import torch
 from placement.core.errors import RegistrationError
 from placement.core.weak_set import WeakIdSet
 from placement.frameworks.known import answering, holds_optimizers, optimizer_scalars, own_state, stepped_for
+from placement.ownership.adapter import Adapter, Seen
 from placement.ownership.detect import external_optimizer, refuse_optimizer
-from placement.ownership.leaves import (
+from placement.ownership.optimizer_state import (
     Leaf,
+    Unborn,
     find,
     is_all_born,
     is_born,
     parameters_of,
     state_of,
+    stepped_by,
     tensors_beside,
     tensors_in_groups,
+    unborn_state,
     wrapper_of,
 )
-from placement.ownership.main_parameters import gradients_of, main_parameters
-from placement.ownership.twin import Unborn, stepped_by, unborn_state
-from placement.tensors.owned import Adapter, Owned, Seen
-from placement.tensors.plain import LAZY_VIEW, is_lazy_view, is_plain, parts_of, plain_parts, problem_of, reference, with_index
+from placement.ownership.steady import SteadyState
+from placement.tensors.plain import (
+    LAZY_VIEW,
+    Owned,
+    is_lazy_view,
+    is_leaf,
+    is_plain,
+    parts_of,
+    plain_parts,
+    problem_of,
+    reference,
+    with_index,
+)
 from placement.tensors.sparse import is_sparse, problem_of_sparse, sparse_parts
-from placement.tensors.steady import SteadyState
 
+_GRADIENTS = ("grad", "decoupled_grad")
 _ON_CPU_UNLESS_CAPTURED = frozenset({"step", "mu_product"})
 
 
@@ -84,8 +98,8 @@ class OptimizerAdapter(Adapter):
                 f"What to do: {_advice(optimizer)}."
             )
         parameters = self.parameters()
-        self._external = "the caller says so (external=True)" if external else external_optimizer(objects, parameters, self._device)
-        if self._external is None:
+        self.external = "the caller says so (external=True)" if external else external_optimizer(objects, parameters, self._device)
+        if self.external is None:
             refuse_optimizer(name, objects)
             for index, parameter in enumerate(parameters):
                 for _, part in parts_of(parameter, ""):
@@ -115,7 +129,7 @@ class OptimizerAdapter(Adapter):
         """A record of a walk, to see quickly that nothing has changed. None if the next walk must look at everything again."""
         objects, leaves = self._look()
         optimizers = [leaf.optimizer for leaf in leaves]
-        if self._external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
+        if self.external is not None or self.hands_back or any(map(holds_optimizers, objects)) or not SteadyState.fits(optimizers):
             return None
         if self._lent_gradients:  # they become the optimizer's own when the modules drop them
             return None
@@ -137,7 +151,7 @@ class OptimizerAdapter(Adapter):
         gradients = gradients_of(theirs)
         of_gradients = _storages(gradients.values())
         storages = _storages(theirs) | of_gradients
-        for main in main_parameters(parameters, models) if self._external is None else ():
+        for main in main_parameters(parameters, models) if self.external is None else ():
             yield from self._plain(main, storages)
         in_groups = _storages(tensor for _, tensor in tensors_in_groups(leaves))
         for leaf in leaves:
@@ -155,11 +169,11 @@ class OptimizerAdapter(Adapter):
                     yield from self._sparse_state(name, tensor)
                     continue
                 for owned in self._parts(leaf, name, key, group, tensor):
-                    yield from (owned,) if self._external is not None else self._plain(owned, storages)
+                    yield from (owned,) if self.external is not None else self._plain(owned, storages)
 
     def _parts(self, leaf: Leaf, name: str, key: str, group: Mapping[str, Any], tensor: torch.Tensor) -> Iterator[Owned]:
         """The parts of a state tensor, but for those that stay on the CPU."""
-        is_external = self._external is not None
+        is_external = self.external is not None
         for path, part in plain_parts(tensor, name) if is_external else parts_of(tensor, name):
             if is_external or not (part.is_cpu and self._stays_on_cpu(leaf.optimizer, key, group, part)):
                 yield Owned(path, part, wrapper=wrapper_of(tensor, part))
@@ -168,7 +182,7 @@ class OptimizerAdapter(Adapter):
         """Momentum of sparse gradients. It is transient like the gradients, because every step makes its storages anew."""
         self._sparse.append(weakref.ref(tensor))
         for path, part in sparse_parts(tensor, name):
-            if self._external is None and not self.hands_back and (problem := problem_of_sparse(part, self._device)) is not None:
+            if self.external is None and not self.hands_back and (problem := problem_of_sparse(part, self._device)) is not None:
                 raise RegistrationError(f"{self._name!r}: {name!r} {problem}.")
             yield Owned(path, part, True, tensor)
 
@@ -204,8 +218,8 @@ class OptimizerAdapter(Adapter):
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
         objects, leaves = self._look()
         steps = {id(each) for each in parameters_of(leaves)}
-        moved = {id(each.tensor) for each in self._walk()} if self._external is None else {}
-        for name, tensor in tensors_beside(leaves, objects) if self._external is None else ():
+        moved = {id(each.tensor) for each in self._walk()} if self.external is None else {}
+        for name, tensor in tensors_beside(leaves, objects) if self.external is None else ():
             if id(tensor) not in steps:
                 yield from ((path, part) for path, part in plain_parts(tensor, name) if id(part) not in moved and part.numel() > 1)
 
@@ -247,25 +261,21 @@ class OptimizerAdapter(Adapter):
             return []
         return [root, *(leaf.optimizer for leaf in self.leaves() if leaf.optimizer is not root)]
 
-    @property
-    def external(self) -> str | None:
-        return self._external
-
     def follow(self, owners: Iterable[Adapter]) -> None:
         """Learn whose parameters are stepped. If a framework moves these modules and their state, the optimizer becomes external.
 
         Raises:
             RegistrationError: a framework moves the state for some of the modules, but not for others.
         """
-        reasons = [owner.external_state for owner in owners]
-        if self._external is not None or not any(reasons):
+        reasons = [next(filter(None, (each.external_state for each in owner.frameworks)), None) for owner in owners]
+        if self.external is not None or not any(reasons):
             return
         if not all(reasons):
             raise RegistrationError(
                 f"{self._name!r} steps parameters whose state a framework moves itself ({next(filter(None, reasons))}), and others. What "
                 "to do: use an optimizer for each of the two, or register it with external=True to have it tracked and never moved."
             )
-        self._external = reasons[0]
+        self.external = reasons[0]
 
     def take_copies(self, copies: Iterable[torch.Tensor], copied: torch.Tensor) -> None:
         """Move stepped tensors that are no module's parameters (float32 copies of them) with the optimizer, like its state.
@@ -307,7 +317,7 @@ class OptimizerAdapter(Adapter):
 
     def away(self) -> str | None:
         root = self._root()
-        return next((reason for each in answering("optimizer_away") if (reason := each.optimizer_away(root)) is not None), None)
+        return next(filter(None, (each.optimizer_away(root) for each in answering("optimizer_away"))), None)
 
     def state_is_born(self) -> bool:
         """Whether any optimizer found in the object has state. State comes with the first step, or with the constructor (Adagrad)."""
@@ -323,7 +333,7 @@ class OptimizerAdapter(Adapter):
         None if it cannot be predicted: LBFGS, ASGD, Adafactor, SparseAdam, and users' steps that need data.
         """
         self._unborn = ()
-        if self._external is not None:
+        if self.external is not None:
             return ()
         found: list[Unborn] = []
         objects, leaves = self._look()
@@ -347,7 +357,10 @@ class OptimizerAdapter(Adapter):
 
     def follow_groups(self) -> bool:
         given = self._stepped_for(self._look()[0]) if self._unborn else {}
-        return True in [unborn.follow(self._device, given) for unborn in self._unborn]  # each is asked
+        changed = False
+        for unborn in self._unborn:
+            changed |= unborn.follow(self._device, given)
+        return changed
 
     def unborn_bytes_of(self, parameter: torch.Tensor) -> int:
         """Bytes of state that the first step of one parameter will create, as far as they could be predicted."""
@@ -374,3 +387,37 @@ def _advice(obj: Any) -> str:
     if isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return "register the optimizer itself (a scheduler need not be registered)"
     return "register the module or the optimizer itself; for vLLM and SGLang an engine of placement.engines, such as VllmInProcess(llm)"
+
+
+def main_parameters(stepped: Iterable[torch.Tensor], models: Mapping[int, torch.Tensor]) -> Iterator[Owned]:
+    """The main parameters among the stepped tensors, named by their index, and their gradients.
+
+    Args:
+        stepped: the tensors that the optimizer steps.
+        models: the model's parameter for each main parameter, by the identity of the latter.
+    """
+    if not models:
+        return
+    # A shard of a float32 parameter is a view, not a leaf of autograd; torch warns about reading its `.grad` before the first step.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        found = [
+            (index, main, [(name, getattr(main, name, None)) for name in _GRADIENTS])
+            for index, main in enumerate(stepped)
+            if id(main) in models
+        ]
+    for index, main, gradients in found:
+        yield from _parts(f"main.{index}", main, is_gradient=False)
+        for name, gradient in gradients:
+            if gradient is not None:
+                yield from _parts(f"main.{index}.{name}", gradient, is_gradient=True)
+
+
+def _parts(name: str, tensor: torch.Tensor, *, is_gradient: bool) -> Iterator[Owned]:
+    return (Owned(path, part, is_gradient, None if part is tensor else tensor) for path, part in parts_of(tensor, name))
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The gradients of modules' parameters (`grad` and `main_grad`), by identity."""
+    found = ((each.grad if is_leaf(each) else None, getattr(each, "main_grad", None)) for each in parameters)
+    return {id(gradient): gradient for pair in found for gradient in pair if isinstance(gradient, torch.Tensor)}

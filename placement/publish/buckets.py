@@ -23,7 +23,7 @@ from placement.ownership.module import ModuleAdapter
 from placement.publish.lora import Adapters
 from placement.publish.published import check_publishable, published
 from placement.storage.base import Storage
-from placement.tensors.dtypes import dtype_of, is_scaled
+from placement.tensors.plain import dtype_of, is_scaled
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from placement.core.loaded_classes import is_a
 from placement.frameworks.weights import Reader, Weight
 from placement.publish.skeleton import Copier, Shown, Skeleton, key_of, named_places
-from placement.tensors.dtypes import is_scaled
+from placement.tensors.plain import is_scaled
 
 Adapters = Literal["merged", "separate", "base"]
 """The part of a PEFT model that is published: base with the adapters merged in, the adapters alone, or the base without adapters."""

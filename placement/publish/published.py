@@ -15,7 +15,7 @@ from placement.frameworks.weights import Weight, weight_of
 from placement.publish import lora
 from placement.publish.lora import Adapters
 from placement.publish.skeleton import Skeleton, key_of, named_places
-from placement.tensors.dtypes import is_scaled
+from placement.tensors.plain import is_scaled
 
 
 def published(root: torch.nn.Module, adapters: Adapters) -> list[tuple[str, Weight]]:

@@ -209,7 +209,8 @@ class StepGuard(_Guard):
             refuse(handle, "stepped", advice)
         for owner in handle.owners:
             if owner.adapter is not None and owner.adapter.external is None:
-                owner.adapter.before_step()
+                for framework in owner.adapter.frameworks:
+                    framework.before_step()
 
 
 class LoadGuard(_Guard):

@@ -15,11 +15,11 @@ from placement.core.states import HandleView, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
+from placement.ownership.adapter import Adapter
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration.initial_step import no_initial_step
 from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
-from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
     from placement.ownership.module import ModuleAdapter

@@ -19,6 +19,7 @@ from placement.devices.base import Device
 from placement.engines.base import Engine, EngineAdapter
 from placement.engines.tagged import TaggedAdapter, TaggedEngine
 from placement.ownership import adapter_for
+from placement.ownership.adapter import Adapter
 from placement.ownership.detect import captured_collectives
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.registration import guards
@@ -32,7 +33,6 @@ from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.storage import ReplicatedStorage
 from placement.storage.transfer.buckets import most_buckets
-from placement.tensors.owned import Adapter
 from placement.tensors.plain import plain_parts
 
 _logger = logging.getLogger("placement")

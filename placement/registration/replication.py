@@ -18,10 +18,10 @@ from placement.core.errors import GroupError, RegistrationError
 from placement.core.states import Plan
 from placement.group.messages import Stage
 from placement.group.vote import GroupVote
+from placement.ownership.adapter import Adapter
 from placement.registration.handle import Lazy
 from placement.storage.replicated.range import Shares
 from placement.storage.replicated.ranks import TorchRanks
-from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
     from placement.group.agreement import Group, Reached

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from placement.ownership.independent import is_elementwise
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.ownership.slices import ParameterSlice, is_counter, sliceable_state
+from placement.ownership.partial_step import ParameterSlice, is_counter, is_elementwise, sliceable_state
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.buckets import Piece

@@ -20,8 +20,8 @@ from placement.core.journal import HandleCounters
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
-from placement.ownership.independent import PartialStep, refusal, refusal_now, replaced_step
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.ownership.partial_step import PartialStep, refusal, refusal_now, replaced_step
 from placement.registration.method_call import MethodCall
 from placement.registration.step_parts import StepParts
 from placement.storage.managed import ManagedStorage

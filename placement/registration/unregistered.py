@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from placement.core.errors import PhaseError, PlacementError, RegistrationError
 from placement.core.states import State
-from placement.ownership.leaves import find
+from placement.ownership.optimizer_state import find
 from placement.registration.guards import StepGuard, is_off, refuse
 from placement.registration.initial_step import undo_initial_step
 from placement.storage.address_map import RANGES

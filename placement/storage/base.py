@@ -20,7 +20,7 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.core.states import NO_TAGS, State
-from placement.tensors.owned import Adapter
+from placement.ownership.adapter import Adapter
 
 if TYPE_CHECKING:
     from placement.storage.range import Range

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Set
 
 import torch
 
+from placement.ownership.adapter import Adapter
 from placement.storage.range import Range
 from placement.storage.range_layout import Claim
 from placement.storage.scanning.scanner import lent_gradients
-from placement.tensors.owned import Adapter
 from placement.tensors.plain import parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
 
@@ -28,7 +29,7 @@ class Gradients:
     def tensors(self) -> dict[int, torch.Tensor]:
         """The tensors that hold the gradients' bytes, by identity."""
         gradients = [owner.grad for owner in self._adapter.with_gradients() if owner.grad is not None]
-        gradients += self._adapter.unreduced_gradients()
+        gradients += itertools.chain.from_iterable(each.unreduced_gradients() for each in self._adapter.frameworks)
         return {id(part): part for gradient in gradients for _, part in _parts(gradient)}
 
     def besides(self, claims: Iterable[Claim]) -> list[Claim]:
@@ -47,7 +48,7 @@ class Gradients:
 
     def lasting(self) -> set[int]:
         """The storages (`_cdata`) that the framework goes on using when the gradients are dropped."""
-        return {buffer.untyped_storage()._cdata for buffer in self._adapter.gradient_buffers()}
+        return {buffer.untyped_storage()._cdata for framework in self._adapter.frameworks for buffer in framework.gradient_buffers()}
 
     def ranges(self, among: Iterable[Range]) -> tuple[Range, ...]:
         """The ranges, among these, that hold nothing but gradients. They need not be saved when gradients are dropped."""
@@ -63,9 +64,10 @@ class Gradients:
         """
         for owner in self._adapter.with_gradients():
             owner.grad = None
-        self._adapter.drop_unreduced()
-        for buffer in self._adapter.gradient_buffers() if zero_buffers else ():
-            buffer.detach().zero_()
+        for framework in self._adapter.frameworks:
+            framework.drop_unreduced()
+            for buffer in framework.gradient_buffers() if zero_buffers else ():
+                buffer.detach().zero_()
 
     def drop_in(self, storages: Set[int]) -> None:
         """Set the gradients that lie in these storages (`_cdata`) to None."""

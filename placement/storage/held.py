@@ -14,6 +14,7 @@ from placement.core.call_guard import NO_CALLS
 from placement.core.errors import BrokenHandleError, IntegrityError
 from placement.core.states import State
 from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
 from placement.storage.address_map import RANGES
 from placement.storage.base import Storage, check_ranges
 from placement.storage.gradients import Gradients
@@ -22,7 +23,6 @@ from placement.storage.offloaded.state_dict_tensors import was_handed_out
 from placement.storage.range import Range
 from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.storage.transfer.result import NanFound
-from placement.tensors.owned import Adapter
 from placement.tensors.plain import has_storage, is_plain_type, parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
 

@@ -13,6 +13,7 @@ import torch
 from placement.devices.base import Device
 from placement.devices.host.mapping import round_up
 from placement.devices.memory import HostSlab
+from placement.ownership.adapter import Adapter
 from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
 from placement.storage.gradients import Gradients
@@ -27,7 +28,7 @@ from placement.storage.scanning.scanner import StorageScanner, borrowed
 from placement.storage.scanning.unadopted import Unadopted
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.fingerprint import fingerprints
-from placement.tensors.owned import Adapter, align_all
+from placement.tensors.plain import align_all
 from placement.tensors.sparse import own_storages
 
 
@@ -360,7 +361,7 @@ class ObjectStorages:
     def drifted(self, *, on_device: bool) -> list[tuple[str, int]]:
         """See `ManagedStorage.drifted`."""
         found = [(entry.name, entry.nbytes) for r in self.ranges for entry in r.outside()]
-        found += self._adapter.replaced()
+        found += [each for framework in self._adapter.frameworks for each in framework.replaced()]
         born = self.new_storages()
         stay, transient = born.stay, born.transient  # relocated storages are in `found` already, by their addresses
         if on_device and self._adapter.kind == "optimizer":

@@ -20,8 +20,7 @@ from placement.devices import adoption
 from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
-from placement.tensors.owned import Owned
-from placement.tensors.plain import point_to
+from placement.tensors.plain import Owned, point_to
 
 ALIGNMENT = 512
 """The alignment of storages, in bytes from the beginning of a range."""

@@ -9,12 +9,12 @@ from contextlib import suppress
 import torch
 
 from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
 from placement.storage import range_layout
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
 from placement.storage.scanning.scanner import borrowed, note_borrowed, stepped, tensors_of_all_objects
-from placement.tensors.owned import Adapter, Owned, align_all
-from placement.tensors.plain import has_storage, is_leaf, is_plain_type, parts_of
+from placement.tensors.plain import Owned, align_all, has_storage, is_leaf, is_plain_type, parts_of
 from placement.tensors.sparse import follow, is_sparse, sparse_parts
 
 

@@ -1,4 +1,4 @@
-"""Plain tensors, and how tensors are found in nested containers and wrappers."""
+"""Tensors: plain ones and their dtypes, how they are found in containers and wrappers, and how an object names those that it owns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ OBJECT_LEVELS = 3
 """How many objects, one inside the other, may lie between a module and a tensor: `EncoderDecoderCache`, `StaticCache`, a layer of it."""
 _SIMPLE = {type(None), bool, int, float, str, bytes}
 """The types of values without a tensor. Most containers (a configuration, a vocabulary) have nothing else."""
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The short names of dtypes."""
 _carriers: set[tuple[str, str]] = set()
 
 
@@ -299,3 +302,50 @@ def restore(wrapper: torch.Tensor, outline: Outline) -> None:
     for name in (*slots, *vars(fresh)):
         if hasattr(fresh, name):
             setattr(wrapper, name, getattr(fresh, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One tensor of an object."""
+
+    name: str
+    """The name as users would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"."""
+    tensor: torch.Tensor
+    transient: bool = False
+    """Whether the tensor comes and goes between phases (a gradient). Then it gets addresses of its own for one offload at a time."""
+    wrapper: torch.Tensor | None = None
+    """The object through which users write, if another one (a DTensor). Its operations do not count in the wrapped tensor's version."""
+    held: bool = False
+    """Whether only an object that a module holds refers to it. That object may be another's, too: what is not this handle's stays."""
+
+    @property
+    def version(self) -> int:
+        """A count of writes. Some do not count (fused and foreach steps, collectives), so it can prove a write, never its absence."""
+        return version_of(self.tensor) + (0 if self.wrapper is None else version_of(self.wrapper))
+
+
+def align_all(owned: Iterable[Owned]) -> None:
+    """Correct the device that each wrapper names, where its parts were rebound to another one."""
+    for each in owned:
+        if each.wrapper is not None and each.wrapper.device != each.tensor.device:
+            align(each.wrapper)
+
+
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Whether values mean nothing without scales: the dtypes of one byte and less, other than bool and the integers of one byte."""
+    return (dtype.itemsize == 1 and dtype not in (torch.bool, torch.int8, torch.uint8)) or dtype is torch.bits16
+
+
+def dtype_of(given: object) -> torch.dtype | None:
+    """A dtype, or the one of this name: "bfloat16", "torch.bfloat16" or "bf16". None stays None.
+
+    Raises:
+        ValueError: it is neither a dtype nor the name of one.
+    """
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    name = str(given).removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'{given!r} is no dtype of torch; write torch.bfloat16 or "bfloat16"')  # noqa: TRY004  # the text is wrong
+    return found

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from placement.tensors.owned import Owned
-from placement.tensors.plain import problem_of
+from placement.tensors.plain import Owned, problem_of
 
 _OF_ITS_OWN = 3
 """The references to a storage that only the sparse tensor uses: its own, the requested alias, and the storage's Python object."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import placement
 from placement import Manager, PhaseError
-from placement.frameworks.megatron import hybrid as megatron_hybrid
+from placement.frameworks.megatron import HybridState
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded.pretend_cuda import mark, pretend_cuda
 from tests.sharded.training import as_bytes
@@ -81,7 +81,7 @@ def learn(model: torch.nn.Module, optimizer: Any, number: int, *, skip: int | No
 
 
 def state(optimizer: Any) -> list[Any]:
-    entries = megatron_hybrid.exported(optimizer).values()
+    entries = HybridState(optimizer).exported().values()
     return [{key: as_bytes(v) if isinstance(v, torch.Tensor) else v for key, v in entry.items()} for entry in entries]
 
 
@@ -147,15 +147,15 @@ def test_the_order_is_that_of_the_parameters_and_no_state_says_so() -> None:
     """Its own state comes in the order of the inner optimizers: what is stepped on the CPU first."""
     model = net()
     optimizer = make(model, 0.5)
-    assert [len(entry) for entry in megatron_hybrid.exported(optimizer).values()] == [0] * 6
+    assert [len(entry) for entry in HybridState(optimizer).exported().values()] == [0] * 6
     assert not optimizer.state, "asking created entries"
     learn(model, optimizer, 0, skip=2)
-    exported = megatron_hybrid.exported(optimizer)
+    exported = HybridState(optimizer).exported()
     parameters = list(model.parameters())
     assert [id(each) for each in exported] == [id(each) for each in parameters]
     assert [bool(entry) for entry in exported.values()] == [True, True, False, True, True, True]
     other = make(net(), 1.0)
-    assert [id(each) for each in megatron_hybrid.exported(other)] == [id(each) for group in other.param_groups for each in group["params"]]
+    assert [id(each) for each in HybridState(other).exported()] == [id(each) for group in other.param_groups for each in group["params"]]
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
@@ -168,8 +168,8 @@ def test_what_was_exported_resumes_bit_for_bit(fraction: float, in_fp32: bool, s
     for number in range(steps):
         learn(model, optimizer, number, skip=skip)
     weights = copy.deepcopy(model.state_dict())
-    saved = [copy.deepcopy(entry) for entry in megatron_hybrid.exported(optimizer).values()]
-    groups = [copy.deepcopy(megatron_hybrid.settings(group)) for group in optimizer.param_groups]
+    saved = [copy.deepcopy(entry) for entry in HybridState(optimizer).exported().values()]
+    groups = [copy.deepcopy(HybridState(optimizer).settings(group)) for group in optimizer.param_groups]
     expected = [learn(model, optimizer, number, skip=skip) for number in range(steps, steps + 4)]
 
     fresh = net()
@@ -180,7 +180,7 @@ def test_what_was_exported_resumes_bit_for_bit(fraction: float, in_fp32: bool, s
     learn(fresh, resumed, 99)  # other state is there, which has to go
     inner = [id(each) for each in (*resumed.sub_optimizers, *resumed.param_to_inner_param.values())]
     fresh.load_state_dict(weights)
-    megatron_hybrid.restore(resumed, dict(zip(fresh.parameters(), saved, strict=True)), groups)
+    HybridState(resumed).restore(dict(zip(fresh.parameters(), saved, strict=True)), groups)
     assert [id(each) for each in (*resumed.sub_optimizers, *resumed.param_to_inner_param.values())] == inner
     assert [learn(fresh, resumed, number, skip=skip) for number in range(steps, steps + 4)] == expected
     assert state(resumed) == state(optimizer)
@@ -195,12 +195,12 @@ def test_a_step_that_is_counted_by_group_is_state_and_a_stale_one_goes() -> None
     inner.param_groups[0]["step"] = 17
     for entry in inner.state.values():
         del entry["step"]
-    exported = megatron_hybrid.exported(optimizer)
+    exported = HybridState(optimizer).exported()
     assert {entry["step"] for entry in exported.values()} == {17}
     inner.__class__ = type("FusedAdam", (OnDeviceAdam,), {"step": lambda self, closure=None: None})
     optimizer.param_groups[0]["step"] = 3
     inner.param_groups[0]["step"] = 0
-    megatron_hybrid.restore(optimizer, exported, [megatron_hybrid.settings(group) for group in optimizer.param_groups])
+    HybridState(optimizer).restore(exported, [HybridState(optimizer).settings(group) for group in optimizer.param_groups])
     optimizer._sync_hdo_param_groups_to_sub_optimizers()
     assert inner.param_groups[0]["step"] == 17
     assert all("step" not in entry for entry in inner.state.values())
@@ -210,8 +210,8 @@ def test_settings_hold_no_classes() -> None:
     """They leak into its groups, and `torch.load(weights_only=True)` refuses the file."""
     optimizer = make(net())
     assert any(isinstance(value, type) for value in optimizer.param_groups[0].values())
-    assert not any(isinstance(value, type) for value in megatron_hybrid.settings(optimizer.param_groups[0]).values())
-    assert megatron_hybrid.settings(optimizer.param_groups[0])["lr"] == 1e-2
+    assert not any(isinstance(value, type) for value in HybridState(optimizer).settings(optimizer.param_groups[0]).values())
+    assert HybridState(optimizer).settings(optimizer.param_groups[0])["lr"] == 1e-2
 
 
 @pytest.mark.parametrize("skip", [None, 2])
@@ -288,7 +288,7 @@ def over_dtensors() -> tuple[list[str], list[Any], bool]:
     for function in real:
         setattr(dist, function.__name__, lambda *_, name=function.__name__, **__: calls.append(name))
     try:
-        exported = megatron_hybrid.exported(optimizer)
+        exported = HybridState(optimizer).exported()
     finally:
         for function in real:
             setattr(dist, function.__name__, function)
@@ -300,8 +300,8 @@ def over_dtensors() -> tuple[list[str], list[Any], bool]:
     for parameter, entry in zip(parameters, saved, strict=True):
         if not entry:
             assert parameter._local_tensor.numel() == 0
-    settings = [megatron_hybrid.settings(group) for group in optimizer.param_groups]
-    megatron_hybrid.restore(optimizer, dict(zip(parameters, saved, strict=True)), settings)
+    settings = [HybridState(optimizer).settings(group) for group in optimizer.param_groups]
+    HybridState(optimizer).restore(dict(zip(parameters, saved, strict=True)), settings)
     is_back = [as_bytes(inner) for inner in optimizer.param_to_inner_param.values()] == before
     is_back &= [as_bytes(v._local_tensor) for e in saved for k, v in sorted(e.items()) if k.startswith("exp")] == [
         as_bytes(v) for inner in optimizer.sub_optimizers[0].state.values() for k, v in sorted(inner.items()) if k.startswith("exp")

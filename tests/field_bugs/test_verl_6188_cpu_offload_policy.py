@@ -15,8 +15,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from placement import PhaseError, RegistrationError, State
+from placement.ownership.adapter import Adapter
 from placement.storage.base import ExternalStorage
-from placement.tensors.owned import Adapter, Owned
+from placement.tensors.plain import Owned
 from placement.testing import assert_nothing_resident
 from tests.sharded import training
 from tests.sharded.fsdp2_worker import Model, loss_of, sharded, worker

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import placement
-from placement.ownership.slices import sliceable_state
+from placement.ownership.partial_step import sliceable_state
 from placement.policies import Colocated
 from placement.registration.step_parts import StepParts
 from placement.testing import SimulatedDevice

@@ -14,7 +14,7 @@ from torch import nn
 import placement
 from placement.frameworks import known
 from placement.frameworks.base import Advised, Framework, Named, OwnState, Wrapper
-from placement.tensors.owned import Owned
+from placement.tensors.plain import Owned
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 

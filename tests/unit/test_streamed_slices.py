@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement
-from placement.ownership.slices import sliceable_state
+from placement.ownership.partial_step import sliceable_state
 from placement.policies import Colocated
 from tests.support.worker import assert_same
 from tests.unit.test_streamed_optimizer import BUCKET, CHUNK, STEPPED, Pair, adamw, of

@@ -14,7 +14,7 @@ from torch import nn
 import placement
 from placement import DeviceMemoryError, Handle, Manager
 from placement.devices.memory import DeviceMemory
-from placement.ownership import twin
+from placement.ownership import optimizer_state
 from placement.ownership.optimizer import OptimizerAdapter
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.support.worker import OFF
@@ -249,7 +249,7 @@ def test_a_parameter_that_gets_the_identity_of_a_freed_one_counts_with_its_own_s
         freed = id(model[1])
         model[1] = optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.randn(10 * PAGE // 4))
         # Stands in for the allocator, which often puts a new object where one was freed, but not always.
-        monkeypatch.setattr(twin, "id", lambda each: freed if each is model[1] else id(each), raising=False)
+        monkeypatch.setattr(optimizer_state, "id", lambda each: freed if each is model[1] else id(each), raising=False)
 
     if when == "between phases":
         replace_the_second()
@@ -280,8 +280,8 @@ def test_only_phases_that_use_an_optimizer_look_at_its_parameters(monkeypatch: p
     model, optimizer, _ = registered(manager, [(PAGE // 4,)], torch.optim.AdamW)
     manager.register("ref", nn.Linear(8, 8), role="ref", readonly=True)
     looks: list[object] = []
-    stepped_by = twin.stepped_by
-    monkeypatch.setattr(twin, "stepped_by", lambda *given: (looks.append(given), stepped_by(*given))[1])
+    stepped_by = optimizer_state.stepped_by
+    monkeypatch.setattr(optimizer_state, "stepped_by", lambda *given: (looks.append(given), stepped_by(*given))[1])
     for _ in range(2):
         with manager.phase("ref_log_prob"):
             pass

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from placement.ownership.adapter import Adapter
 from placement.storage.range import Range
-from placement.tensors.owned import Adapter, Owned
+from placement.tensors.plain import Owned
 
 
 class GradientWrites:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from placement.ownership.adapter import Adapter
 from placement.storage.range import RangesByAddress
-from placement.tensors.owned import Adapter
 from placement.tensors.plain import parts_of
 
 _Span = tuple[int, int]

@@ -22,11 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError, PlacementError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
 from placement.storage.offloaded.changes import has_nan
 from placement.storage.offloaded.host_versions import HostVersions
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.scanning.places import Places
-from placement.tensors.owned import Adapter
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
 from placement.tensors.sparse import is_sparse, made_of
 

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import IntegrityError
 from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
 from placement.storage.gradients import Gradients
 from placement.storage.offloaded import changes as poisoned
 from placement.storage.offloaded.changes import Changes, computed_from_poison
@@ -23,7 +24,6 @@ from placement.storage.offloaded.state_dict_tensors import StateDictTensors
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.scanning.places import NewStorages
 from placement.storage.scanning.scanner import StorageScanner, Versions
-from placement.tensors.owned import Adapter
 
 
 class Storages(Protocol):
@@ -140,10 +140,11 @@ class WritesWhileOffloaded:
         if changes.replaced:
             gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
             if put_back(self._device, [*changes.replaced, *gradients], places, self._scanner.places.outlines()):
-                changes = replace(changes, lost=self._adapter.lost_by_conversion)
+                changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in self._adapter.frameworks)), None))
             storages.align_wrappers()
             renew_empty(self._adapter.with_gradients())
-            self._adapter.follow_parameters()
+            for framework in self._adapter.frameworks:
+                framework.follow_parameters()
         if changes.gradients:
             storages.gradients.drop_in({claim.storage._cdata for claim in transient})
         if changes:

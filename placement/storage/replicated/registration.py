@@ -23,6 +23,7 @@ from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, SharedSlab
+from placement.ownership.adapter import Adapter
 from placement.storage import range_layout
 from placement.storage.address_map import Owner
 from placement.storage.range import Range, used_bytes
@@ -30,7 +31,6 @@ from placement.storage.replicated.range import SharedRange, own_spans
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.scanning.scanner import StorageScanner
 from placement.storage.transfer.fingerprint import fingerprints
-from placement.tensors.owned import Adapter
 
 _PIECE_BYTES = 64 << 20
 """Bytes of a storage for one fingerprint. Computing one takes temporary memory of a few times as much."""

@@ -27,6 +27,7 @@ import torch
 
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Mark, SharedSlab
+from placement.ownership.adapter import Adapter
 from placement.storage.managed import ManagedStorage
 from placement.storage.object_storages import ObjectStorages
 from placement.storage.range import Range
@@ -34,7 +35,6 @@ from placement.storage.replicated.range import SharedRange
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.registration import SharedScanner, words_of
 from placement.storage.transfer.chunk_pool import ChunkPool
-from placement.tensors.owned import Adapter
 
 _logger = logging.getLogger("placement")
 _ALONE, _LEFT = -1, -2

@@ -15,8 +15,7 @@ import torch
 
 from placement.storage.range import PlacedStorage, Range
 from placement.storage.range_layout import Claim
-from placement.tensors.owned import Owned
-from placement.tensors.plain import Outline, is_wrapper
+from placement.tensors.plain import Outline, Owned, is_wrapper
 
 Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 """Dtype, storage offset, size and strides of a tensor."""

@@ -17,11 +17,12 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.part import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
+from placement.ownership.adapter import Adapter
 from placement.storage import range_layout
 from placement.storage.address_map import RANGES, Owner
 from placement.storage.range import Range, storage_use_count, used_bytes
 from placement.storage.scanning.places import NewStorages, Places, Relocated
-from placement.tensors.owned import Adapter, Owned
+from placement.tensors.plain import Owned
 from placement.tensors.sparse import is_sparse
 
 _CDATA = operator.attrgetter("_cdata")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from placement.ownership.adapter import Adapter
 from placement.storage.scanning.places import NewStorages
-from placement.tensors.owned import Adapter
 
 _CDATA = operator.attrgetter("_cdata")
 

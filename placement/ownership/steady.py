@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from placement.core.call_guard import GuardedForward
-from placement.tensors.owned import Seen
+from placement.ownership.adapter import Seen
 from placement.tensors.plain import OBJECT_LEVELS, is_leaf, nested_tensors, version_of
 
 _BLOCK = 256

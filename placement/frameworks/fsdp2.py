@@ -15,8 +15,7 @@ import torch
 
 from placement.core.loaded_classes import is_a
 from placement.frameworks.base import Framework
-from placement.tensors.owned import Owned
-from placement.tensors.plain import parts_of
+from placement.tensors.plain import Owned, parts_of
 
 _MODULE = "torch.distributed.fsdp"
 

@@ -1,46 +1,20 @@
 """The contract of adapters: an adapter knows which tensors an object owns now.
 
 An adapter never moves a byte and never changes its object. It answers anew each time, because parameters are added, state is
-created at the first step, and gradients come and go.
+created at the first step, and gradients come and go. What a framework knows of the object's modules callers ask of `frameworks`.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from placement.tensors.plain import align, is_leaf, version_of
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """One tensor of an object."""
-
-    name: str
-    """The name as users would write it: "layers.0.weight", "layers.0.weight.grad", "state.0.exp_avg"."""
-    tensor: torch.Tensor
-    transient: bool = False
-    """Whether the tensor comes and goes between phases (a gradient). Then it gets addresses of its own for one offload at a time."""
-    wrapper: torch.Tensor | None = None
-    """The object through which users write, if another one (a DTensor). Its operations do not count in the wrapped tensor's version."""
-    held: bool = False
-    """Whether only an object that a module holds refers to it. That object may be another's, too: what is not this handle's stays."""
-
-    @property
-    def version(self) -> int:
-        """A count of writes. Some do not count (fused and foreach steps, collectives), so it can prove a write, never its absence."""
-        return version_of(self.tensor) + (0 if self.wrapper is None else version_of(self.wrapper))
-
-
-def align_all(owned: Iterable[Owned]) -> None:
-    """Correct the device that each wrapper names, where its parts were rebound to another one."""
-    for each in owned:
-        if each.wrapper is not None and each.wrapper.device != each.tensor.device:
-            align(each.wrapper)
+from placement.frameworks.base import Framework
+from placement.tensors.plain import Owned, is_leaf
 
 
 class Seen(NamedTuple):
@@ -65,10 +39,22 @@ class Adapter(abc.ABC):
     """The kind: "module", "optimizer" or "engine"."""
     hands_back: bool = False
     """Whether the object is being handed back. Then `owned()` leaves out what cannot be moved, and refuses nothing."""
+    external: str | None = None
+    """Why the framework itself places the bytes, which placement then tracks but never moves; None when placement moves them."""
+    frameworks: Sequence[Framework] = ()
+    """The frameworks that have a part in the object's modules. Each is asked what it does with them."""
 
     @abc.abstractmethod
     def owned(self) -> Iterator[Owned]:
         """Every tensor that moves with the object. Tensors that stay on the CPU on purpose are not included."""
+
+    @abc.abstractmethod
+    def key_objects(self) -> Sequence[Any]:
+        """The objects whose identity identifies this registration: the module and what it wraps, the leaf optimizers, the engine."""
+
+    def module_adapters(self) -> Sequence[Adapter]:
+        """The adapters of the object's modules: a module's own, each of an engine's modules, none for an optimizer."""
+        return ()
 
     def unchanged(self) -> Seen | None:
         """The tensors of the last `owned()`, in its order, if a quick check shows that they are the same and none is loose or wrapped.
@@ -83,17 +69,6 @@ class Adapter(abc.ABC):
         """The tensors of the object that have a gradient now."""
         return (each.tensor for each in self.owned() if is_leaf(each.tensor) and each.tensor.grad is not None)
 
-    def replaced(self) -> Iterator[tuple[str, int]]:
-        """Name and bytes of tensors with which a framework still computes, although the object has replaced them."""
-        return iter(())
-
-    def unreduced_gradients(self) -> Iterator[torch.Tensor]:
-        """Loose tensors with gradients that no reduction has brought into a `.grad` of the object's tensors yet."""
-        return iter(())
-
-    def drop_unreduced(self) -> None:
-        """Drop the unreduced gradients."""
-
     def borrowed(self) -> Iterator[torch.Tensor]:
         """Tensors of the object in storages of other objects (a shard of a model's buffer). They are known here, but never move with it."""
         return iter(())
@@ -106,18 +81,6 @@ class Adapter(abc.ABC):
         """The plain parts of the parameters that an optimizer steps: it holds them even when their module is gone."""
         return iter(())
 
-    def gradient_buffers(self) -> Iterator[torch.Tensor]:
-        """Loose tensors that hold only gradients and live as long as the object. Dropping gradients zeroes them; they stay."""
-        return iter(())
-
-    @abc.abstractmethod
-    def key_objects(self) -> Sequence[Any]:
-        """The objects whose identity identifies this registration: the module and what it wraps, the leaf optimizers, the engine."""
-
-    def module_adapters(self) -> Sequence[Adapter]:
-        """The adapters of the object's modules: a module's own, each of an engine's modules, none for an optimizer."""
-        return ()
-
     def sparse(self) -> Iterator[torch.Tensor]:
         """The sparse tensors of the last walk, which may use storages of other objects: see `sparse.own_storages`."""
         return iter(())
@@ -127,48 +90,31 @@ class Adapter(abc.ABC):
         return iter(())
 
     @property
-    def external(self) -> str | None:
-        """Why the framework itself places the bytes, which placement then tracks but never moves; None when placement moves them."""
-        return None
-
-    @property
-    def external_state(self) -> str | None:
-        """Why a framework also places the state of optimizers that step the object; None when it does not."""
-        return None
-
-    def ready(self) -> None:
-        """Release what a framework gathered for computing. Called before an offload, with the device synchronised. Idempotent."""
-
-    @property
     def gathers(self) -> str | None:
         """Why the object's own `state_dict()` gathers its values on the device; None where the host copy can stand in for them."""
-        return None
-
-    def before_step(self) -> None:
-        """Called before an optimizer steps the parameters: all gradients exist now; they may be gone at the next phase transition."""
+        return next(filter(None, (each.gathers for each in self.frameworks)), None)
 
     def away(self) -> str | None:
         """Why an external object cannot be used now (its framework has offloaded it) and what to do; None while it can be used."""
-        return None
+        return next(filter(None, (each.away() for each in self.frameworks)), None)
 
     def kept_by_framework(self) -> Iterator[tuple[str, int]]:
         """Name and bytes of device memory that a framework keeps for the object and that cannot be moved."""
-        return iter(())
+        return itertools.chain.from_iterable(each.kept_by_framework() for each in self.frameworks)
+
+    def ready(self) -> None:
+        """Release what frameworks gathered for computing. Called before an offload, with the device synchronised. Idempotent."""
+        for each in self.frameworks:
+            each.ready()
+
+    def drop_caches(self) -> None:
+        """Drop caches that frameworks rebuild on demand. Called once the object is on the host."""
+        for each in self.frameworks:
+            each.drop_caches()
 
     def unmoved(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of what the object holds and `owned()` does not find. Looks everywhere, so it is for audits only."""
         return iter(())
-
-    def follow_parameters(self) -> None:
-        """Update what a framework keeps about the object's tensors, after their places and shapes were restored."""
-
-    @property
-    def lost_by_conversion(self) -> str | None:
-        """Why a change of the parameters' dtype or device cannot be fully undone, and what to do; None where it can."""
-        return None
-
-    def drop_caches(self) -> None:
-        """Drop caches that a framework rebuilds on demand. Called once the object is on the host."""
 
     def expected_sizes(self) -> Sequence[int] | None:
         """Sizes in bytes of storages that will be created (optimizer state); None when they cannot be predicted. Asked once."""

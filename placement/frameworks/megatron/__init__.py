@@ -1,1 +1,0 @@
-"""Megatron-Core: its DistributedDataParallel, its optimizers, and Megatron-FSDP."""
