@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Set
 
 import torch
 
+from placement.storage.layout import Claim
 from placement.storage.range import Range
-from placement.storage.range_layout import Claim
-from placement.storage.scanning.scanner import lent_gradients
+from placement.storage.scan import lent_gradients
 from placement.tensors.owned import Adapter
 from placement.tensors.plain import parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts

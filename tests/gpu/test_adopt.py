@@ -19,8 +19,9 @@ from placement.devices.cuda import pool as cuda_pool
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.host.reserve import SPAN_BYTES
 from placement.devices.memory import Chunk, Copy, HostSlab
-from placement.storage import range_layout
-from placement.storage.range_layout import Claim, RangeLayout
+from placement.storage import layout as range_layout
+from placement.storage import point
+from placement.storage.layout import Claim, RangeLayout
 from tests.support.bytecodes import BytecodeTrace
 
 pytestmark = pytest.mark.gpu
@@ -318,7 +319,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     for claim in claims_of(tensors):
         offset = claim.storage.data_ptr() - placed.layout.addresses.base
         source = placed.slab.view(offset, claim.nbytes)
-        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source))
+        point.move_out(device, claim.storage, claim.aliases, where, filler(source))
     del claim
     addresses = weakref.ref(placed.layout.addresses)
     assert not any(placed.contains(t) for t in tensors.values())
@@ -489,7 +490,7 @@ SCRIPT = """
 import os, sys
 import torch
 from placement.devices.cuda.device import CudaDevice
-from placement.storage import range_layout
+from placement.storage import layout as range_layout, point
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
 layout = range_layout.prepare(device, [range_layout.Claim("kept", kept.untyped_storage(), (kept,))])

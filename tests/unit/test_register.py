@@ -13,7 +13,7 @@ import placement
 from placement import DeviceMemoryError, IntegrityError, NotResidentError, PhaseError, PlacementError, RegistrationError, State
 from placement.devices import adoption
 from placement.policies import Colocated
-from placement.storage.address_map import RANGES
+from placement.storage.layout import RANGES
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.worker import CAPACITY, GPU, OFF, TRAIN, Worker, assert_same, batch, in_a_range, learn, make_manager, net, trained
 

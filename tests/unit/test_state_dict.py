@@ -132,14 +132,6 @@ def test_a_saved_file_has_the_size_of_the_tensors_also_of_tied_ones(phase: str |
     assert saved_size(held) <= 1.1 * unmanaged + 4096  # also after it was pointed to the host copy
 
 
-def test_a_saved_file_of_a_plain_model_while_offloaded() -> None:
-    worker = Worker()
-    nbytes = sum(value.nbytes for value in worker.values.values())
-    assert saved_size(worker.actor.state_dict()) < 1.1 * nbytes + 8192
-    one = worker.actor.state_dict()["0.bias"]
-    assert saved_size(one) < 64 * 4 + 2048
-
-
 def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their_values() -> None:
     worker = Worker()
     with worker.manager.phase("log_prob"):
@@ -148,14 +140,6 @@ def test_keep_vars_while_resident_gives_the_parameters_and_while_offloaded_their
     with worker.manager.phase("train"):
         learn(worker.net, worker.adam)
         assert worker.net.state_dict(keep_vars=True)["0.weight"].requires_grad
-
-
-def test_a_prefix_and_a_module_around_it() -> None:
-    worker = Worker()
-    around = torch.nn.ModuleDict({"inner": worker.net, "other": torch.nn.Linear(2, 2)})
-    found = around.state_dict(prefix="x.")
-    assert_same({name: found[f"x.inner.{name}"] for name in worker.values}, dict(worker.values))
-    assert found["x.other.weight"].isfinite().all()
 
 
 def test_reading_state_creates_no_entry() -> None:
@@ -251,17 +235,6 @@ def test_a_manual_reference_is_named_as_stray() -> None:
         assert mine.isfinite().all()
         del mine
     assert worker.manager.audit().ok
-
-
-def test_state_dicts_of_ordinary_optimizers_are_not_shared_containers() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-        found = worker.adam.state_dict()
-        found["state"].clear()
-        assert worker.adam.state
-        assert worker.net(batch()).isfinite().all()
-    assert net() is not None
 
 
 def test_an_engine_shows_its_modules_state_dict_in_every_state() -> None:

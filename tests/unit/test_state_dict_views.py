@@ -91,12 +91,3 @@ def test_tensors_whole_state_dicts_and_copies_are_not_told(phase: str, caplog: A
         assert torch.equal(inside, job.net.weight[0])
         assert torch.equal(copies[0], job.net.weight[0])
     assert job.told(caplog) == []
-
-
-def test_a_readonly_handle_with_a_view_is_copied_back_as_little_as_before() -> None:
-    job = Job(readonly=True)
-    view = job.net.state_dict()["weight"][0]
-    for _ in range(2):
-        with job.manager.phase("ref_log_prob"):
-            assert torch.equal(view, job.net.weight[0])
-    assert job.manager.handles["actor"].counters.offloaded_bytes == 0

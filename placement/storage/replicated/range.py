@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.memory import Copy, HostSlab, SharedSlab
+from placement.storage.layout import Claim, RangeLayout
 from placement.storage.range import Range, used_bytes
-from placement.storage.range_layout import Claim, RangeLayout
 
 
 @dataclass(frozen=True, slots=True)

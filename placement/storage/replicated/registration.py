@@ -23,12 +23,12 @@ from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, SharedSlab
-from placement.storage import range_layout
-from placement.storage.address_map import Owner
+from placement.storage.layout import Claim, Owner, RangeLayout, prepare
+from placement.storage.point import byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.replicated.range import SharedRange, own_spans
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.scanning.scanner import StorageScanner
+from placement.storage.scan import StorageScanner
 from placement.storage.transfer.fingerprint import fingerprints
 from placement.tensors.owned import Adapter
 
@@ -56,7 +56,7 @@ class SharedScanner(StorageScanner):
         self._ranks = ranks
         self._readonly = readonly
 
-    def take_in_first(self, claims: list[range_layout.Claim]) -> tuple[Range, ...]:
+    def adopt_first(self, claims: list[Claim]) -> tuple[Range, ...]:
         shared, own = self._divide(claims)
         if not shared:
             raise RegistrationError(
@@ -65,18 +65,18 @@ class SharedScanner(StorageScanner):
                 if own
                 else f"{self._name!r} has no tensors, so there is nothing to share; register it without replicated=True"
             )
-        return self._take_in_together(shared), *super().take_in_first(own)
+        return self._adopt_together(shared), *super().adopt_first(own)
 
-    def first_host_bytes(self, claims: Sequence[range_layout.Claim]) -> int:
+    def first_host_bytes(self, claims: Sequence[Claim]) -> int:
         shared, own = self._divide(claims)
         return super().first_host_bytes(shared) // self._ranks.shares.world_size + super().first_host_bytes(own)
 
-    def _divide(self, claims: Sequence[range_layout.Claim]) -> tuple[list[range_layout.Claim], list[range_layout.Claim]]:
+    def _divide(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Claim]]:
         """The storages that all ranks share, and this rank's own."""
         is_shared = [self._readonly or _is_frozen(claim) for claim in claims]
         return [*itertools.compress(claims, is_shared)], [*itertools.compress(claims, map(operator.not_, is_shared))]
 
-    def _take_in_together(self, claims: list[range_layout.Claim]) -> SharedRange:
+    def _adopt_together(self, claims: list[Claim]) -> SharedRange:
         """Make the shared range and write this rank's share. Every rank calls this at the same time.
 
         Raises:
@@ -85,7 +85,7 @@ class SharedScanner(StorageScanner):
             GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
         """
         device, ranks, shares = self._device, self._ranks, self._ranks.shares
-        layout = range_layout.prepare(device, claims, self._addresses)
+        layout = prepare(device, claims, self._addresses)
         nbytes = used_bytes(layout.nbytes)
         prints = _fingerprints(claims)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))
@@ -116,7 +116,7 @@ class SharedScanner(StorageScanner):
                 "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
             ) from error
 
-    def _write(self, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout, slab: SharedSlab) -> None:
+    def _write(self, claims: Sequence[Claim], layout: RangeLayout, slab: SharedSlab) -> None:
         """Write this rank's share of the host copy, and wait until it is there."""
         copies = []
         spans = own_spans(layout, self._device.chunk_bytes, self._ranks.shares)
@@ -124,7 +124,7 @@ class SharedScanner(StorageScanner):
             if claim.storage.device == self._device.torch_device:
                 copies.append(Copy(claim.storage.data_ptr() + first, slab.address + start, nbytes))
             else:
-                slab.view(start, nbytes).copy_(range_layout.byte_view(claim.storage)[first : first + nbytes])
+                slab.view(start, nbytes).copy_(byte_view(claim.storage)[first : first + nbytes])
         if copies:
             self._device.copy(copies, "to_host")
         self._device.sync()
@@ -166,13 +166,13 @@ class SharedScanner(StorageScanner):
             )
 
 
-def _is_frozen(claim: range_layout.Claim) -> bool:
+def _is_frozen(claim: Claim) -> bool:
     """Whether a storage is of parameters alone, none of which is trained. A buffer may change without that (running statistics)."""
     tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in claim.owned]
     return all(isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad for tensor in tensors)
 
 
-def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout) -> str:
+def _layout(device: Device, claims: Sequence[Claim], layout: RangeLayout) -> str:
     """A digest that is the same on two ranks if they have the same tensors at the same places."""
     lines = [f"{device.chunk_bytes} {layout.nbytes}"]
     for claim, offset in zip(claims, layout.offsets, strict=True):
@@ -182,7 +182,7 @@ def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]:
+def _fingerprints(claims: Sequence[Claim]) -> list[tuple[str, int]]:
     """(name, 64 bits) of every piece of every storage, computed where the storage lies.
 
     Storages on the host are hashed, by threads. A hash is never compared with a device's fingerprint, because ranks of the same layout have
@@ -196,7 +196,7 @@ def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]
     found: list[torch.Tensor] = []
     for claim in claims:
         if claim.storage.device.type != "cpu":
-            data = range_layout.byte_view(claim.storage)
+            data = byte_view(claim.storage)
             whole = len(data) // 8 * 8
             prints = [fingerprints(data, [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)])]
             if whole < len(data):
@@ -206,7 +206,7 @@ def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]
     return list(zip(names, hashes + (torch.cat(found).tolist() if found else []), strict=True))
 
 
-def _hash(piece: tuple[range_layout.Claim, int]) -> int:
+def _hash(piece: tuple[Claim, int]) -> int:
     claim, start = piece
     nbytes = min(_PIECE_BYTES, claim.nbytes - start)
     data = (ctypes.c_char * nbytes).from_address(claim.storage.data_ptr() + start)
@@ -214,8 +214,8 @@ def _hash(piece: tuple[range_layout.Claim, int]) -> int:
 
 
 def _overlaps(
-    claims: Sequence[range_layout.Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[range_layout.Claim, int, int, int]]:
+    claims: Sequence[Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Claim, int, int, int]]:
     """(claim, offset in the range, offset in the storage, bytes) of each part of a claim that lies in one of these ordered spans."""
     starts = [start for start, _ in spans]
     for claim, offset in zip(claims, offsets, strict=True):

@@ -1,27 +1,31 @@
-"""Give a storage its place in a range, once, and ordinary memory when it leaves.
+"""Places of storages in a new range, and the table of all ranges in the process, which says who owns an address.
 
 The unit is the storage: everything that points into it (views, tied weights, saved tensors of a live graph, references held in C++)
 follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator)
 gives each known tensor a new storage. A tensor that nobody named would stay behind with the old bytes, so it is refused.
 
-Everything here runs outside inference mode, on one thread at a time.
+A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same weights, would move the same bytes
+against each other. So every adoption looks into the table first. Everything here runs outside inference mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from placement.core.errors import RegistrationError
-from placement.devices import adoption
 from placement.devices.adoption import Adopter, Pool, Way
 from placement.devices.base import Device
 from placement.devices.memory import Addresses
+from placement.storage.point import point_all
 from placement.tensors.owned import Owned
-from placement.tensors.plain import point_to
 
 ALIGNMENT = 512
 """The alignment of storages, in bytes from the beginning of a range."""
@@ -84,7 +88,6 @@ class RangeLayout:
             for i, index in self._pool_index.items():
                 places[i] = self._pool.offsets.get(index, 0)
         self.offsets: tuple[int, ...] = tuple(places)
-        self._homes: dict[int, torch.UntypedStorage] = {}
 
     def is_in(self, index: int) -> bool:
         """Whether claim `index` and all its tensors lie at its place. True for an empty storage."""
@@ -97,31 +100,22 @@ class RangeLayout:
         return storage.data_ptr() == target and storage.nbytes() == nbytes
 
     def move_in(self, index: int) -> None:
-        """Point claim `index` to its place and drop its old memory. Its bytes are not carried over: the caller has saved them.
-
-        Idempotent, and safe to repeat after an interrupt anywhere inside. After an interrupt a storage of the way "pool" may be empty until
-        the repetition, so nobody may read it before.
-        """
+        """Point claim `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
         if self._sizes[index] == 0:
             return
         claim = self._claims[index]
         if self._pool is not None and self.ways[index] == "pool":
             self._pool.take(self._pool_index[index], claim.storage)
-        elif self.ways[index] == "swap":
-            if not self.is_in(index):
-                home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
-                claim.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
         elif not self.is_in(index):
-            # Kept in `_homes`, so that all aliases get the same new storage even if an interrupt and a repetition come between them.
-            if index not in self._homes:
-                self._homes[index] = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
-            _rebind((*claim.bases, *claim.aliases), self._homes[index])
-        self._homes.pop(index, None)
+            home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
+            if self.ways[index] == "swap":
+                claim.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+            else:
+                point_all((*claim.bases, *claim.aliases), home)
 
     def forget_claims(self) -> None:
         """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
         self._claims = ()
-        self._homes.clear()
 
 
 def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses] | None = None) -> RangeLayout:
@@ -161,58 +155,6 @@ def chunk_sizes(device: Sizing, nbytes: int) -> tuple[int, ...]:
     return (device.chunk_bytes,) * whole + ((tail,) if tail else ())
 
 
-def move_out(
-    device: Device,
-    storage: torch.UntypedStorage,
-    aliases: Sequence[torch.Tensor],
-    target_device: torch.device,
-    fill: Callable[[torch.Tensor], None],
-    homes: dict[int, torch.UntypedStorage] | None = None,
-) -> None:
-    """Give a storage that lies in a range, and its tensors, ordinary torch memory again.
-
-    If the target is the range's own device, every user of the storage follows. Otherwise `aliases` are rebound, and a tensor that is not
-    among them stays in the range.
-
-    Args:
-        aliases: every tensor known to use the storage.
-        fill: writes the bytes into a uint8 tensor of the storage's size on `target_device`.
-        homes: the new memory of each storage, by its old address. Given the same dictionary, an interrupted call can be repeated: the
-            aliases that it had not reached get the same memory as the others.
-
-    Raises:
-        torch.OutOfMemoryError: no memory on the target; nothing changed.
-    """
-    nbytes = storage.nbytes()
-    if nbytes == 0:
-        return
-    follows = storage.device == target_device == device.torch_device
-    if follows and device.adopter.way(storage) == "pool":
-        device.adopter.reallocate(storage)
-        fill(byte_view(storage))
-        return
-    homes = {} if homes is None else homes
-    home = homes.get(storage.data_ptr())
-    if home is None:
-        home = torch.UntypedStorage(nbytes, device=target_device)
-        fill(byte_view(home))
-    if follows and adoption.can_swap():
-        storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
-    else:
-        homes[storage.data_ptr()] = home
-        _rebind(aliases, home)
-
-
-def exchange(storage: torch.UntypedStorage, home: torch.UntypedStorage) -> bool:
-    """Give a storage, for everybody who uses it, the memory of another one of any size. False where torch cannot."""
-    if storage.device != home.device or not adoption.can_swap():
-        return False
-    if storage.nbytes() != home.nbytes():  # torch swaps only storages of one size, or with an empty one
-        storage._swap_data_ptr_(torch.UntypedStorage(0, device=home.device))  # type: ignore[attr-defined]
-    storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
-    return True
-
-
 def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
     """Aligned offsets for these sizes, one after the other from `start`, and the end of the last."""
     offsets = []
@@ -223,18 +165,6 @@ def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
         offsets.append(start)
         start += size
     return offsets, start
-
-
-def byte_view(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A uint8 tensor over a whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _rebind(aliases: Sequence[torch.Tensor], home: torch.UntypedStorage) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for alias in aliases:
-            if alias.untyped_storage().data_ptr() != home.data_ptr():
-                point_to(alias, home, alias.dtype, int(alias.storage_offset()), alias.size(), alias.stride())
 
 
 def _refuse_unknown(claim: Claim) -> None:
@@ -257,3 +187,73 @@ def _refuse_unknown(claim: Claim) -> None:
             f"{claim.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
             "state dict, a detached copy, a live graph), or move the object to the device before you register it."
         )
+
+
+T = TypeVar("T")
+
+
+class AddressMap(Generic[T]):
+    """Finds what an address belongs to, among spans that do not overlap: (first address, end, what lies there)."""
+
+    def __init__(self, spans: Iterable[tuple[int, int, T]] = ()) -> None:
+        self._spans = sorted(spans, key=operator.itemgetter(0))
+        self._bases = [base for base, _, _ in self._spans]
+
+    def at(self, address: int) -> tuple[T, int] | None:
+        """What lies at an address, and the offset of the address there; None for nothing."""
+        index = bisect.bisect_right(self._bases, address) - 1
+        if index < 0 or address >= self._spans[index][1]:
+            return None
+        return self._spans[index][2], address - self._bases[index]
+
+
+class Owner(Protocol):
+    name: str
+
+
+class _Table:
+    """The owner of each range, by its device addresses.
+
+    There is no lock: a garbage collection in the middle of a call may drop a manager, which then removes its ranges in the same thread.
+    Each change is one dictionary operation, and `_map` is made anew at the first question after a change.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, tuple[int, int, weakref.ref[Owner]]] = {}
+        self._changes = itertools.count(1)
+        self._change = 0
+        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())
+        """The number of the last change that the map knows, and the map."""
+
+    def add(self, owner: Owner, base: int, nbytes: int) -> None:
+        self._ranges[base] = (base, base + nbytes, weakref.ref(owner))
+        self._change = next(self._changes)
+
+    def remove(self, base: int) -> None:
+        self._ranges.pop(base, None)
+        self._change = next(self._changes)
+
+    def owner_of(self, address: int) -> Owner | None:
+        """The owner of the range that an address lies in; None where there is no range, or its owner is gone."""
+        for anew in (False, True):
+            change, known = self._map
+            if anew or change != self._change:
+                change, known = self._change, AddressMap(self._living())
+                self._map = change, known
+            if (found := known.at(address)) is None:
+                return None
+            if (owner := found[0]()) is not None:
+                return owner
+            # The owner was dropped with its manager. Its addresses may have been given out again, in other pieces: look once more.
+        return None
+
+    def _living(self) -> list[tuple[int, int, weakref.ref[Owner]]]:
+        """The ranges whose owners are alive. The others are forgotten."""
+        known = self._ranges.copy()  # a list of the items would make tuples, which may start a collection
+        for base, each in known.items():
+            if each[2]() is None and self._ranges.get(base) is each:
+                self._ranges.pop(base, None)
+        return [each for each in known.values() if each[2]() is not None]
+
+
+RANGES = _Table()
