@@ -35,7 +35,7 @@ _SMALL = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Adoptee:
     """One storage to adopt, and every tensor known to use it."""
 
     name: str
@@ -61,27 +61,27 @@ class RangeLayout:
 
     Attributes:
         addresses: the range.
-        offsets: the place of each claim, in bytes from `addresses.base`.
+        offsets: the place of each adoptee, in bytes from `addresses.base`.
         nbytes: used length of the range.
-        ways: the way in which each claim gets to its place.
+        ways: the way in which each adoptee gets to its place.
     """
 
-    def __init__(self, device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses]) -> None:
+    def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses]) -> None:
         self._device = device
-        self._claims = tuple(claims)
-        self._sizes = tuple(claim.nbytes for claim in claims)
-        self.ways: tuple[Way, ...] = tuple(device.adopter.way(claim.storage) for claim in claims)
-        for claim, way in zip(self._claims, self.ways, strict=True):
+        self._adoptees = tuple(adoptees)
+        self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
+        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)
+        for adoptee, way in zip(self._adoptees, self.ways, strict=True):
             if way == "rebind":
-                _refuse_unknown(claim)
-        device.adopter.refuse([(claim.name, claim.storage) for claim in claims])
+                _refuse_unknown(adoptee)
+        device.adopter.refuse([(adoptee.name, adoptee.storage) for adoptee in adoptees])
         pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
         used = device.adopter.pooled_bytes([self._sizes[i] for i in pooled])
         places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
         self.addresses: Addresses = reserve(self.nbytes)
         device.unmap(self.addresses, self.nbytes)
         self._pool: Pool | None = None
-        self._pool_index = {claim: index for index, claim in enumerate(pooled)}
+        self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
         if pooled:
             sizes = [self._sizes[i] for i in pooled]
             self._pool = device.adopter.pool(self.addresses, sizes, self)
@@ -90,46 +90,46 @@ class RangeLayout:
         self.offsets: tuple[int, ...] = tuple(places)
 
     def is_in(self, index: int) -> bool:
-        """Whether claim `index` and all its tensors lie at its place. True for an empty storage."""
+        """Whether adoptee `index` and all its tensors lie at its place. True for an empty storage."""
         nbytes, target = self._sizes[index], self.addresses.base + self.offsets[index]
         if nbytes == 0:
             return True
         if self.ways[index] == "rebind":
-            return all(alias.untyped_storage().data_ptr() == target for alias in self._claims[index].aliases)
-        storage = self._claims[index].storage
+            return all(alias.untyped_storage().data_ptr() == target for alias in self._adoptees[index].aliases)
+        storage = self._adoptees[index].storage
         return storage.data_ptr() == target and storage.nbytes() == nbytes
 
     def move_in(self, index: int) -> None:
-        """Point claim `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
+        """Point adoptee `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
         if self._sizes[index] == 0:
             return
-        claim = self._claims[index]
+        adoptee = self._adoptees[index]
         if self._pool is not None and self.ways[index] == "pool":
-            self._pool.take(self._pool_index[index], claim.storage)
+            self._pool.take(self._pool_index[index], adoptee.storage)
         elif not self.is_in(index):
             home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
             if self.ways[index] == "swap":
-                claim.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+                adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
             else:
-                point_all((*claim.bases, *claim.aliases), home)
+                point_all((*adoptee.bases, *adoptee.aliases), home)
 
-    def forget_claims(self) -> None:
+    def forget_adoptees(self) -> None:
         """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
-        self._claims = ()
+        self._adoptees = ()
 
 
-def prepare(device: Device, claims: Sequence[Claim], reserve: Callable[[int], Addresses] | None = None) -> RangeLayout:
+def prepare(device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> RangeLayout:
     """Reserve a place for every storage, with poison behind it. No tensor is touched.
 
     Args:
         reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
 
     Raises:
-        RegistrationError: a storage must be rebound, but a tensor that no claim names uses it, or one of its tensors cannot be rebound;
+        RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be rebound;
             a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
         DeviceMemoryError: no addresses are left.
     """
-    return RangeLayout(device, claims, reserve or device.reserve)
+    return RangeLayout(device, adoptees, reserve or device.reserve)
 
 
 class Sizing(Protocol):
@@ -167,24 +167,24 @@ def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
     return offsets, start
 
 
-def _refuse_unknown(claim: Claim) -> None:
-    """Raise RegistrationError unless `claim.aliases` can be rebound and are the only users of the storage."""
-    named = {id(alias): alias for alias in claim.aliases}
+def _refuse_unknown(adoptee: Adoptee) -> None:
+    """Raise RegistrationError unless `adoptee.aliases` can be rebound and are the only users of the storage."""
+    named = {id(alias): alias for alias in adoptee.aliases}
     for alias in named.values():
         if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg() or alias.is_quantized:
             raise RegistrationError(
-                f"{claim.name!r} cannot change device, because it is a sparse or quantised tensor (layout {alias.layout}), or a lazily "
+                f"{adoptee.name!r} cannot change device, because it is a sparse or quantised tensor (layout {alias.layout}), or a lazily "
                 "conjugated or negated view. Move the object to the device before you register it."
             )
-        if alias.untyped_storage()._cdata != claim.storage._cdata:
-            raise RegistrationError(f"{claim.name!r}: a tensor that lies in another storage is named as its alias")
+        if alias.untyped_storage()._cdata != adoptee.storage._cdata:
+            raise RegistrationError(f"{adoptee.name!r}: a tensor that lies in another storage is named as its alias")
     # One reference from each tensor and one from the Python object of the storage.
-    surplus = int(torch._C._storage_Use_Count(claim.storage._cdata)) - len(named) - len(claim.bases) - 1
+    surplus = int(torch._C._storage_Use_Count(adoptee.storage._cdata)) - len(named) - len(adoptee.bases) - 1
     if surplus > 0:
         shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
         raise RegistrationError(
-            f"{claim.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). Its memory is on "
-            f"{claim.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
+            f"{adoptee.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). Its memory is on "
+            f"{adoptee.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
             "state dict, a detached copy, a live graph), or move the object to the device before you register it."
         )
 

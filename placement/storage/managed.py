@@ -374,7 +374,7 @@ class ManagedStorage(HeldStorage):
 
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
-        self.storages.give_up_claims()
+        self.storages.give_up_discovered()
         if not self.ranges:
             return
         self.host_read_locks.wait()

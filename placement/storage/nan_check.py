@@ -16,7 +16,7 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.storage.held import HeldStorage
-from placement.storage.layout import Claim
+from placement.storage.layout import Adoptee
 from placement.storage.point import Form, form_of, over
 from placement.storage.poison import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
 from placement.storage.range import PlacedStorage, Range
@@ -125,12 +125,12 @@ def take(holding: HeldStorage) -> str:
     return " ".join([*told, _CAUSES]) if told else ""
 
 
-def look_at_new(holding: HeldStorage, claims: Sequence[Claim]) -> None:
+def look_at_new(holding: HeldStorage, adoptees: Sequence[Adoptee]) -> None:
     """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
 
     Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
     """
-    owned = [each for claim in claims for each in claim.owned] if holding.nan_found.is_on else []
+    owned = [each for adoptee in adoptees for each in adoptee.owned] if holding.nan_found.is_on else []
     places = holding.storages.places(holding.ranges) if owned else {}
     for each in owned:
         place = places.get(each.name)

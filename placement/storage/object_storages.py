@@ -18,7 +18,7 @@ from placement.devices.host.mapping import round_up
 from placement.devices.memory import HostSlab
 from placement.storage import scan
 from placement.storage.gradients import Gradients
-from placement.storage.layout import RANGES, Claim, Owner, expected_bytes
+from placement.storage.layout import RANGES, Adoptee, Owner, expected_bytes
 from placement.storage.point import move_out
 from placement.storage.range import Range, RangesByAddress
 from placement.storage.scan import Place, Relocated, Scan, StorageScanner, borrowed
@@ -113,7 +113,7 @@ class ObjectStorages:
     def expected_host_bytes(self) -> int:
         """Host memory of this process that adopting the object takes, at its registration."""
         born = self.rescan()
-        return self._scanner.first_host_bytes(born.stay) + self.host_bytes_for([claim.nbytes for claim in born.transient])
+        return self._scanner.first_host_bytes(born.stay) + self.host_bytes_for([adoptee.nbytes for adoptee in born.transient])
 
     def host_bytes_for(self, sizes: Sequence[int], parts: int = 1) -> int:
         """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
@@ -216,7 +216,7 @@ class ObjectStorages:
         self.keep(fresh)
         for new in self.ranges:
             new.move_in()
-        was_on_device = any(claim.storage.device == self._device.torch_device for claim in (*stay, *transient))
+        was_on_device = any(adoptee.storage.device == self._device.torch_device for adoptee in (*stay, *transient))
         del born, stay, transient, fresh, gradients
         self.look_at_framework_memory()
         self.align_wrappers()
@@ -233,9 +233,9 @@ class ObjectStorages:
         """
         before, here = self.ranges, 0
         born = self.writes.new_unless_changed()
-        for transient, claims in enumerate((born.stay, born.transient)):
-            here += sum(c.nbytes for c in claims if c.storage.device == self._device.torch_device)
-            away = [c for c in claims if c.storage.device != self._device.torch_device]
+        for transient, adoptees in enumerate((born.stay, born.transient)):
+            here += sum(c.nbytes for c in adoptees if c.storage.device == self._device.torch_device)
+            away = [c for c in adoptees if c.storage.device != self._device.torch_device]
             fresh = self._scanner.adopt(away, transient=bool(transient))
             if fresh is not None:
                 self.keep((*self.ranges, fresh))
@@ -248,9 +248,9 @@ class ObjectStorages:
         self.look_at_unborn()
         return self.ranges[len(before) :]
 
-    def give_up_claims(self) -> None:
+    def give_up_discovered(self) -> None:
         """The object's new storages may be another's from now on."""
-        self._scanner.claimed = frozenset()
+        self._scanner.discovered = frozenset()
 
     def adopt_lasting(self, besides: Set[int] = frozenset(), *, in_parts: bool = False) -> Range | None:
         """Save the new storages that are not transient. They move into the range that is returned when the caller has it do so.
@@ -259,9 +259,9 @@ class ObjectStorages:
             besides: storages (`_cdata`) to leave out.
             in_parts: more state will come (bucket by bucket), so the host memory reserved for all of it is cut.
         """
-        return self._scanner.adopt([claim for claim in self.rescan().stay if claim.storage._cdata not in besides], in_parts=in_parts)
+        return self._scanner.adopt([adoptee for adoptee in self.rescan().stay if adoptee.storage._cdata not in besides], in_parts=in_parts)
 
-    def adopt_new(self, *, drops: bool, look: Callable[[Sequence[Claim]], None]) -> tuple[tuple[Range, ...], bool]:
+    def adopt_new(self, *, drops: bool, look: Callable[[Sequence[Adoptee]], None]) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
 
         Args:
@@ -272,12 +272,12 @@ class ObjectStorages:
         look(born.stay)
         self._scanner.places.note(born)
         self._relocated = born.relocated
-        stay = born.stay + [each.claim for each in born.relocated if each.claim.nbytes and not each.transient]
-        transient = born.transient + [each.claim for each in born.relocated if each.claim.nbytes and each.transient]
+        stay = born.stay + [each.adoptee for each in born.relocated if each.adoptee.nbytes and not each.transient]
+        transient = born.transient + [each.adoptee for each in born.relocated if each.adoptee.nbytes and each.transient]
         self.writes.note()
         if drops:
             transient = self.gradients.besides(transient)
-        self.moving_in = frozenset(claim.storage._cdata for claim in (*stay, *transient))
+        self.moving_in = frozenset(adoptee.storage._cdata for adoptee in (*stay, *transient))
         self.state_dict_tensors.take_over(self.moving_in)
         first = self._scanner.adopt(stay)  # by name: its slab, to which bytes are on their way, outlives a failure of the second
         second = self._scanner.adopt(transient, transient=True)
@@ -286,7 +286,7 @@ class ObjectStorages:
     @property
     def relocated_names(self) -> list[str]:
         """Names of the storages that this offload has found in other memory than theirs, in which it was given them."""
-        return [each.entry.name for each in self._relocated if each.claim.nbytes == each.entry.nbytes]
+        return [each.entry.name for each in self._relocated if each.adoptee.nbytes == each.entry.nbytes]
 
     def end_offload(self) -> None:
         """Leave the places of relocated storages empty. They have moved to new ones."""
@@ -439,8 +439,8 @@ class ObjectStorages:
             return found
         if on_device:
             replaced = {entry.name for r in self.ranges if not r.transient for entry in r.placed}
-            return found + [(claim.name, claim.nbytes) for claim in stay if claim.name in replaced]
-        return found + [(claim.name, claim.nbytes) for claim in (*stay, *transient)]
+            return found + [(adoptee.name, adoptee.nbytes) for adoptee in stay if adoptee.name in replaced]
+        return found + [(adoptee.name, adoptee.nbytes) for adoptee in (*stay, *transient)]
 
 
 _InRange = tuple[torch.UntypedStorage, Range, int]

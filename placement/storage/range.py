@@ -13,7 +13,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage.disk.spill import Spill
 from placement.storage.early import EarlyChunks
-from placement.storage.layout import AddressMap, Claim, RangeLayout, chunk_sizes
+from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -71,7 +71,7 @@ class Range:
       is missing before it maps anything.
     """
 
-    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Claim, ...], transient: bool) -> None:
+    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
@@ -83,7 +83,7 @@ class Range:
         self.used_sizes = (*self.chunk_sizes[:-1], self.nbytes - sum(self.chunk_sizes[:-1]))
         """The used bytes of each chunk."""
         self.transient = transient
-        self.claims: tuple[Claim, ...] | None = claims
+        self.claims: tuple[Adoptee, ...] | None = claims
         """The storages that have still to move in; None once every storage has its place."""
         self.placed: tuple[PlacedStorage, ...] = ()
         self._by_storage: dict[int, PlacedStorage] | None = None
@@ -121,7 +121,7 @@ class Range:
             ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # not claim.storage: rebinding has given the aliases another one
             placed.append(PlacedStorage(claim.name, ref, offset, claim.nbytes))
         self.placed, self.claims, self._by_storage = tuple(placed), None, None
-        self.layout.forget_claims()
+        self.layout.forget_adoptees()
 
     def forget(self, entry: PlacedStorage) -> None:
         """Remove a storage that has left for good. Its place stays empty."""

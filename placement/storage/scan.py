@@ -23,7 +23,7 @@ from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.devices.host.part import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
-from placement.storage.layout import ALIGNMENT, RANGES, Claim, Owner, expected_bytes, prepare
+from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare
 from placement.storage.point import Form, byte_view
 from placement.storage.range import PlacedStorage, Range, storage_use_count, used_bytes
 from placement.tensors.owned import Adapter, Owned
@@ -56,15 +56,15 @@ class Relocated(NamedTuple):
 
     range: Range
     entry: PlacedStorage
-    claim: Claim
+    adoptee: Adoptee
     transient: bool
 
 
 class Scan(NamedTuple):
-    """One look at an object: the storages that it owns outside their places, one claim a storage, in the adapter's order."""
+    """One look at an object: the storages that it owns outside their places, one adoptee a storage, in the adapter's order."""
 
-    stay: list[Claim]
-    transient: list[Claim]
+    stay: list[Adoptee]
+    transient: list[Adoptee]
     relocated: list[Relocated]
     in_place: Sequence[Owned] | None = None
     """The tensors that are at their places; None where a quick look has shown that nothing changed."""
@@ -97,8 +97,8 @@ class Places:
 
     def add(self, fresh: Range) -> None:
         """Add the tensors that are about to move into a new range."""
-        for claim, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
-            self._add(claim.owned, [fresh.layout.addresses.base + offset] * len(claim.owned))
+        for adoptee, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
+            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
 
     def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
         tensors = list(map(_TENSOR, found))
@@ -236,8 +236,8 @@ class _Found:
         else:
             self.owned.append(owned)
 
-    def claim(self) -> Claim:
-        return Claim(
+    def adoptee(self) -> Adoptee:
+        return Adoptee(
             self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.state_dict_tensors), tuple(self.owned)
         )
 
@@ -260,7 +260,7 @@ class StorageScanner:
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
         self._alive: list[StorageWeakRef] = []
         """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
-        self.claimed: frozenset[int] = frozenset()
+        self.discovered: frozenset[int] = frozenset()
         """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
@@ -335,7 +335,7 @@ class StorageScanner:
             del owned, storage, found, elsewhere, in_place  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         _BORROWED.update(owned.tensor for key in lent for owned in found.pop(key).owned)
-        self.claimed, hosts = frozenset(found), self._note_borrowed()
+        self.discovered, hosts = frozenset(found), self._note_borrowed()
         self.versions, self._alive = Versions(sums, counts), alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
         self._note(ranges, storages if len(in_place) == len(storages) else ())
@@ -344,9 +344,9 @@ class StorageScanner:
             if (entry := found.get(key) or elsewhere.get(key)) is not None:
                 entry.state_dict_tensors.append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if elsewhere else {}
-        relocated = [Relocated(*entries[key], each.claim(), each.owned[0].transient) for key, each in elsewhere.items()]
-        new = [(each.owned[0].transient, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
-        stay, goes = [claim for transient, claim in new if not transient], [claim for transient, claim in new if transient]
+        relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in elsewhere.items()]
+        new = [(each.owned[0].transient, each.adoptee()) for each in found.values() if each.owned[0].tensor.numel()]
+        stay, goes = [adoptee for transient, adoptee in new if not transient], [adoptee for transient, adoptee in new if transient]
         return Scan(stay, goes, relocated, in_place, self._adapter.other_names())
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
@@ -400,11 +400,11 @@ class StorageScanner:
             modules = [each for each in steps if each is not None and each is not self._owner()]
         for other in _SCANNERS if found and not self._adapter.hands_back else ():
             owner = other._owner()
-            shares = bool(other.claimed) and not other.claimed.isdisjoint(found)
+            shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
             if owner is None or other is self or not (owner in modules or shares):
                 continue
             now = {tensor.untyped_storage()._cdata for tensor in other.tensors_now()}
-            theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.claimed) and key not in theirs}
+            theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.discovered) and key not in theirs}
         for key, owner in theirs.items():
             first = next((owned for owned in found[key].owned if not owned.held), found[key].owned[0])
             is_left = self._adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
@@ -425,7 +425,7 @@ class StorageScanner:
                 return sum({storages[number]._cdata: storages[number].nbytes() for number in numbers}.values())
         self._unadopted = None
         new = rescan()
-        sizes = {claim.storage._cdata: claim.nbytes for claim in (*new.stay, *new.transient)}
+        sizes = {adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}
         if sizes and (found := self._adapter.unchanged()) is not None:
             keys = list(map(_CDATA, map(_STORAGE, found.tensors)))
             self._unadopted = keys, found.addresses, [number for number, key in enumerate(keys) if key in sizes]
@@ -433,32 +433,32 @@ class StorageScanner:
 
     # --- places for new storages
 
-    def adopt_first(self, claims: list[Claim]) -> tuple[Range, ...]:
+    def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
         """Like `adopt`, for the storages that are not transient and exist at registration."""
-        fresh = self.adopt(claims)
+        fresh = self.adopt(adoptees)
         return () if fresh is None else (fresh,)
 
-    def first_host_bytes(self, claims: Sequence[Claim]) -> int:
+    def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
         """Host memory that this process needs for `adopt_first`."""
-        return self.host_bytes_for([claim.nbytes for claim in claims])
+        return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
-    def adopt(self, claims: list[Claim], *, transient: bool = False, in_parts: bool = False) -> Range | None:
+    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
         """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
 
         Args:
             in_parts: take only a part of the host memory that is reserved, because more storages will come.
         """
-        if not claims:
+        if not adoptees:
             return None
-        layout = prepare(self._device, claims, self._device.reserve if in_parts else self._addresses)
+        layout = prepare(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
         slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
-        fresh = Range(self._device, layout, slab, tuple(claims), transient)
+        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
-        for claim, offset in zip(claims, layout.offsets, strict=True):
-            if claim.storage.device == self._device.torch_device:
-                copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
+        for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
+            if adoptee.storage.device == self._device.torch_device:
+                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.storage.nbytes()))
             else:
-                fresh.view(offset, claim.storage.nbytes()).copy_(byte_view(claim.storage))
+                fresh.view(offset, adoptee.storage.nbytes()).copy_(byte_view(adoptee.storage))
         if copies:
             self._device.copy(copies, "to_host")
         return fresh

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from placement.core.errors import IntegrityError, PlacementError
 from placement.devices.base import Device
 from placement.storage.gradients import Gradients
-from placement.storage.layout import Claim
+from placement.storage.layout import Adoptee
 from placement.storage.point import Form, exchange, form_of, over, point
 from placement.storage.poison import has_nan, is_poison, listed
 from placement.storage.range import Range, RangesByAddress
@@ -52,12 +52,12 @@ class Storages(Protocol):
 class Changes:
     """The changes that were found in one offloaded object."""
 
-    replaced: Sequence[Claim] = ()
+    replaced: Sequence[Adoptee] = ()
     """Tensors that were computed from poison and put in place of registered ones."""
-    added: Sequence[Claim] = ()
+    added: Sequence[Adoptee] = ()
     """Tensors that were computed from poison, under names that no registered tensor had."""
-    gradients: Sequence[Claim] = ()
-    moved: Sequence[Claim] = ()
+    gradients: Sequence[Adoptee] = ()
+    moved: Sequence[Adoptee] = ()
     """Storages that were taken away from their places."""
     lost: str | None = None
     """Words for what could not be undone, and what to do; None where everything could."""
@@ -97,8 +97,8 @@ class Changes:
         return " ".join(told)
 
 
-def _names(claims: Sequence[Claim]) -> str:
-    return listed([claim.name for claim in claims])
+def _names(adoptees: Sequence[Adoptee]) -> str:
+    return listed([adoptee.name for adoptee in adoptees])
 
 
 class WrittenWhileOffloaded(IntegrityError):
@@ -197,7 +197,7 @@ class WritesWhileOffloaded:
         if not changes and not names:
             return born
         message = changes.message(storages.name)
-        self._told |= {claim.storage._cdata: StorageWeakRef(claim.storage) for claim in (*changes.added, *changes.gradients)}
+        self._told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}
         del born, changes  # so that an error that somebody keeps does not keep tensors
         storages.rescan()  # the tensors that were put back have other storages now, which were never counted
         self.forget()
@@ -221,32 +221,32 @@ class WritesWhileOffloaded:
         places = self._scanner.places.within(storages.ranges)
         self._bring_back(born.relocated, places)
         stay, transient = (
-            [c for c in claims if c.storage._cdata not in self._told or any(owned.name in places for owned in c.owned)]
-            for claims in (born.stay, born.transient)
+            [c for c in adoptees if c.storage._cdata not in self._told or any(owned.name in places for owned in c.owned)]
+            for adoptees in (born.stay, born.transient)
         )
-        changes = replace(_computed_from_poison(stay, transient, places), moved=[each.claim for each in born.relocated])
+        changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
         if changes.replaced:
-            gradients = [claim for claim in changes.gradients if any(owned.name in places for owned in claim.owned)]
+            gradients = [adoptee for adoptee in changes.gradients if any(owned.name in places for owned in adoptee.owned)]
             if self._put_back([*changes.replaced, *gradients], places, self._scanner.places.outlines()):
                 changes = replace(changes, lost=self._adapter.lost_by_conversion)
             storages.align_wrappers()
             _renew_empty(self._adapter.with_gradients())
             self._adapter.follow_parameters()
         if changes.gradients:
-            storages.gradients.drop_in({claim.storage._cdata for claim in transient})
+            storages.gradients.drop_in({adoptee.storage._cdata for adoptee in transient})
         if changes:
             storages.state_dict_tensors.point_to_host(storages.by_address)
         return changes
 
-    def _put_back(self, claims: Sequence[Claim], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
-        """Give the tensors of these claims their places and forms again. Returns whether any of them had got another dtype or device."""
+    def _put_back(self, adoptees: Sequence[Adoptee], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
+        """Give the tensors of these adoptees their places and forms again. Returns whether any of them had got another dtype or device."""
         converted = False
-        for claim in claims:
-            for tensor, place, form in _targets(claim, places):
+        for adoptee in adoptees:
+            for tensor, place, form in _targets(adoptee, places):
                 converted = converted or tensor.dtype is not form[0] or tensor.device != self._device.torch_device
                 point(tensor, self._home(place), form)
         # Gradients first: a wrapper refuses a gradient of another dtype than its own.
-        for owned in sorted((owned for claim in claims for owned in claim.owned), key=lambda owned: not owned.transient):
+        for owned in sorted((owned for adoptee in adoptees for owned in adoptee.owned), key=lambda owned: not owned.transient):
             if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
                 restore(owned.wrapper, known)
         return converted
@@ -261,51 +261,51 @@ class WritesWhileOffloaded:
 
     def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
         """Point relocated storages to their places again. The bytes of the other memory are dropped."""
-        for r, entry, claim, _ in relocated:
+        for r, entry, adoptee, _ in relocated:
             home = self._device.view(r.layout.addresses, entry.offset, entry.nbytes).untyped_storage()
-            if exchange(claim.storage, home):
-                home = claim.storage
+            if exchange(adoptee.storage, home):
+                home = adoptee.storage
             else:
                 r.replace(entry, home)
-            known = {id(owned.tensor): places[owned.name].form for owned in claim.owned if owned.name in places}
-            for tensor in (*claim.bases, *claim.aliases):
+            known = {id(owned.tensor): places[owned.name].form for owned in adoptee.owned if owned.name in places}
+            for tensor in (*adoptee.bases, *adoptee.aliases):
                 form = known.get(id(tensor), form_of(tensor))
                 if form != form_of(tensor) or tensor.untyped_storage().data_ptr() != home.data_ptr():
                     point(tensor, home, form)
 
 
-def _computed_from_poison(stay: Sequence[Claim], transient: Sequence[Claim], places: Mapping[str, Place]) -> Changes:
+def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]) -> Changes:
     """Find out which of these tensors, all new since the offload, were computed from poison.
 
     Args:
-        stay: claims of parameters, buffers and optimizer state.
-        transient: claims of gradients.
+        stay: adoptees of parameters, buffers and optimizer state.
+        transient: adoptees of gradients.
         places: the places of the registered tensors, by name.
     """
-    placed = {id(claim): any(owned.name in places for owned in claim.owned) for claim in stay}
+    placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
     # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
-    values = [claim for claim in stay if _has_nan(claim, throughout=not placed[id(claim)])]
-    gradients = [claim for claim in transient if _has_nan(claim, throughout=False)]
+    values = [adoptee for adoptee in stay if _has_nan(adoptee, throughout=not placed[id(adoptee)])]
+    gradients = [adoptee for adoptee in transient if _has_nan(adoptee, throughout=False)]
     # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
     values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
     if values:  # a tensor with its registered values, such as padding of zeros, was replaced by the same call: put it back, too
-        known = {id(claim) for claim in values}
+        known = {id(adoptee) for adoptee in values}
         values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
     return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
 
 
-def _has_nan(claim: Claim, *, throughout: bool) -> bool:
-    return has_nan(claim.aliases[0].detach(), throughout=throughout)
+def _has_nan(adoptee: Adoptee, *, throughout: bool) -> bool:
+    return has_nan(adoptee.aliases[0].detach(), throughout=throughout)
 
 
-def _is_poison(claim: Claim) -> bool:
+def _is_poison(adoptee: Adoptee) -> bool:
     """Whether a tensor of a type without NaN has the numbers of poison and no others, in whatever order (a part, transposed)."""
-    return not _has_nan(claim, throughout=False) and is_poison(claim.aliases[0].detach())
+    return not _has_nan(adoptee, throughout=False) and is_poison(adoptee.aliases[0].detach())
 
 
-def _is_as_registered(claim: Claim, places: Mapping[str, Place]) -> bool:
-    """Whether every tensor of the claim has its registered values, so that it can be put back without losing anything."""
-    for owned in claim.owned:
+def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:
+    """Whether every tensor of the adoptee has its registered values, so that it can be put back without losing anything."""
+    for owned in adoptee.owned:
         if (place := places.get(owned.name)) is None:
             return False
         registered = over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
@@ -324,16 +324,16 @@ def _renew_empty(owners: Iterable[torch.Tensor]) -> None:
             owner.grad = torch.zeros_like(owner)
 
 
-def _targets(claim: Claim, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:
-    """Every tensor of a claim, with its place and the form that it will get.
+def _targets(adoptee: Adoptee, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:
+    """Every tensor of a adoptee, with its place and the form that it will get.
 
     A tensor without a name (the base of a view, one of a state dict) goes where the named tensor of the same form goes.
     """
-    named = [(owned.tensor, places[owned.name]) for owned in claim.owned if owned.name in places]
+    named = [(owned.tensor, places[owned.name]) for owned in adoptee.owned if owned.name in places]
     done = {id(tensor) for tensor, _ in named}
     by_form = {form_of(tensor): place for tensor, place in named}
     first, place = named[0]
-    others = [tensor for tensor in (*claim.bases, *claim.aliases) if id(tensor) not in done]
+    others = [tensor for tensor in (*adoptee.bases, *adoptee.aliases) if id(tensor) not in done]
     targets = [(tensor, place, place.form) for tensor, place in named]
     for tensor in others:
         same = by_form.get(form_of(tensor))

@@ -21,7 +21,7 @@ from placement.devices.host.reserve import SPAN_BYTES
 from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage import layout as range_layout
 from placement.storage import point
-from placement.storage.layout import Claim, RangeLayout
+from placement.storage.layout import Adoptee, RangeLayout
 from tests.support.bytecodes import BytecodeTrace
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def device() -> CudaDevice:
 class PlacedStorage:
     """What a handle does with one adoption, reduced to the driver's part."""
 
-    def __init__(self, device: CudaDevice, claims: list[Claim]) -> None:
+    def __init__(self, device: CudaDevice, claims: list[Adoptee]) -> None:
         self.device = device
         self.layout: RangeLayout = range_layout.prepare(device, claims)
         self.slab: HostSlab = device.host(self.layout.nbytes)
@@ -54,7 +54,7 @@ class PlacedStorage:
         for index in range(len(claims)):
             self.layout.move_in(index)
             assert self.layout.is_in(index)
-        self.layout.forget_claims()
+        self.layout.forget_adoptees()
         self.chunks: list[Chunk] = []
 
     def load(self) -> None:
@@ -84,13 +84,13 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return flat.cpu().numpy().tobytes()
 
 
-def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
+def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
     """One claim a storage, with every tensor given as its alias."""
     found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
-    return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
+    return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
 class Net(torch.nn.Module):
@@ -493,7 +493,7 @@ from placement.devices.cuda.device import CudaDevice
 from placement.storage import layout as range_layout, point
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
-layout = range_layout.prepare(device, [range_layout.Claim("kept", kept.untyped_storage(), (kept,))])
+layout = range_layout.prepare(device, [range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))])
 slab = device.host(layout.nbytes)
 layout.move_in(0)
 assert layout.is_in(0)

@@ -18,7 +18,7 @@ from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated.device import SimulatedDevice
 from placement.storage import layout as range_layout
 from placement.storage import point
-from placement.storage.layout import Claim
+from placement.storage.layout import Adoptee
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot swap storages")
@@ -52,12 +52,12 @@ class Model(torch.nn.Module):
         return dict((*self.named_parameters(), *self.named_buffers()))
 
 
-def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
+def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
     found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
-    return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
+    return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
 def fill_range(device: SimulatedDevice, layout: range_layout.RangeLayout, content: list[bytes]) -> list[Chunk]:
@@ -167,7 +167,7 @@ def test_a_tensor_of_another_storage_is_no_alias(device: SimulatedDevice, monkey
     monkeypatch.setattr(adoption, "can_swap", lambda: False)
     one, other = torch.ones(3), torch.ones(3)
     with pytest.raises(RegistrationError, match="another storage"):
-        range_layout.prepare(device, [Claim("one", one.untyped_storage(), (one, other))])
+        range_layout.prepare(device, [Adoptee("one", one.untyped_storage(), (one, other))])
 
 
 def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
@@ -182,7 +182,7 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     layout = range_layout.prepare(device, claims)
     layout.move_in(0)
     del claims
-    layout.forget_claims()
+    layout.forget_adoptees()
     assert alive() is None
     assert bool(tensor.isnan().all())
 
@@ -197,7 +197,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice,
     layout = range_layout.prepare(device, claims)
     for index in range(len(claims)):
         layout.move_in(index)
-    layout.forget_claims()
+    layout.forget_adoptees()
     addresses = weakref.ref(layout.addresses)
     for claim, data in zip(claims_of(model.tensors()), content, strict=False):
         if not claim.nbytes:

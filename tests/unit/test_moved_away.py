@@ -24,7 +24,6 @@ from torch.ao import quantization
 
 from placement import IntegrityError, RegistrationError, checkpoint
 from placement.devices import adoption
-from placement.devices.memory import Addresses
 from placement.policies import Colocated
 from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice, assert_nothing_resident

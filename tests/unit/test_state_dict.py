@@ -11,7 +11,7 @@ import torch
 
 import placement
 from placement.testing import assert_nothing_resident
-from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, batch, learn, make_manager, net
+from tests.support.worker import GPU, OFF, SYNC, TRAIN, Worker, assert_same, learn, make_manager
 
 
 def saved_size(value: Any) -> int:
