@@ -25,7 +25,7 @@ from placement.checkpoint.optimizer import Optimizer
 from placement.core.errors import CheckpointError, PlacementError
 from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
-from placement.storage.offloaded import nan_check
+from placement.storage import nan_check
 
 if TYPE_CHECKING:
     from placement.manager import Manager

@@ -74,7 +74,7 @@ class StateChange(Change):
         self._before = dict(state)
         state.clear()
         state.update(placed)
-        handle.storage.take_in_restored()
+        handle.storage.adopt_restored()
 
     def _placed(self, parameter: Any, entry: Any, settings: Mapping[str, Any]) -> Any:
         """A parameter's state, with new tensors on its device, or on the host for an offloaded handle, which adopts them from there."""

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from placement.checkpoint.base import Change, Part, copy_over, same_values
 from placement.core.errors import CheckpointError
 from placement.registration.guards import is_off
-from placement.storage.offloaded.host_reads import from_host_copies
-from placement.storage.range_layout import byte_view
+from placement.registration.state_dicts import from_host_copies
+from placement.storage.point import byte_view
 from placement.tensors.plain import parts_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TakeOver(Change):
                 self._before.keep_objects()
         except Exception as error:
             raise CheckpointError(f"{self._subject()}. That raised {type(error).__name__}: {error}. {_UNCHANGED}") from error
-        handle.storage.take_in_restored()
+        handle.storage.adopt_restored()
         if differing := self._differing():
             names = ", ".join(differing[:4]) + (", ..." if len(differing) > 4 else "")
             raise CheckpointError(f"{self._subject()}. It ran, but {names} of the state dict differ from the saved ones. {_UNCHANGED}")

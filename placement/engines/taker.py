@@ -12,7 +12,7 @@ from placement.frameworks.known import frameworks_of
 from placement.frameworks.weights import Weight
 from placement.publish.buckets import WeightInfo
 from placement.publish.published import writable
-from placement.storage.address_map import RANGES
+from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.tensors.plain import plain_parts
 

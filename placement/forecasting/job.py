@@ -26,7 +26,7 @@ from placement.forecasting.streamed import StepCounts
 from placement.planning.policy_lookup import resolve_policy
 from placement.planning.simulated_handles import EngineHandle, SimulatedHandle
 from placement.planning.simulation import SimulatedPhase
-from placement.storage.range_layout import Sizing
+from placement.storage.layout import Sizing
 from placement.tensors.plain import dtype_of
 
 Gradients = Literal["cleared", "kept"]

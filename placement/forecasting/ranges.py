@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from placement.core.states import HandleView, State
 from placement.devices.host.mapping import round_up
 from placement.planning.simulated_handles import Moved, SimulatedHandle, is_written
+from placement.storage.layout import Sizing, chunk_sizes, expected_bytes, packed
 from placement.storage.range import used_bytes
-from placement.storage.range_layout import Sizing, chunk_sizes, expected_bytes, packed
 from placement.storage.replicated.range import Shares, chunk_spans
 
 

@@ -28,9 +28,9 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
-from placement.storage.offloaded.changes import WrittenWhileOffloaded
 from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.streamed_step import Streamed
+from placement.storage.writes import WrittenWhileOffloaded
 
 if TYPE_CHECKING:
     from placement.group.lease import Lease

@@ -11,7 +11,7 @@ from placement.devices.base import Device
 from placement.devices.memory import WrittenPoison
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
-from placement.storage.offloaded.changes import WrittenWhileOffloaded
+from placement.storage.writes import WrittenWhileOffloaded
 
 _NAMES = 8
 """The largest number of tensors that a message names for one handle."""

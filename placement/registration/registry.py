@@ -27,8 +27,8 @@ from placement.registration.handle import Handle, Lazy
 from placement.registration.replication import check_can_be_replicated
 from placement.registration.streamed_optimizer import StreamedOptimizer, Streaming
 from placement.registration.unregistered import StepWatch
-from placement.storage.address_map import RANGES
 from placement.storage.base import ExternalStorage, NotBuilt
+from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.storage.replicated.ranks import Ranks
 from placement.storage.replicated.storage import ReplicatedStorage

@@ -1,31 +1,58 @@
 """Calls of `state_dict()` on a registered object. In every state they return true values in tensors that stay readable.
 
 Torch's state dict hooks see neither the values that an overridden method computes nor an exception in between. So the method itself is
-replaced. While the object is offloaded, the whole call reads the host copy. The tensors that it returns follow the handle.
+replaced. Hooks of state dicts, `get_extra_state` and overridden methods compute with the live tensors, which read poison while they are
+offloaded. So then the whole call runs inside `from_host_copies`, where every torch function gets the host copy instead of such a tensor.
+The tensors themselves are not touched: identity, addresses, versions, gradient accumulators and use counts stay the same, other threads
+notice nothing, and an exception leaves nothing behind. The tensors that the call returns follow the handle.
+
+Asked for the state dict of an optimizer without state, `torch.distributed.checkpoint.state_dict` makes a step to create it, and so does
+code built on it (VeOmni's `MultiOptimizer`). It gives every parameter a gradient of zeros, sets every learning rate to 0, steps, and sets
+the rates back. Adam's step counters are 1 afterwards, so training goes on otherwise than without the state dict. If a guard refuses the
+step, the rates stay at 0.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from placement.core.errors import BrokenHandleError, NotResidentError, PlacementError
 from placement.core.torch_modes import without_modes
 from placement.registration.method_call import MethodCall
+from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.storage.offloaded.changes import has_nan
-from placement.storage.offloaded.host_reads import from_host_copies, is_reading
-from placement.tensors.plain import SEQUENCES, has_bytes, nested_tensors, parts_of, with_fields, with_parts
+from placement.storage.poison import has_nan
+from placement.tensors.plain import (
+    SEQUENCES,
+    has_bytes,
+    is_plain_type,
+    is_wrapper,
+    nested_tensors,
+    parts_of,
+    rewrapped,
+    with_fields,
+    with_parts,
+)
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
 
-
+_WHERE = frozenset({"device", "is_cpu", "is_cuda", "__cuda_array_interface__"})
+"""Properties that tell where a tensor's bytes are: answered by the host copy. The live tensor answers all others."""
+_OF_THE_OBJECT = frozenset(
+    {"__set__", "__delete__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+)
+"""Functions that change the tensor object but no byte. They are given the live tensor."""
 _WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
 """A function of `torch.distributed.checkpoint.state_dict`. It writes what it loads into the state dict that it asks for, and loads that."""
+_MODULE, _NAME = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 
 
 class StateDictCall(MethodCall):
@@ -175,3 +202,102 @@ def _host_copies(handle: Handle) -> list[torch.Tensor]:
     if not handle.storage.is_on_host:
         return []
     return [host for owned in handle.adapter.owned() if (host := handle.storage.over_host(owned.tensor)) is not None]
+
+
+# --- reading the host copy
+
+
+class _HostReads(TorchFunctionMode):
+    """Gives torch functions the host copy in place of tensors that are offloaded, in the thread that entered it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _is_about_the_object(func):
+            return func(*args, **(kwargs or {}))
+        live: dict[int, torch.Tensor] = {}
+        found = func(*_on_host(args, live), **_on_host(kwargs or {}, live))
+        return live.get(id(found), found) if live else found  # an in-place function must return the tensor that it was given
+
+
+def is_reading() -> bool:
+    """Whether this thread is inside `from_host_copies`."""
+    return any(isinstance(mode, _HostReads) for mode in _get_current_function_mode_stack())
+
+
+@contextmanager
+def from_host_copies() -> Iterator[None]:
+    """Let every torch function that this thread calls with an offloaded tensor use its host copy. Writes go into the host copy, too."""
+    with _HostReads():
+        yield
+
+
+def _is_about_the_object(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _WHERE  # type: ignore[attr-defined]
+    return name in _OF_THE_OBJECT
+
+
+def _on_host(value: Any, live: dict[int, torch.Tensor]) -> Any:
+    """The same arguments with the host copy in place of every offloaded tensor. `live` gets the tensor that each host copy stands for."""
+    if isinstance(value, torch.Tensor):
+        found = _host_copy(value)
+        if found is not value:
+            live[id(found)] = value
+        return found
+    if type(value) in (tuple, list):
+        return type(value)([_on_host(each, live) for each in value])
+    if type(value) is dict:
+        return {key: _on_host(each, live) for key, each in value.items()}
+    return value
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if is_wrapper(tensor):
+        is_offloaded = any(_host_copy(part) is not part for _, part in parts_of(tensor, "") if part is not tensor)
+        return rewrapped(tensor, _host_copy) if is_offloaded else tensor
+    if not is_plain_type(type(tensor)) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return tensor
+    owner = RANGES.owner_of(tensor.untyped_storage().data_ptr())
+    if not isinstance(owner, ManagedStorage) or (host := owner.host_copy(tensor)) is None:
+        return tensor
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return host
+    carrier = host.as_subclass(type(tensor))  # keeps the attributes that the tensor's framework has put on it
+    vars(carrier).update(vars(tensor))
+    return carrier
+
+
+# --- torch's step that creates state
+
+
+def undo_initial_step() -> bool:
+    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
+    code = getattr(getattr(sys.modules.get(_MODULE), _NAME, None), "__code__", None)
+    frame = sys._getframe()
+    while code is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            optimizer, rates = frame.f_locals["optim"], list(frame.f_locals["lrs"])
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = rates.pop(0)
+            optimizer.zero_grad(set_to_none=True)
+            return True
+    return False
+
+
+@contextmanager
+def no_initial_step() -> Iterator[None]:
+    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
+    module: Any = sys.modules.get(_MODULE)
+    plain = getattr(module, _NAME, None)
+    if plain is None:
+        yield
+        return
+    setattr(module, _NAME, lambda _: None)
+    try:
+        yield
+    finally:
+        setattr(module, _NAME, plain)

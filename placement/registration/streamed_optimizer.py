@@ -24,8 +24,8 @@ from placement.ownership.optimizer import OptimizerAdapter
 from placement.ownership.partial_step import PartialStep, refusal, refusal_now, replaced_step
 from placement.registration.method_call import MethodCall
 from placement.registration.step_parts import StepParts
+from placement.storage import nan_check
 from placement.storage.managed import ManagedStorage
-from placement.storage.offloaded import nan_check
 from placement.storage.range import Range, RangeChunk
 from placement.storage.transfer.buckets import first_buckets, window_of
 from placement.storage.transfer.chunk_pool import ChunkPool

@@ -198,7 +198,7 @@ class Storage(abc.ABC):
     def note_written(self) -> None:
         """Forget the fingerprints of the host copy: a permitted write has changed it."""
 
-    def take_in_restored(self) -> None:
+    def adopt_restored(self) -> None:
         """Adopt new state that a checkpoint has put into the object."""
 
     # --- checks

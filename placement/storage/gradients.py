@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Set
 import torch
 
 from placement.ownership.adapter import Adapter
+from placement.storage.layout import Adoptee
 from placement.storage.range import Range
-from placement.storage.range_layout import Claim
-from placement.storage.scanning.scanner import lent_gradients
+from placement.storage.scan import lent_gradients
 from placement.tensors.plain import parts_of
 from placement.tensors.sparse import is_sparse, sparse_parts
 
@@ -32,8 +32,8 @@ class Gradients:
         gradients += itertools.chain.from_iterable(each.unreduced_gradients() for each in self._adapter.frameworks)
         return {id(part): part for gradient in gradients for _, part in _parts(gradient)}
 
-    def besides(self, claims: Iterable[Claim]) -> list[Claim]:
-        """The claims, among these transient ones, that hold anything but gradients."""
+    def besides(self, adoptees: Iterable[Adoptee]) -> list[Adoptee]:
+        """The adoptees, among these transient ones, that hold anything but gradients."""
         dead = self.tensors()
         # A sparse gradient's parts are new objects at each access, so they are known by their storages, which nothing else uses.
         owners = self._adapter.with_gradients()
@@ -42,7 +42,7 @@ class Gradients:
         lent = lent_gradients()
         return [
             c
-            for c in claims
+            for c in adoptees
             if c.storage._cdata in lent or (c.storage._cdata not in theirs and not all(id(alias) in dead for alias in c.aliases))
         ]
 

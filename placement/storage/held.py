@@ -15,12 +15,12 @@ from placement.core.errors import BrokenHandleError, IntegrityError
 from placement.core.states import State
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
-from placement.storage.address_map import RANGES
 from placement.storage.base import Storage, check_ranges
 from placement.storage.gradients import Gradients
+from placement.storage.layout import RANGES
 from placement.storage.object_storages import ObjectStorages
-from placement.storage.offloaded.state_dict_tensors import was_handed_out
 from placement.storage.range import Range
+from placement.storage.state_dicts import was_handed_out
 from placement.storage.transfer.host_read_locks import HostReadLocks
 from placement.storage.transfer.result import NanFound
 from placement.tensors.plain import has_storage, is_plain_type, parts_of

@@ -15,16 +15,15 @@ from functools import partial
 import torch
 
 from placement.core.errors import DeviceMemoryError, HostMemoryError, IntegrityError
-from placement.storage.address_map import RANGES
+from placement.storage import nan_check
 from placement.storage.held import HeldStorage
-from placement.storage.offloaded import nan_check
-from placement.storage.offloaded.state_dict_tensors import handed_out
+from placement.storage.layout import RANGES
 from placement.storage.range import Range
-from placement.storage.scanning import stray_references
+from placement.storage.scan import lasting_stray_references
+from placement.storage.state_dicts import handed_out
 from placement.storage.stepping import settle
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.result import MoveResult
-from placement.storage.unadopt import unadopt
 
 
 class ManagedStorage(HeldStorage):
@@ -49,12 +48,12 @@ class ManagedStorage(HeldStorage):
             self.unadopt()
             raise
 
-    def take_in_restored(self) -> None:
+    def adopt_restored(self) -> None:
         """Adopt new state that a checkpoint has put into the object. While offloaded, its bytes go straight into the host copy."""
         if self.on_device:
             self.storages.look()
             return
-        fresh = self.storages.take_in_to_stay()
+        fresh = self.storages.adopt_lasting()
         if fresh is not None:
             self.device.sync()
             self.is_consistent = False
@@ -63,11 +62,11 @@ class ManagedStorage(HeldStorage):
             self.storages.align_wrappers()
             self.storages.count_uses()
 
-    def take_in_dropped(self) -> None:
+    def adopt_dropped(self) -> None:
         """Adopt state that has become the offloaded optimizer's own since its offload: modules have dropped it as their gradient."""
         if self.adapter.lent_gradients() and not self.on_device and self.is_consistent:
             with contextlib.suppress(HostMemoryError):  # it stays on the device, and the next phase transition tries again
-                self.take_in_restored()
+                self.adopt_restored()
 
     # --- moving: the steps of an `Exchange`, in order
 
@@ -104,17 +103,17 @@ class ManagedStorage(HeldStorage):
         dead = self.storages.dead()
         if self.on_device:
             if any(not r.transient for r in dead):  # before they are dropped: they have the numbers of tensors that were replaced
-                nan_check.look_at_new(self, self.storages.new_storages().stay)
+                nan_check.look_at_new(self, self.storages.rescan().stay)
             self.storages.offer_slab(dead)
         self.storages.drop(dead, chunk_pool)
 
-    def take_in_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
+    def adopt_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
         """Reserve places for the new storages and start saving them. Returns their ranges, and whether any of them is not transient.
 
         Args:
             drops: leave the gradients out, because they are dropped when the offload is committed.
         """
-        fresh, stays = self.storages.take_in_new(drops=drops, look=partial(nan_check.look_at_new, self))
+        fresh, stays = self.storages.adopt_new(drops=drops, look=partial(nan_check.look_at_new, self))
         # Counted here because the link is busy now. If there are none now, the commit, when the link is idle, need not look again.
         self._may_have_stray_references = bool(self.storages.state_dict_tensors) or bool(self.stray_references())
         return fresh, stays
@@ -191,7 +190,6 @@ class ManagedStorage(HeldStorage):
         before = self.ranges
         for r, now in prints:
             r.prints = now
-        self.storages.relocated.save(readonly=self.readonly)
         self.storages.state_dict_tensors.point_to_host(self.storages.by_address, except_for=self.storages.moving_in)
         surplus = self.stray_references(before) if self._may_have_stray_references else {}
         self.storages.keep(before + fresh)
@@ -203,7 +201,7 @@ class ManagedStorage(HeldStorage):
         return MoveResult(
             stray_references=sum(surplus.values()),
             stray_names=", ".join([*surplus][:8]),
-            brought_back=", ".join(self.storages.relocated.names[:8]),
+            brought_back=", ".join(self.storages.relocated_names[:8]),
             nan=nan,
         )
 
@@ -212,8 +210,8 @@ class ManagedStorage(HeldStorage):
         return self.storages.stray_references(self.ranges if ranges is None else ranges)
 
     def lasting_stray_references(self) -> dict[str, int]:
-        """The stray references that remain after a short wait (see `stray_references.that_last`)."""
-        return stray_references.that_last(self.stray_references)
+        """The stray references that remain after a short wait (see `scan.lasting_stray_references`)."""
+        return lasting_stray_references(self.stray_references)
 
     def commit_load(self) -> None:
         """Commit a load whose bytes are all on their way; the current stream waits for them."""
@@ -245,7 +243,6 @@ class ManagedStorage(HeldStorage):
                 self.on_device = False
             self.storages.state_dict_tensors.point_to_device(self.storages.by_address)
             self._distrust_host_copies_with_views()
-            self.storages.writes.forget_gradients()
         if not self.on_device:
             settle(self, chunk_pool)
             if self._is_copying:
@@ -258,13 +255,12 @@ class ManagedStorage(HeldStorage):
             for r in self.ranges:
                 self.storages.vacate(r, chunk_pool)
                 r.move_in()
-            self.storages.bring_back()
+            self.storages.end_offload()
             self.storages.state_dict_tensors.point_to_host(self.storages.by_address)
             self.storages.state_dict_tensors.note_shown(self.storages.by_address)
             self.storages.state_dict_tensors.note_held(self.storages.by_address)
             if self.storages.state_dict_tensors:
                 self.storages.writes.allow()
-            self.storages.writes.note_gradients()
             self.storages.unadopted_bytes = 0
             self.storages.look_at_unborn()
             self.adapter.drop_caches()
@@ -272,9 +268,8 @@ class ManagedStorage(HeldStorage):
         else:
             self.calls.allow()
         self._is_copying = self._is_vacating = False
-        self._dropped, self.storages.moving_in = None, frozenset()
-        self.storages.relocated.forget()
-        self.storages.withdraw_slab()
+        self._dropped = None
+        self.storages.forget_offload()
         self.is_consistent = True
 
     def vacate(self, r: Range, first: int, last: int, chunk_pool: ChunkPool) -> None:
@@ -371,7 +366,7 @@ class ManagedStorage(HeldStorage):
         if self.on_device and self._is_vacating:
             self._take_back_early()
         if not self.on_device and self.is_consistent:  # no tensor may leave with poison for values
-            self.storages.writes.put_back(self.storages.new_storages())
+            self.storages.writes.put_back(self.storages.rescan())
         chunk_pool = ChunkPool(self.device)
         if not self.on_device:
             self._drop_early(chunk_pool)  # while the object can stay as it is, because the device may fail
@@ -379,7 +374,7 @@ class ManagedStorage(HeldStorage):
 
     def unadopt(self) -> None:
         """Give every tensor ordinary storage again, on the device while resident, else on the host, and drop the ranges. Idempotent."""
-        self.storages.give_up_claims()
+        self.storages.give_up_discovered()
         if not self.ranges:
             return
         self.host_read_locks.wait()
@@ -396,7 +391,7 @@ class ManagedStorage(HeldStorage):
                 self.is_consistent = was_consistent
             raise
         self.is_leaving = True
-        unadopt(self.device, self.adapter, self.storages, on_device=self.on_device)
+        self.storages.unadopt(on_device=self.on_device)
         if self.on_device:
             self.device.wait_for_work()  # the kernels that copy the values out of the ranges have only been started
         self.on_device = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from placement.devices.base import Device
 from placement.devices.memory import Chunk, Copy, HostSlab
 from placement.storage.disk.spill import Spill
 from placement.storage.early import EarlyChunks
-from placement.storage.range_layout import Claim, RangeLayout, chunk_sizes
+from placement.storage.layout import AddressMap, Adoptee, RangeLayout, chunk_sizes
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
@@ -49,25 +48,16 @@ class PlacedStorage:
         return 0 if self.storage() is None else storage_use_count(self.ref.cdata)
 
 
-class RangesByAddress:
+class RangesByAddress(AddressMap["Range"]):
     """Finds the range that an address lies in. Both the device addresses of a range and its slab are looked up."""
 
     def __init__(self, ranges: tuple[Range, ...]) -> None:
         self.ranges = ranges
-        places = sorted(((base, r) for r in ranges for base in (r.layout.addresses.base, r.host.address)), key=operator.itemgetter(0))
-        self._bases = [base for base, _ in places]
-        self._ranges = [r for _, r in places]
+        super().__init__((base, base + r.nbytes, r) for r in ranges for base in (r.layout.addresses.base, r.host.address))
 
     def find(self, tensor: torch.Tensor) -> tuple[Range, int] | None:
         """The range that a tensor's storage lies in, and the storage's offset there; None where it lies in none."""
         return self.at(tensor.untyped_storage().data_ptr())
-
-    def at(self, address: int) -> tuple[Range, int] | None:
-        """The range that an address lies in, and its offset there; None where it lies in none."""
-        index = bisect.bisect_right(self._bases, address) - 1
-        if index < 0 or address - self._bases[index] >= self._ranges[index].nbytes:
-            return None
-        return self._ranges[index], address - self._bases[index]
 
 
 class Range:
@@ -81,19 +71,19 @@ class Range:
       is missing before it maps anything.
     """
 
-    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Claim, ...], transient: bool) -> None:
+    def __init__(self, device: Device, layout: RangeLayout, slab: HostSlab, claims: tuple[Adoptee, ...], transient: bool) -> None:
         self.layout = layout
         self.nbytes = used_bytes(layout.nbytes)
         """Used length. The rest of the last chunk is unused: it is neither copied nor fingerprinted."""
         self.host = slab
         """The slab, some bytes of which may still be on their way, or on disk. Whoever reads or writes it asks for `slab`."""
         self.chunk_sizes: tuple[int, ...] = chunk_sizes(device, layout.nbytes)
-        """See `range_layout.chunk_sizes`."""
+        """See `layout.chunk_sizes`."""
         self.device_bytes = sum(self.chunk_sizes)
         self.used_sizes = (*self.chunk_sizes[:-1], self.nbytes - sum(self.chunk_sizes[:-1]))
         """The used bytes of each chunk."""
         self.transient = transient
-        self.claims: tuple[Claim, ...] | None = claims
+        self.claims: tuple[Adoptee, ...] | None = claims
         """The storages that have still to move in; None once every storage has its place."""
         self.placed: tuple[PlacedStorage, ...] = ()
         self._by_storage: dict[int, PlacedStorage] | None = None
@@ -108,8 +98,6 @@ class Range:
         """The chunks that have newer bytes on the device than the slab, because a streamed step is under way. Each is in `chunks`."""
         self.prints: torch.Tensor | None = None
         """Fingerprints of the slab's chunks, int64 on either device; None while the slab may differ from what they were made of."""
-        self.homes: dict[int, torch.UntypedStorage] = {}
-        """Used by `unadopt`: the ordinary memory that each storage of the range is given when it leaves for good, by its old address."""
         self.is_shown = False
         """Whether a state dict has shown the slab. Its holder may have written there, so `prints` may be out of date."""
         self.early: EarlyChunks | None = None
@@ -123,9 +111,8 @@ class Range:
         return False
 
     def move_in(self) -> None:
-        """Give every storage its place. The slab has their bytes already. Idempotent, and safe to repeat after an interrupt."""
+        """Give every storage its place. The slab has their bytes already. Idempotent."""
         if self.claims is None:
-            self.layout.forget_claims()  # an interrupt may have come between the two
             return
         for index in range(len(self.claims)):
             self.layout.move_in(index)
@@ -134,7 +121,7 @@ class Range:
             ref = StorageWeakRef(claim.aliases[0].untyped_storage())  # not claim.storage: rebinding has given the aliases another one
             placed.append(PlacedStorage(claim.name, ref, offset, claim.nbytes))
         self.placed, self.claims, self._by_storage = tuple(placed), None, None
-        self.layout.forget_claims()
+        self.layout.forget_adoptees()
 
     def forget(self, entry: PlacedStorage) -> None:
         """Remove a storage that has left for good. Its place stays empty."""

@@ -51,17 +51,17 @@ def settle(holding: HeldStorage, chunk_pool: ChunkPool) -> None:
     for r in holding.ranges:
         r.move_in()
     with without_modes():
-        fresh = take_in_born(holding)
+        fresh = adopt_created(holding)
         if fresh is not None:
             device.sync()
             storages.keep((*holding.ranges, fresh))
             fresh.move_in()
-        storages.new_storages()
+        storages.rescan()
         storages.writes.note()  # the step has written the state
     holding.is_stepping = False
 
 
-def take_in_born(holding: HeldStorage, besides: Set[int] = frozenset()) -> Range | None:
+def adopt_created(holding: HeldStorage, besides: Set[int] = frozenset()) -> Range | None:
     """Start copying state that a step has created in torch's memory to the host. Returns the range into which it has still to move.
 
     None where there is none, or where host memory lacks: then the state stays in torch's memory, and the next step tries again.
@@ -70,7 +70,7 @@ def take_in_born(holding: HeldStorage, besides: Set[int] = frozenset()) -> Range
         besides: storages (`_cdata`) to leave out: those of which copies are under way, and those that the step has still to use.
     """
     try:
-        return holding.storages.take_in_born(besides)
+        return holding.storages.adopt_lasting(besides, in_parts=True)
     except HostMemoryError as error:
         _logger.warning("%s: new optimizer state stays on the device until host memory is free: %s", holding.name, str(error))
         return None

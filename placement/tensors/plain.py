@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -79,14 +79,6 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
-
-
-def point_to(
-    tensor: torch.Tensor, home: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
-) -> None:
-    """Point a tensor to a part of a storage by `.data =`. It stays an inference tensor if it is one."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # torch gives an inference tensor nothing but another one's data
-        tensor.data = as_lazy_as(tensor, torch.empty(0, dtype=dtype, device=home.device).set_(home, offset, size, stride))
 
 
 def problem_of(tensor: torch.Tensor, compute_device: torch.device) -> str | None:

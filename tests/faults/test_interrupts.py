@@ -27,7 +27,7 @@ from torch import nn
 import placement
 from placement import checkpoint, frameworks, ownership, tensors
 from placement.devices import adoption
-from placement.storage.offloaded.host_reads import is_reading
+from placement.registration.state_dicts import is_reading
 from placement.tensors.plain import nested_tensors
 from placement.testing import SimulatedDevice
 from tests.faults.harness import FaultyWorker, Foresight, as_bytes, check_left, check_sound, hidden_bytes, many_cases, partition

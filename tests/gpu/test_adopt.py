@@ -19,8 +19,9 @@ from placement.devices.cuda import pool as cuda_pool
 from placement.devices.cuda.device import CudaDevice
 from placement.devices.host.reserve import SPAN_BYTES
 from placement.devices.memory import Chunk, Copy, HostSlab
-from placement.storage import range_layout
-from placement.storage.range_layout import Claim, RangeLayout
+from placement.storage import layout as range_layout
+from placement.storage import point
+from placement.storage.layout import Adoptee, RangeLayout
 from tests.support.bytecodes import BytecodeTrace
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +40,7 @@ def device() -> CudaDevice:
 class PlacedStorage:
     """What a handle does with one adoption, reduced to the driver's part."""
 
-    def __init__(self, device: CudaDevice, claims: list[Claim]) -> None:
+    def __init__(self, device: CudaDevice, claims: list[Adoptee]) -> None:
         self.device = device
         self.layout: RangeLayout = range_layout.prepare(device, claims)
         self.slab: HostSlab = device.host(self.layout.nbytes)
@@ -53,7 +54,7 @@ class PlacedStorage:
         for index in range(len(claims)):
             self.layout.move_in(index)
             assert self.layout.is_in(index)
-        self.layout.forget_claims()
+        self.layout.forget_adoptees()
         self.chunks: list[Chunk] = []
 
     def load(self) -> None:
@@ -83,13 +84,13 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return flat.cpu().numpy().tobytes()
 
 
-def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
+def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
     """One claim a storage, with every tensor given as its alias."""
     found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
-    return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
+    return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
 class Net(torch.nn.Module):
@@ -318,7 +319,7 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: CudaDevice, born
     for claim in claims_of(tensors):
         offset = claim.storage.data_ptr() - placed.layout.addresses.base
         source = placed.slab.view(offset, claim.nbytes)
-        range_layout.move_out(device, claim.storage, claim.aliases, where, filler(source))
+        point.move_out(device, claim.storage, claim.aliases, where, filler(source))
     del claim
     addresses = weakref.ref(placed.layout.addresses)
     assert not any(placed.contains(t) for t in tensors.values())
@@ -489,10 +490,10 @@ SCRIPT = """
 import os, sys
 import torch
 from placement.devices.cuda.device import CudaDevice
-from placement.storage import range_layout
+from placement.storage import layout as range_layout, point
 device = CudaDevice(0)
 kept = torch.full((3_000_000,), 7.0, device="cuda")
-layout = range_layout.prepare(device, [range_layout.Claim("kept", kept.untyped_storage(), (kept,))])
+layout = range_layout.prepare(device, [range_layout.Adoptee("kept", kept.untyped_storage(), (kept,))])
 slab = device.host(layout.nbytes)
 layout.move_in(0)
 assert layout.is_in(0)

@@ -300,7 +300,7 @@ def stranded(generation: int) -> bool:
         rank.actor.layers[-1].merge()
         chunk_pool = ChunkPool(rank.device)
         rank.storage.begin_move(chunk_pool)
-        rank.storage.take_in_new()
+        rank.storage.adopt_new()
         rank.storage.vacate(rank.frozen, 0, 2, chunk_pool)
         chunk_pool.release()
         rank.device.fail("create", forever=True)

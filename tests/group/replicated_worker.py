@@ -19,7 +19,7 @@ from placement.core.errors import CoordinatorLost, GroupError, PlacementError, R
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
 from placement.group import BoardLost, StoreGroup, failpoints
-from placement.storage.address_map import RANGES
+from placement.storage.layout import RANGES
 from placement.storage.replicated.storage import ReplicatedStorage
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point, Recorder, describe

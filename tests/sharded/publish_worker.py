@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from placement import Manager, WeightInfo
 from placement.policies import Colocated
 from placement.publish import buckets
-from placement.storage.address_map import RANGES
+from placement.storage.layout import RANGES
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK_BYTES = 4096

@@ -13,8 +13,8 @@ import torch
 
 from placement import Manager
 from placement.ownership import adapter_for
-from placement.storage.offloaded.state_dict_tensors import StateDictTensors
 from placement.storage.range import RangesByAddress
+from placement.storage.state_dicts import StateDictTensors
 from placement.tensors.plain import align, rewrapped
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import state_dict_worker as worker

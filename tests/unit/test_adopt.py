@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +16,9 @@ from placement.devices.cuda.device import CudaDevice
 from placement.devices.cuda.pool_plan import plan
 from placement.devices.memory import Chunk, Copy
 from placement.devices.simulated.device import SimulatedDevice
-from placement.storage import range_layout
-from placement.storage.range_layout import Claim
-from tests.support.bytecodes import BytecodeTrace
+from placement.storage import layout as range_layout
+from placement.storage import point
+from placement.storage.layout import Adoptee
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_only = pytest.mark.skipif(not CAN_SWAP, reason="torch before 2.13 cannot swap storages")
@@ -54,12 +52,12 @@ class Model(torch.nn.Module):
         return dict((*self.named_parameters(), *self.named_buffers()))
 
 
-def claims_of(tensors: dict[str, torch.Tensor]) -> list[Claim]:
+def claims_of(tensors: dict[str, torch.Tensor]) -> list[Adoptee]:
     found: dict[int, tuple[str, torch.UntypedStorage, list[torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, (name, storage, []))[2].append(tensor)
-    return [Claim(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
+    return [Adoptee(name, storage, tuple(aliases)) for name, storage, aliases in found.values()]
 
 
 def fill_range(device: SimulatedDevice, layout: range_layout.RangeLayout, content: list[bytes]) -> list[Chunk]:
@@ -169,7 +167,7 @@ def test_a_tensor_of_another_storage_is_no_alias(device: SimulatedDevice, monkey
     monkeypatch.setattr(adoption, "can_swap", lambda: False)
     one, other = torch.ones(3), torch.ones(3)
     with pytest.raises(RegistrationError, match="another storage"):
-        range_layout.prepare(device, [Claim("one", one.untyped_storage(), (one, other))])
+        range_layout.prepare(device, [Adoptee("one", one.untyped_storage(), (one, other))])
 
 
 def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
@@ -184,62 +182,9 @@ def test_old_memory_dies_at_move_in(device: SimulatedDevice, way: str) -> None:
     layout = range_layout.prepare(device, claims)
     layout.move_in(0)
     del claims
-    layout.forget_claims()
+    layout.forget_adoptees()
     assert alive() is None
     assert bool(tensor.isnan().all())
-
-
-def interrupted_runs(call: Callable[[], None]) -> Iterator[bool]:
-    """Each step runs `call` with a KeyboardInterrupt at the next opcode of the adoption's own code; ends with a whole run."""
-    at = -1
-    reached = True
-    while reached:
-        at += 1
-        left, reached = at, False
-
-        def count(frame: FrameType) -> None:
-            nonlocal left, reached
-            left -= 1
-            if left < 0 and not reached:
-                reached = True
-                raise KeyboardInterrupt
-
-        with suppress(KeyboardInterrupt), BytecodeTrace(lambda code: code.co_filename.endswith("storage/range_layout.py"), count):
-            call()
-        yield reached
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt while a generator or weak reference dies
-def test_an_interrupt_at_any_opcode_of_move_in_is_made_good_by_repeating_it(device: SimulatedDevice, way: str) -> None:
-    points = 0
-    base = torch.arange(400.0)
-    state: dict[str, Any] = {}
-
-    def run() -> None:
-        state["adoption"].move_in(0)
-
-    def fresh() -> None:
-        whole = base.clone()
-        state["tensors"] = {"whole": whole, "half": whole[100:300], "shape": torch.nn.Parameter(whole.data.view(20, 20).t())}
-        claims = claims_of(state["tensors"])
-        state["adoption"] = range_layout.prepare(device, claims)
-
-    fresh()
-    for reached in interrupted_runs(run):
-        points += reached
-        layout, tensors = state["adoption"], state["tensors"]
-        layout.move_in(0)
-        assert layout.is_in(0)
-        assert len({t.untyped_storage()._cdata for t in tensors.values()}) == 1
-        chunks = fill_range(device, layout, [raw(base.untyped_storage())])
-        assert torch.equal(tensors["whole"], base)
-        assert torch.equal(tensors["half"], base[100:300])
-        assert torch.equal(tensors["shape"], base.view(20, 20).t())
-        device.unmap(layout.addresses, layout.nbytes)
-        for chunk in chunks:
-            device.release(chunk)
-        fresh()
-    assert points > 20
 
 
 def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice, way: str) -> None:
@@ -252,13 +197,13 @@ def test_leaving_gives_the_same_tensors_ordinary_memory(device: SimulatedDevice,
     layout = range_layout.prepare(device, claims)
     for index in range(len(claims)):
         layout.move_in(index)
-    layout.forget_claims()
+    layout.forget_adoptees()
     addresses = weakref.ref(layout.addresses)
     for claim, data in zip(claims_of(model.tensors()), content, strict=False):
         if not claim.nbytes:
             continue
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        range_layout.move_out(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
+        point.move_out(device, claim.storage, claim.aliases, torch.device("cpu"), filler(source))
     del claim, claims, layout
     gc.collect()
     assert addresses() is None
@@ -280,7 +225,7 @@ def test_a_failed_fill_leaves_everything_in_the_range(device: SimulatedDevice, w
         raise OSError("no bytes")
 
     with pytest.raises(OSError, match="no bytes"):
-        range_layout.move_out(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
+        point.move_out(device, tensor.untyped_storage(), [tensor], torch.device("cpu"), fail)
     assert layout.is_in(0)
 
 

@@ -146,22 +146,6 @@ def test_a_view_of_a_state_dict_on_the_device_keeps_its_values_when_the_model_le
     assert torch.equal(state["0.weight"][3], expected)
 
 
-def test_an_object_that_got_what_cannot_be_moved_is_refused_also_after_another_one_has_left() -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-    actor, critic = net(), net()
-    manager.register("actor", actor, role="actor")
-    manager.register("critic", critic, role="critic")
-    with manager.phase("values"):
-        pass
-    kept = actor[0].weight.detach()  # to find it, the other objects are asked for their tensors
-    gets_a_kind_that_cannot_move(critic, critic)
-    manager.unregister("actor")
-    assert not bool(kept.isnan().any())
-    with pytest.raises(RegistrationError, match="only plain tensors"), manager.phase("values"):
-        pass
-    manager.close()
-
-
 class Grown(Engine):
     """An engine that makes modules after it was registered."""
 
@@ -190,17 +174,6 @@ def test_an_engine_with_a_module_that_cannot_be_moved_is_handed_back_and_keeps_n
     manager.close()
     assert all(torch.equal(*pair) for pair in zip(values(model), expected, strict=True))
     assert all(torch.equal(*pair) for pair in zip(values(layer, actor[1]), expected_of_actor, strict=True))
-
-
-def test_an_object_that_stays_is_refused_as_before() -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-    actor = net()
-    manager.register("actor", actor, role="actor")
-    gets_a_kind_that_cannot_move(actor, actor)
-    for _ in range(2):
-        with pytest.raises(RegistrationError, match="only plain tensors"), manager.phase("log_prob"):
-            pass
-    manager.close()
 
 
 def test_a_handle_that_cannot_be_handed_back_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,17 +133,3 @@ def test_a_view_that_torch_gives_no_answers_about_keeps_no_object_from_being_let
     manager.close()
     assert torch.equal(kept, expected)
     assert somewhere.requires_grad
-
-
-def test_a_module_may_keep_a_view_that_torch_gives_no_answers_about() -> None:
-    manager = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK))
-    model = Odd()
-    handle = manager.register("actor", model, role="actor")
-    with manager.phase("log_prob"):
-        model.seen = a_view_that_torch_gives_no_answers_about()
-    assert handle.resident_bytes == 0
-    assert manager.audit().ok
-    with manager.phase("log_prob"):
-        assert model.seen.data.tolist() == [6] * 32
-    manager.close()
-    assert model.seen.data.tolist() == [6] * 32

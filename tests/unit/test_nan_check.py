@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import placement
 from placement import IntegrityError, Manager
 from placement.checkpoint import async_save, save
-from placement.storage.offloaded import nan_check
+from placement.storage import nan_check
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.support.disk import send_to_disk
 from tests.support.worker import assert_same, batch, learn, make_manager, net

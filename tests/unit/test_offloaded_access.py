@@ -393,5 +393,5 @@ def test_the_page_has_these_rows() -> None:
     ],
 )
 def test_the_page_tells_what_other_tests_find(way: str, outcome: str) -> None:
-    """Those tests: the one above, and `test_readonly_state_dict`, `test_state_dict_loaded_back`, `test_state_dict_layouts`."""
+    """Those tests: the one above, and those of `test_readonly` and `test_state_dict`."""
     assert [one for one, other in _rows() if way in one and outcome in other]

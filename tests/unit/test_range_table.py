@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.storage.address_map import _Table
+from placement.storage.layout import _Table
 
 
 @dataclass(eq=False)

@@ -10,102 +10,11 @@ from collections.abc import Callable, Generator
 import pytest
 import torch
 
-from placement import Handle, IntegrityError, NotResidentError
+from placement import Handle, NotResidentError
 from placement.devices.memory import Addresses
 from placement.policies import Colocated
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.support.worker import Worker, assert_same, batch, learn, make_manager, net
-
-
-@pytest.mark.parametrize("taken_in", ["idle", "log_prob"])
-def test_values_written_through_a_state_dict_while_offloaded_came_back_after_they_were_undone(taken_in: str) -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob"):
-        pass
-    if taken_in == "idle":
-        shown = worker.net.state_dict()
-    else:
-        with worker.manager.phase("log_prob"):
-            shown = worker.net.state_dict()
-    for value in shown.values():
-        value.fill_(1.0)
-    with worker.manager.phase("eval"):
-        assert all(bool((value == 1.0).all()) for value in worker.net.parameters())
-        for name, value in worker.net.state_dict().items():
-            value.copy_(worker.values[name])
-    assert_same(dict(worker.net.state_dict()), dict(worker.values))
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.net.state_dict()), dict(worker.values))
-    assert worker.manager.audit().ok
-
-
-def _half(model: torch.nn.Module) -> None:
-    model.half()
-
-
-def _half_of_one_layer(model: torch.nn.Module) -> None:
-    assert isinstance(model, torch.nn.Sequential)
-    model[0].half()
-
-
-def _doubled(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 2
-
-
-def _enlarged(model: torch.nn.Module) -> None:
-    assert isinstance(model, torch.nn.Sequential)
-    old, new = model.get_parameter("2.weight"), torch.nn.Linear(64, 16)
-    with torch.no_grad():
-        new.weight[:8] = old
-    model[2] = new
-
-
-@pytest.mark.parametrize("replace", [_half, _half_of_one_layer, _doubled, _enlarged])
-def test_values_were_lost_when_they_were_replaced_while_offloaded(replace: Callable[[torch.nn.Module], None]) -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        learn(worker.net, worker.adam)
-    wanted = copy.deepcopy(worker.net.state_dict())
-    replace(worker.net)
-    with pytest.raises(IntegrityError, match="were replaced while it was offloaded"), worker.manager.phase("log_prob"):
-        pass
-    assert all(handle.resident_bytes == 0 for handle in worker.manager.handles.values())
-    with worker.manager.phase("log_prob"):
-        if replace is _enlarged:  # what was new beside them stays as it is
-            assert_same(worker.net.state_dict()["2.weight"], wanted["2.weight"])
-        else:
-            assert_same(dict(worker.net.state_dict()), dict(wanted))
-            worker.net(batch())
-    with worker.manager.phase("log_prob"):
-        pass
-    if replace is _enlarged:  # the optimizer goes on stepping what was there before
-        worker.manager.unregister("actor.optimizer")
-        del worker.adam, worker.optimizer
-        gc.collect()
-        with worker.manager.phase("log_prob"):
-            pass
-    assert worker.manager.audit().ok
-
-
-def test_values_replaced_while_offloaded_were_lost_at_close() -> None:
-    worker = Worker()
-    worker.net.half()
-    worker.manager.close()
-    assert_same(dict(worker.net.state_dict()), dict(worker.values))
-
-
-def test_gradients_of_a_backward_outside_a_phase_spoilt_the_weights_at_the_next_step() -> None:
-    worker = Worker()
-    with worker.manager.phase("train"):
-        loss = worker.net(batch()).square().mean()
-    loss.backward()
-    with pytest.raises(IntegrityError, match="zero_grad"), worker.manager.phase("train"):
-        pass
-    worker.adam.zero_grad()
-    with worker.manager.phase("train"):
-        assert_same(dict(worker.net.state_dict()), dict(worker.values))
-    assert_nothing_resident(worker.manager)
+from tests.support.worker import Worker, assert_same, batch, make_manager, net
 
 
 def test_new_weights_may_be_put_in_while_offloaded() -> None:
@@ -184,26 +93,6 @@ def test_the_state_dict_of_a_submodule_was_saved_as_poison() -> None:
     assert not layer._state_dict_hooks
 
 
-def test_who_is_in_the_phase_train_was_told_to_open_the_phase_train() -> None:
-    manager, model = make_manager(), net()
-    manager.register("actor", model, role="actor")
-    with manager.phase("train"), pytest.raises(NotResidentError, match="registered optimizer steps") as called:
-        model(batch())
-    assert "phase('train')" not in str(called.value)
-    with manager.phase("restore"), pytest.raises(NotResidentError) as loaded:
-        model.load_state_dict(net().state_dict())
-    assert "phase('restore')" not in str(loaded.value)
-    with pytest.raises(NotResidentError, match=r"phase\('train'\)"):
-        model(batch())
-
-
-def test_who_stepped_an_optimizer_that_only_leaves_out_was_told_to_open_the_phase_train() -> None:
-    worker = Worker()
-    with worker.manager.phase("train", only=["critic"]), pytest.raises(NotResidentError, match="only=") as stepped:
-        worker.adam.step()
-    assert "phase('train')" not in str(stepped.value)
-
-
 def test_who_stepped_in_train_an_optimizer_that_comes_for_its_steps_was_told_to_register_it() -> None:
     worker = Worker(policy=Colocated(optimizer_in="optimizer_step"))
     with worker.manager.phase("train"):
@@ -216,32 +105,6 @@ def test_who_stepped_in_train_an_optimizer_that_comes_for_its_steps_was_told_to_
         phase.done_with("actor.optimizer")
         with pytest.raises(NotResidentError, match="done_with"):
             worker.adam.step()
-
-
-@pytest.mark.parametrize("was_loaded", [True, False])
-def test_an_update_in_place_while_offloaded_was_lost_without_a_word(was_loaded: bool) -> None:
-    worker = Worker()
-    if was_loaded:
-        with worker.manager.phase("train"):
-            learn(worker.net, worker.adam)
-    wanted = copy.deepcopy(worker.net.state_dict())
-    with torch.no_grad():
-        for mine, other in zip(worker.net.parameters(), worker.critic_net.parameters(), strict=True):
-            mine.lerp_(other, 0.1)  # NaN moved towards NaN: the poison looks as before
-    with pytest.raises(IntegrityError, match="were written while it was offloaded"), worker.manager.phase("log_prob"):
-        pass
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.net.state_dict()), dict(wanted))
-    assert_nothing_resident(worker.manager)
-
-
-def test_what_is_written_through_a_state_dict_while_offloaded_is_no_wrong_write() -> None:
-    worker = Worker()
-    with worker.manager.phase("log_prob"):
-        shown = worker.net.state_dict()
-    shown["0.weight"].mul_(2)
-    with worker.manager.phase("log_prob"):
-        assert_same(worker.net.state_dict()["0.weight"], worker.values["0.weight"] * 2)
 
 
 def test_a_generator_that_was_closed_took_the_phase_of_its_caller_with_it() -> None:
@@ -270,13 +133,6 @@ def test_handles_themselves_were_refused_by_only_as_unknown_names() -> None:
         assert worker.on_device() == {"actor", "critic"}
     with pytest.raises(TypeError, match="names or handles"):
         worker.manager.phase("train", only=[3])  # type: ignore[list-item]
-
-
-def test_who_gave_no_role_was_told_to_open_the_phase_that_was_open() -> None:
-    manager, model = make_manager(), net()
-    manager.register("actor", model)
-    with manager.phase("log_prob"), pytest.raises(NotResidentError, match="its role: None"):
-        model(batch())
 
 
 def test_a_state_dict_read_poison_after_the_parameters_got_other_storages() -> None:

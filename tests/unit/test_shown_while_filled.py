@@ -12,7 +12,7 @@ import torch
 from placement.devices.base import Device
 from placement.devices.memory import Addresses, Chunk
 from placement.policies import Colocated
-from placement.storage.address_map import RANGES
+from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import Range
 from placement.testing import InjectedFault, SimulatedDevice

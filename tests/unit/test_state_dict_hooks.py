@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement import Handle, Manager, NotResidentError
-from placement.storage.offloaded.host_reads import is_reading
+from placement.registration.state_dicts import is_reading
 from placement.testing import assert_nothing_resident
 from tests.support.worker import Worker, assert_same, in_a_range, learn, make_manager, net
 
@@ -275,20 +275,6 @@ def test_a_state_dict_within_a_state_dict() -> None:
     assert_same(found["moments"], worker.optimizer.state_dict()["state"])
 
 
-def test_a_state_dict_within_another_that_shows_live_tensors() -> None:
-    manager, outer, inner = make_manager(), Layer(), Alone()
-    outer._register_state_dict_hook(lambda _, found, *__: found.update(inner=inner.state_dict()))
-    wanted = copy.deepcopy(inner.state_dict())
-    manager.register("actor", outer, role="actor")
-    manager.register("critic", inner, role="critic")
-    held = outer.state_dict()
-    for phase in ("idle", "values", "log_prob", "idle"):
-        with manager.phase(phase):
-            assert_same(dict(held["inner"]), dict(wanted))
-            assert_same(dict(outer.state_dict()["inner"]), dict(wanted))
-    assert manager.audit().ok
-
-
 def test_what_another_thread_computes_is_refused_and_named() -> None:
     """Only the thread of the call reads the host copy: there is an error in place of poison."""
     manager, layer = make_manager(), Layer()
@@ -430,17 +416,6 @@ def test_unregistering_takes_the_methods_off() -> None:
     worker.manager.close()
     assert not any("state_dict" in vars(each) for each in objects)
     assert all(each.state_dict.__func__ is not guarded for each, guarded in zip(objects, before, strict=True))
-
-
-def test_compiled_and_scheduled_objects_still_work() -> None:
-    worker = Worker()
-    scheduler = torch.optim.lr_scheduler.StepLR(worker.adam, 1)
-    compiled = torch.compile(worker.net, backend="eager")
-    with worker.manager.phase("train"):
-        learn(compiled, worker.adam)
-        scheduler.step()
-    assert_same({name.removeprefix("_orig_mod."): value for name, value in compiled.state_dict().items()}, dict(worker.net.state_dict()))
-    assert "initial_lr" in worker.adam.state_dict()["param_groups"][0]
 
 
 # --- an optimizer that is given nothing

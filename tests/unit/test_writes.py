@@ -212,21 +212,6 @@ def test_where_bytes_are_compared_a_write_that_changes_them_is_found(way: str) -
             check(program, "value", VISIBLE[way], when)
 
 
-def test_a_layer_that_was_added_on_the_device_is_watched_from_its_first_offload_on() -> None:
-    for device in (SimulatedDevice(CAPACITY), compared()):
-        program = Program(device)
-        with program.manager.phase("train"):
-            program.learn()
-            program.model.append(torch.nn.Linear(8, 8))
-            values = program.values()
-        with torch.no_grad():
-            program.model[3].weight.mul_(0.5)
-        with pytest.raises(IntegrityError, match=r"3\.weight of 'actor' were written"), program.manager.phase("train"):
-            pass
-        with program.manager.phase("train"):
-            assert_same(program.values(), values)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("readonly", [True, False])
 def test_a_reference_that_is_synced_with_the_actor_while_both_are_offloaded(dtype: torch.dtype, readonly: bool) -> None:
@@ -263,22 +248,6 @@ def test_a_view_taken_earlier_writes_as_its_tensor_does() -> None:
             pass
         with program.manager.phase("train"):
             assert_same(program.values(), values)
-
-
-def test_all_handles_that_were_written_are_named_and_the_next_transition_goes_on() -> None:
-    worker = Worker()
-    with torch.no_grad():
-        worker.net[0].weight.mul_(2)
-        worker.critic_net[2].bias.mul_(2)
-    worker.ref_net[0].bias.data.mul_(2)
-    with pytest.raises(IntegrityError) as raised, worker.manager.phase("reward"):
-        pass
-    for named in ("0.weight of 'actor' were written", "2.bias of 'critic' were written", "of 'ref'"):
-        assert named in str(raised.value)
-    with worker.manager.phase("log_prob"):
-        assert_same(dict(worker.net.state_dict()), dict(worker.values))
-        assert_same(dict(worker.ref_net.state_dict()), dict(worker.ref_values))
-    assert worker.manager.snapshot().wrong_writes == 1
 
 
 def test_another_write_after_an_error_is_another_error() -> None:
@@ -385,28 +354,6 @@ def test_gradients_zeroed_anywhere_stay_zero_and_are_no_wrong_write(how: str, de
     assert not any(grad.any() for grad in one_actor(program)), "leaving placement has revived them"
 
 
-def test_a_module_that_leaves_by_close_has_the_gradients_that_were_zeroed() -> None:
-    program = Program()
-    values = program.train()
-    program.model.zero_grad(set_to_none=False)
-    program.manager.close()
-    assert all(not grad.any() for grad in one_actor(program))
-    assert torch.equal(program.model[0].weight, values["0.weight"])
-
-
-def test_an_owner_that_a_registration_loads_has_the_gradients_that_were_zeroed() -> None:
-    program = Program()
-    program.train()
-    program.manager.unregister("actor.optimizer")
-    program.model.zero_grad(set_to_none=False)
-    with program.manager.phase("train"):
-        assert not program.actor.resident_bytes
-        program.manager.register("actor.optimizer", program.adam)
-        assert program.actor.resident_bytes
-        assert not any(grad.any() for grad in one_actor(program))
-    assert program.manager.snapshot().wrong_writes == 0
-
-
 def test_gradients_that_are_dropped_or_replaced_while_offloaded_are_no_wrong_write() -> None:
     for device in (SimulatedDevice(CAPACITY), compared()):
         program = Program(device)
@@ -422,59 +369,6 @@ def test_gradients_that_are_dropped_or_replaced_while_offloaded_are_no_wrong_wri
             program.adam.step()
         assert program.manager.snapshot().wrong_writes == 0
         assert_nothing_resident(program.manager)
-
-
-def _replace(program: Program) -> None:
-    for parameter in program.model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.25, device="cpu")
-
-
-GOING: dict[str, Callable[[Program], object]] = {
-    "zero_grad": lambda program: program.adam.zero_grad(),
-    "one": lambda program: setattr(program.model[0].weight, "grad", None),
-    "replaced": _replace,
-}
-
-
-@pytest.mark.parametrize("device", [SimulatedDevice, lambda nbytes: compared()], ids=["pages", "bytes"])
-@pytest.mark.parametrize("how", GOING)
-def test_gradients_that_are_zeroed_and_then_dropped_while_offloaded_are_no_wrong_write(
-    how: str, device: Callable[[int], SimulatedDevice]
-) -> None:
-    program = Program(device(CAPACITY))
-    for _ in range(2):
-        program.train()
-        program.model.zero_grad(set_to_none=False)
-        GOING[how](program)
-        wanted = [None if p.grad is None else p.grad.shape for p in program.model.parameters()]
-        with program.manager.phase("train"):
-            assert [None if p.grad is None else p.grad.shape for p in program.model.parameters()] == wanted
-            assert all((grad == (0.25 if how == "replaced" else 0)).all() for grad in one_actor(program))
-        assert program.manager.snapshot().wrong_writes == 0
-        assert_nothing_resident(program.manager)
-
-
-def test_a_wrong_write_beside_gradients_that_are_zeroed_and_then_dropped_is_still_found() -> None:
-    for device in (SimulatedDevice(CAPACITY), compared()):
-        program = Program(device)
-        program.train()
-        program.model.zero_grad(set_to_none=False)
-        program.model.zero_grad()
-        program.model[1].running_mean.data.fill_(1)
-        with pytest.raises(IntegrityError, match="something wrote into the memory"), program.manager.phase("train"):
-            pass
-        assert program.manager.snapshot().wrong_writes == 1
-
-
-def test_gradients_bound_to_the_same_memory_anew_are_no_wrong_write() -> None:
-    program = Program()
-    values = program.train()
-    for parameter in program.model.parameters():
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.detach()
-    with program.manager.phase("train"):
-        assert_same(program.values(), values)
-    assert program.manager.snapshot().wrong_writes == 0
 
 
 def test_zeroed_gradients_do_not_hide_that_others_were_clipped() -> None:

@@ -231,13 +231,12 @@ class HandleMover:
         if moved.nan:
             self.transition.complaints.append(IntegrityError(moved.nan))
         if moved.brought_back:
-            values = "their registered values, because it is readonly" if handle.readonly else "the values that they had there"
             self.transition.complaints.append(
                 IntegrityError(
                     f"{moved.brought_back} of {handle.name!r} lay in other memory than theirs when it was offloaded: something moved them "
-                    "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They are back there, with "
-                    f"{values}; a process that received the shared memory no longer sees changes. Share memory before registering, or "
-                    "send copies (clone())."
+                    "out of the handle's memory on the device (share_memory(), a torch.multiprocessing queue). They have new places there, "
+                    "with the values that they had; a process that received the shared memory no longer sees changes. Share memory before "
+                    "registering, or send copies (clone())."
                 )
             )
         if moved.stray_references and self._strict and self._last(handle):

@@ -22,10 +22,10 @@ from placement.phases.moving.handle_mover import HandleMover, target_of
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
-from placement.storage.offloaded.changes import WrittenWhileOffloaded
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
 from placement.storage.transfer.load import ALONE, TOGETHER, Load
+from placement.storage.writes import WrittenWhileOffloaded
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
     (Trigger.END_SYNC, Trigger.END_STREAM, Trigger.END_TRAIN, Trigger.END_STREAMED_TRAIN),
@@ -183,7 +183,7 @@ class Reconciler:
                 holding.measure_unadopted()
         holdings = [handle.holding for handle in handles if handle.holding is not None]
         for holding in holdings:
-            holding.take_in_dropped()
+            holding.adopt_dropped()
         self._mover.verifier.note(holdings)
 
     def retreat(

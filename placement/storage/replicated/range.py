@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from placement.devices.base import Device
 from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.memory import Copy, HostSlab, SharedSlab
+from placement.storage.layout import Adoptee, RangeLayout
 from placement.storage.range import Range, used_bytes
-from placement.storage.range_layout import Claim, RangeLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def chunk_spans(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 class SharedRange(Range):
     """A range whose chunks are divided among the ranks one by one, so that a chunk can be gathered as soon as its parts have arrived."""
 
-    def __init__(self, device: Device, layout: RangeLayout, slab: SharedSlab, claims: tuple[Claim, ...], shares: Shares) -> None:
+    def __init__(self, device: Device, layout: RangeLayout, slab: SharedSlab, claims: tuple[Adoptee, ...], shares: Shares) -> None:
         super().__init__(device, layout, slab, claims, transient=False)
         self.shared_slab: SharedSlab | None = slab
         """The host copy of all ranks; None once this rank has one of its own."""

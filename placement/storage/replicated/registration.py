@@ -24,12 +24,12 @@ from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, SharedSlab
 from placement.ownership.adapter import Adapter
-from placement.storage import range_layout
-from placement.storage.address_map import Owner
+from placement.storage.layout import Adoptee, Owner, RangeLayout, prepare
+from placement.storage.point import byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.replicated.range import SharedRange, own_spans
 from placement.storage.replicated.ranks import Ranks
-from placement.storage.scanning.scanner import StorageScanner
+from placement.storage.scan import StorageScanner
 from placement.storage.transfer.fingerprint import fingerprints
 
 _PIECE_BYTES = 64 << 20
@@ -56,8 +56,8 @@ class SharedScanner(StorageScanner):
         self._ranks = ranks
         self._readonly = readonly
 
-    def take_in_first(self, claims: list[range_layout.Claim]) -> tuple[Range, ...]:
-        shared, own = self._divide(claims)
+    def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
+        shared, own = self._divide(adoptees)
         if not shared:
             raise RegistrationError(
                 f"{self._name!r} has no frozen parameters, so there is nothing to share; add readonly=True if it never changes on any "
@@ -65,18 +65,18 @@ class SharedScanner(StorageScanner):
                 if own
                 else f"{self._name!r} has no tensors, so there is nothing to share; register it without replicated=True"
             )
-        return self._take_in_together(shared), *super().take_in_first(own)
+        return self._adopt_together(shared), *super().adopt_first(own)
 
-    def first_host_bytes(self, claims: Sequence[range_layout.Claim]) -> int:
-        shared, own = self._divide(claims)
+    def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
+        shared, own = self._divide(adoptees)
         return super().first_host_bytes(shared) // self._ranks.shares.world_size + super().first_host_bytes(own)
 
-    def _divide(self, claims: Sequence[range_layout.Claim]) -> tuple[list[range_layout.Claim], list[range_layout.Claim]]:
+    def _divide(self, adoptees: Sequence[Adoptee]) -> tuple[list[Adoptee], list[Adoptee]]:
         """The storages that all ranks share, and this rank's own."""
-        is_shared = [self._readonly or _is_frozen(claim) for claim in claims]
-        return [*itertools.compress(claims, is_shared)], [*itertools.compress(claims, map(operator.not_, is_shared))]
+        is_shared = [self._readonly or _is_frozen(adoptee) for adoptee in adoptees]
+        return [*itertools.compress(adoptees, is_shared)], [*itertools.compress(adoptees, map(operator.not_, is_shared))]
 
-    def _take_in_together(self, claims: list[range_layout.Claim]) -> SharedRange:
+    def _adopt_together(self, adoptees: list[Adoptee]) -> SharedRange:
         """Make the shared range and write this rank's share. Every rank calls this at the same time.
 
         Raises:
@@ -85,27 +85,27 @@ class SharedScanner(StorageScanner):
             GroupError, CoordinatorLost: another rank failed, or the group cannot be reached.
         """
         device, ranks, shares = self._device, self._ranks, self._ranks.shares
-        layout = range_layout.prepare(device, claims, self._addresses)
+        layout = prepare(device, adoptees, self._addresses)
         nbytes = used_bytes(layout.nbytes)
-        prints = _fingerprints(claims)
+        prints = _fingerprints(adoptees)
         extra_bytes = 8 * shares.world_size * (1 + len(prints))
         with ExitStack() as files:  # the file stays open until every rank has mapped it
             file, path = -1, ""
             if shares.rank == 0:
                 file, path = files.enter_context(new_file(round_up(nbytes, PAGE) + extra_bytes))
-            said = ranks.exchange_texts("layout", f"{_layout(device, claims, layout)} {path}")
+            said = ranks.exchange_texts("layout", f"{_layout(device, adoptees, layout)} {path}")
             self._check_layouts([each.partition(" ")[0] for each in said])
             if shares.rank != 0:
                 file = files.enter_context(self._file_of_rank_0(said[0].partition(" ")[2]))
             slab = device.shared_host(file, nbytes, own_spans(layout, device.chunk_bytes, shares), extra_bytes)
-            self._write(claims, layout, slab)
+            self._write(adoptees, layout, slab)
             table = _prints_of(slab, shares.world_size)
             table[shares.rank] = torch.tensor([value for _, value in prints], dtype=torch.int64, device="cpu")
             ranks.exchange_texts("share", "written")
         self._check_equal(table, [name for name, _ in prints])
         self._try_out()
         slab.pin()
-        return SharedRange(device, layout, slab, tuple(claims), shares)
+        return SharedRange(device, layout, slab, tuple(adoptees), shares)
 
     def _file_of_rank_0(self, path: str) -> AbstractContextManager[int]:
         try:
@@ -116,15 +116,15 @@ class SharedScanner(StorageScanner):
                 "machine, as one user, and see each other's /proc (one container, or a shared PID namespace)."
             ) from error
 
-    def _write(self, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout, slab: SharedSlab) -> None:
+    def _write(self, adoptees: Sequence[Adoptee], layout: RangeLayout, slab: SharedSlab) -> None:
         """Write this rank's share of the host copy, and wait until it is there."""
         copies = []
         spans = own_spans(layout, self._device.chunk_bytes, self._ranks.shares)
-        for claim, start, first, nbytes in _overlaps(claims, layout.offsets, spans):
-            if claim.storage.device == self._device.torch_device:
-                copies.append(Copy(claim.storage.data_ptr() + first, slab.address + start, nbytes))
+        for adoptee, start, first, nbytes in _overlaps(adoptees, layout.offsets, spans):
+            if adoptee.storage.device == self._device.torch_device:
+                copies.append(Copy(adoptee.storage.data_ptr() + first, slab.address + start, nbytes))
             else:
-                slab.view(start, nbytes).copy_(range_layout.byte_view(claim.storage)[first : first + nbytes])
+                slab.view(start, nbytes).copy_(byte_view(adoptee.storage)[first : first + nbytes])
         if copies:
             self._device.copy(copies, "to_host")
         self._device.sync()
@@ -166,65 +166,65 @@ class SharedScanner(StorageScanner):
             )
 
 
-def _is_frozen(claim: range_layout.Claim) -> bool:
+def _is_frozen(adoptee: Adoptee) -> bool:
     """Whether a storage is of parameters alone, none of which is trained. A buffer may change without that (running statistics)."""
-    tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in claim.owned]
+    tensors = [owned.tensor if owned.wrapper is None else owned.wrapper for owned in adoptee.owned]
     return all(isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad for tensor in tensors)
 
 
-def _layout(device: Device, claims: Sequence[range_layout.Claim], layout: range_layout.RangeLayout) -> str:
+def _layout(device: Device, adoptees: Sequence[Adoptee], layout: RangeLayout) -> str:
     """A digest that is the same on two ranks if they have the same tensors at the same places."""
     lines = [f"{device.chunk_bytes} {layout.nbytes}"]
-    for claim, offset in zip(claims, layout.offsets, strict=True):
-        first = claim.aliases[0]
+    for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
+        first = adoptee.aliases[0]
         form = first.dtype, first.storage_offset(), tuple(first.size()), first.stride()
-        lines.append(f"{claim.name} {claim.storage.device.type} {claim.nbytes} {offset} {form}")
+        lines.append(f"{adoptee.name} {adoptee.storage.device.type} {adoptee.nbytes} {offset} {form}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _fingerprints(claims: Sequence[range_layout.Claim]) -> list[tuple[str, int]]:
+def _fingerprints(adoptees: Sequence[Adoptee]) -> list[tuple[str, int]]:
     """(name, 64 bits) of every piece of every storage, computed where the storage lies.
 
     Storages on the host are hashed, by threads. A hash is never compared with a device's fingerprint, because ranks of the same layout have
     the same tensors on the host.
     """
-    on_host = [claim for claim in claims if claim.storage.device.type == "cpu"]
-    pieces = [(claim, start) for claim in on_host for start in range(0, claim.nbytes, _PIECE_BYTES)]
+    on_host = [adoptee for adoptee in adoptees if adoptee.storage.device.type == "cpu"]
+    pieces = [(adoptee, start) for adoptee in on_host for start in range(0, adoptee.nbytes, _PIECE_BYTES)]
     with ThreadPoolExecutor(thread_name_prefix="placement-hash") as threads:
         hashes = list(threads.map(_hash, pieces))
-    names = [claim.name for claim, _ in pieces]
+    names = [adoptee.name for adoptee, _ in pieces]
     found: list[torch.Tensor] = []
-    for claim in claims:
-        if claim.storage.device.type != "cpu":
-            data = range_layout.byte_view(claim.storage)
+    for adoptee in adoptees:
+        if adoptee.storage.device.type != "cpu":
+            data = byte_view(adoptee.storage)
             whole = len(data) // 8 * 8
             prints = [fingerprints(data, [min(_PIECE_BYTES, whole - start) for start in range(0, whole, _PIECE_BYTES)])]
             if whole < len(data):
                 prints.append(fingerprints(torch.cat([data[whole:], data.new_zeros(whole + 8 - len(data))]), [8]))
-            names += [claim.name] * sum(map(len, prints))
+            names += [adoptee.name] * sum(map(len, prints))
             found += prints
     return list(zip(names, hashes + (torch.cat(found).tolist() if found else []), strict=True))
 
 
-def _hash(piece: tuple[range_layout.Claim, int]) -> int:
-    claim, start = piece
-    nbytes = min(_PIECE_BYTES, claim.nbytes - start)
-    data = (ctypes.c_char * nbytes).from_address(claim.storage.data_ptr() + start)
+def _hash(piece: tuple[Adoptee, int]) -> int:
+    adoptee, start = piece
+    nbytes = min(_PIECE_BYTES, adoptee.nbytes - start)
+    data = (ctypes.c_char * nbytes).from_address(adoptee.storage.data_ptr() + start)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def _overlaps(
-    claims: Sequence[range_layout.Claim], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[range_layout.Claim, int, int, int]]:
-    """(claim, offset in the range, offset in the storage, bytes) of each part of a claim that lies in one of these ordered spans."""
+    adoptees: Sequence[Adoptee], offsets: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Adoptee, int, int, int]]:
+    """(adoptee, offset in the range, offset in the storage, bytes) of each part of a adoptee that lies in one of these ordered spans."""
     starts = [start for start, _ in spans]
-    for claim, offset in zip(claims, offsets, strict=True):
+    for adoptee, offset in zip(adoptees, offsets, strict=True):
         for start, nbytes in spans[max(0, bisect.bisect_right(starts, offset) - 1) :]:
-            if start >= offset + claim.nbytes:
+            if start >= offset + adoptee.nbytes:
                 break
-            first, end = max(start, offset), min(start + nbytes, offset + claim.nbytes)
+            first, end = max(start, offset), min(start + nbytes, offset + adoptee.nbytes)
             if first < end:
-                yield claim, first, first - offset, end - first
+                yield adoptee, first, first - offset, end - first
 
 
 def _minority(said: Sequence[object]) -> list[int]:

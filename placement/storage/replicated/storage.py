@@ -155,13 +155,6 @@ class ReplicatedStorage(ManagedStorage):
 
     # --- a host copy of this rank's own
 
-    def take_in_new(self, *, drops: bool = False) -> tuple[tuple[Range, ...], bool]:
-        fresh = super().take_in_new(drops=drops)
-        if not self.readonly:
-            for r in self.storages.relocated.ranges:
-                self.own_host_copy(r)
-        return fresh
-
     def own_host_copy(self, r: Range) -> None:
         if isinstance(r, SharedRange) and r.is_shared:
             own = self.device.host(r.nbytes)

@@ -76,9 +76,9 @@ class Leaving:
     early_bytes: int = 0
     """Device bytes of chunks that may become early ones, beside those that do already."""
 
-    def take_in_new(self) -> None:
+    def adopt_new(self) -> None:
         """Start saving the new storages."""
-        self.fresh, self.is_first = self.holding.take_in_new(drops=self.dropped is not None)
+        self.fresh, self.is_first = self.holding.adopt_new(drops=self.dropped is not None)
         self.copied_bytes += sum(claim.nbytes for r in self.fresh for claim in r.claims or ())
 
 

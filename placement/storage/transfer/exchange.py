@@ -20,8 +20,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from placement.devices.base import Device
+from placement.storage import nan_check
 from placement.storage.managed import ManagedStorage
-from placement.storage.offloaded import nan_check
 from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
 from placement.storage.transfer.chunk_pool import ChunkPool
@@ -128,9 +128,9 @@ class Exchange:
         # Look at every tensor only now, while the link is busy. Vacate only after that: the memory of a range may hold new tensors, which a
         # state dict gave the object, and they must be taken in first.
         for each in leaving:
-            each.take_in_new()
+            each.adopt_new()
         for holding in coming:
-            self._arrivals.expect(holding, holding.storages.take_in_from_elsewhere())
+            self._arrivals.expect(holding, holding.storages.adopt_from_elsewhere())
         if stays:
             self._departures.let_stay(leaving)
             self._open_window()

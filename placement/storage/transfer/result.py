@@ -20,7 +20,7 @@ class MoveResult:
     stray_names: str = ""
     """Names of the tensors to which there are stray references."""
     brought_back: str = ""
-    """Names of the relocated tensors, which the offload has put back into their places."""
+    """Names of the relocated tensors, which the offload has given new places."""
     nan: str = ""
     """Words for tensors that were numbers before and were found to be NaN."""
 

@@ -24,7 +24,7 @@ from placement.core.torch_modes import without_modes
 from placement.devices.memory import Chunk
 from placement.storage.managed import ManagedStorage
 from placement.storage.range import RangeChunk
-from placement.storage.stepping import take_in_born
+from placement.storage.stepping import adopt_created
 from placement.storage.transfer.buckets import AHEAD, Bucket, Piece, buckets_of, bytes_of, runs
 from placement.storage.transfer.chunk_pool import ChunkPool
 
@@ -101,7 +101,7 @@ class StreamedStep:
             holding.is_stepping = True
             if any(bucket.unborn_bytes for bucket in self._buckets):
                 with without_modes():
-                    self._before = frozenset(claim.storage._cdata for claim in holding.storages.new_storages().stay)
+                    self._before = frozenset(claim.storage._cdata for claim in holding.storages.rescan().stay)
             self._keep_early(chunk_pool)
             device.order()  # the steps come behind the gradients
             if not self._buckets or not any(_is_early(each) for each in self._buckets[0].chunks):  # else the first step need not wait
@@ -234,7 +234,7 @@ class StreamedStep:
                 with without_modes():
                     leaving = [each.fresh for each in self._buckets[self._vacated : index] if each.fresh is not None]
                     copied = {claim.storage._cdata for r in leaving for claim in r.claims or ()}
-                    bucket.fresh = take_in_born(self.holding, copied | self._before)
+                    bucket.fresh = adopt_created(self.holding, copied | self._before)
                 self._to_host_bytes += 0 if bucket.fresh is None else bucket.fresh.nbytes
             bucket.leaving = tuple(each for each in bucket.chunks if self._next_use(each, index) > index + AHEAD)
             for r, run in runs(bucket.leaving):

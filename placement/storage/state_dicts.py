@@ -1,19 +1,24 @@
-"""Tensors of state dicts that placement handed out. They follow the handle.
+"""Tensors of state dicts that placement handed out. They follow the handle, and what is written into them is counted.
 
 A state dict's tensors alias the live ones, so after the next offload they would read poison. Instead, those that are still alive are
 pointed to the host copy when the bytes go there, and back to the device when the bytes return. So the holder of a state dict always
-reads the object's values. The parts of a wrapper (a DTensor) follow, and its device is corrected.
+reads the object's values. The parts of a wrapper (a DTensor) follow, and its device is corrected. A forked child has neither memory:
+there such tensors raise at every use.
 
-A forked child has neither memory. There such tensors, and all others in the same storages, raise at every use.
+Torch raises a tensor's version counter (`_version`) at each write. Caches of derived weights look at it, and so does a backward, which
+must not use values that changed after its forward. A tensor over the host copy has a counter of its own: were it that of the object's
+tensor, a legitimate write there could not be told from a wrong one into poison. So a load raises the counters of what was written.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import gc
+import itertools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,12 +28,81 @@ from placement.core.errors import IntegrityError, PlacementError
 from placement.core.weak_set import WeakIdSet
 from placement.devices.base import Device
 from placement.ownership.adapter import Adapter
-from placement.storage.offloaded.changes import has_nan
-from placement.storage.offloaded.host_versions import HostVersions
+from placement.storage.point import form_of, over
+from placement.storage.poison import has_nan
 from placement.storage.range import Range, RangesByAddress
-from placement.storage.scanning.places import Places
+from placement.storage.scan import Places
 from placement.tensors.plain import align, has_storage, is_plain_type, is_wrapper, parts_of, rewrapped, version_of
 from placement.tensors.sparse import is_sparse, made_of
+
+_Span = tuple[int, int]
+"""Addresses in host memory, from the first up to the last (not included)."""
+
+
+class HostVersions:
+    """The version counters of everything that shows the host copy of one object."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[_Span, tuple[torch.Tensor, int]] = {}
+        """An empty tensor by the bytes that are shown, with the counter of the tensors over them, and its version at the last load."""
+        self._wrappers: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Sequence[_Span]]] = {}
+        """Wrappers by identity, whose writes do not count in their parts; each with a tensor that has only its counter, and its parts."""
+        self._written: set[_Span] = set()
+        """The bytes that were written through wrappers, as far as that has been noticed."""
+
+    def counting(self, host: torch.Tensor, version: int) -> torch.Tensor:
+        """The same tensor, with the counter of the bytes that it shows. It begins at the version of the object's own tensor."""
+        with torch.inference_mode(False):
+            span = _span(host)
+            if span not in self._tensors:
+                self._tensors[span] = torch.empty(0, device="cpu"), version
+                torch._C._autograd._unsafe_set_version_counter((self._tensors[span][0],), (version,))
+            counter, _ = self._tensors[span]
+            shown = counter.detach()
+            shown.data = host
+        return shown
+
+    def watch(self, wrapper: torch.Tensor) -> None:
+        """Count the writes through a new wrapper."""
+        if id(wrapper) in self._wrappers or len(self._wrappers) % 256 == 255:
+            self._forget_dead()
+        with torch._C._DisableTorchDispatch():  # a plain tensor instead of one more wrapper, which would keep the parts
+            counter = wrapper.detach()
+        self._wrappers[id(wrapper)] = weakref.ref(wrapper), counter, [_span(part) for _, part in parts_of(wrapper, "")]
+
+    def _forget_dead(self) -> None:
+        for key, (wrapper, counter, spans) in [*self._wrappers.items()]:
+            self._written.update(spans if counter._version else ())
+            if wrapper() is None or counter._version:
+                del self._wrappers[key]
+
+    def raise_written(self, adapter: Adapter, places: RangesByAddress, *, are_held: bool) -> None:
+        """Raise the counters of the object's tensors whose bytes in the host copy were written since the last load.
+
+        Args:
+            are_held: whether anybody still has a tensor that shows the host copy, and may write again.
+        """
+        self._forget_dead()
+        counters = [*self._tensors.items()]
+        written, self._written = sorted(self._written.union(s for s, (counter, noted) in counters if counter._version != noted)), set()
+        if not are_held:
+            self._tensors, self._wrappers = {}, {}
+        if not written:
+            return
+        self._tensors.update((span, (counter, counter._version)) for span, (counter, _) in counters if are_held)
+        starts, ends = [start for start, _ in written], [*itertools.accumulate((end for _, end in written), max)]
+        for owned in adapter.owned():
+            if (place := places.find(owned.tensor)) is not None and not owned.tensor.is_inference():
+                to_host = place[0].host.address + place[1] - owned.tensor.untyped_storage().data_ptr()
+                first, last = _span(owned.tensor)
+                before = bisect.bisect_left(starts, last + to_host)
+                if before and ends[before - 1] > first + to_host:
+                    torch.autograd.graph.increment_version(owned.tensor if owned.wrapper is None else owned.wrapper)
+
+
+def _span(tensor: torch.Tensor) -> _Span:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * bool(tensor.numel())
 
 
 class StateDictTensors:
@@ -47,7 +121,7 @@ class StateDictTensors:
         self.host_versions = HostVersions()
         _IN_USE.add(self)
 
-    def over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _over(self, tensor: torch.Tensor, address: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor of the same type, shape and strides whose bytes are at another address.
 
         Tensors that shared a storage share one again: `torch.save` writes tied weights and views of one buffer once.
@@ -62,8 +136,7 @@ class StateDictTensors:
             if storage is None or storage.data_ptr() != address:  # its holder may have moved it away (`share_memory_()`)
                 storage = make().untyped_storage()
                 self._storages[address] = StorageWeakRef(storage)
-            empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-            return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            return over(storage, form_of(tensor))
 
     def take_over(self, storages: Collection[int]) -> None:
         """Let those tensors that other objects handed out and that lie in these storages (`_cdata`) follow this object, which owns them.
@@ -175,7 +248,7 @@ class StateDictTensors:
         for r in places.ranges:
             if (entry := r.place_of(storage)) is not None and storage.nbytes() == entry.nbytes:
                 r.wait_until_saved()  # also where a tensor over the place is alive already
-                host = self.over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
+                host = self._over(tensor, r.host.address + entry.offset, functools.partial(r.view, entry.offset, entry.nbytes))
                 return self.host_versions.counting(host, version_of(tensor))
         if tensor.dim() and has_nan(tensor.detach(), throughout=True) and (name := self._name_of(storage)) is not None:
             how, then = "replaced", "Its registered values are in the host copy and come back at the next phase that loads it."
@@ -202,7 +275,7 @@ class StateDictTensors:
             return None
         r, offset = place
         r.wait_until_saved()  # as above
-        host = self.over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
+        host = self._over(tensor, r.host.address + offset, lambda: r.view(offset, tensor.untyped_storage().nbytes()))
         return self.host_versions.counting(host, version_of(tensor))
 
     def _over_device(self, tensor: torch.Tensor, places: RangesByAddress) -> torch.Tensor | None:
@@ -211,7 +284,7 @@ class StateDictTensors:
         if place is None or tensor.untyped_storage().data_ptr() == place[0].layout.addresses.base + place[1]:
             return None
         addresses, offset = place[0].layout.addresses, place[1]
-        return self.over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
+        return self._over(tensor, addresses.base + offset, lambda: self._device.view(addresses, offset, tensor.untyped_storage().nbytes()))
 
     def note_shown(self, places: RangesByAddress, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Note that holders of these tensors (None: of all) can write into the host copy from now on."""

@@ -1,9 +1,15 @@
-"""Find the new storages of an object, and give each a place in a range with its bytes saved."""
+"""What an object owns now: which storages lie at their places, which are new, who else uses them, and where each new one goes.
+
+Several tensors may lie in one storage, each in its own form: FSDP2's flat view of a padded storage and the local tensor cut from it,
+parameters cut from one buffer, tied weights of different shapes. A tensor that was put in place of one of them is known by its name
+alone. Storages are known by `_cdata`, their address in C++.
+"""
 
 from __future__ import annotations
 
 import itertools
 import operator
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,14 +24,113 @@ from placement.devices.base import Device
 from placement.devices.host.part import cut
 from placement.devices.memory import Addresses, Copy, HostSlab
 from placement.ownership.adapter import Adapter
-from placement.storage import range_layout
-from placement.storage.address_map import RANGES, Owner
-from placement.storage.range import Range, storage_use_count, used_bytes
-from placement.storage.scanning.places import NewStorages, Places, Relocated
-from placement.tensors.plain import Owned
+from placement.storage.layout import ALIGNMENT, RANGES, Adoptee, Owner, expected_bytes, prepare
+from placement.storage.point import Form, byte_view
+from placement.storage.range import PlacedStorage, Range, storage_use_count, used_bytes
+from placement.tensors.plain import Outline, Owned, is_wrapper
 from placement.tensors.sparse import is_sparse
 
 _CDATA = operator.attrgetter("_cdata")
+_NAME = operator.attrgetter("name")
+_TENSOR = operator.attrgetter("tensor")
+_STORAGE = torch.Tensor.untyped_storage
+_ADDRESS = torch.UntypedStorage.data_ptr
+_DTYPE = operator.attrgetter("dtype")
+_OFFSET: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
+_SIZE: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
+_STRIDE: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+_WAITS_SECONDS = (0.0, 0.001, 0.003, 0.01, 0.03)
+"""The waits for stray references to go away before they are reported, in processes with a process group."""
+
+
+class Place(NamedTuple):
+    """The range, the adopted storage and the form that belong to one name."""
+
+    range: Range
+    entry: PlacedStorage
+    form: Form
+
+
+class Relocated(NamedTuple):
+    """An adopted storage that is not at its place, because something changed its pointer: `share_memory_()`, `resize_()`."""
+
+    range: Range
+    entry: PlacedStorage
+    adoptee: Adoptee
+    transient: bool
+
+
+class Scan(NamedTuple):
+    """One look at an object: the storages that it owns outside their places, one adoptee a storage, in the adapter's order."""
+
+    stay: list[Adoptee]
+    transient: list[Adoptee]
+    relocated: list[Relocated]
+    in_place: Sequence[Owned] | None = None
+    """The tensors that are at their places; None where a quick look has shown that nothing changed."""
+    other_names: Mapping[str, str] = {}
+    """See `Adapter.other_names`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.stay or self.transient or self.relocated)
+
+
+class Places:
+    """The places and forms of one object's tensors, as of its last offload. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self._forms: dict[str, tuple[int, Form]] = {}
+        """The address of the storage, and the form, by the tensor's name."""
+        self._outlines: dict[str, Outline] = {}
+        """The outlines of wrappers, by the names of their parts."""
+        self._other_names: Mapping[str, str] = {}
+
+    def note(self, born: Scan) -> None:
+        """Replace everything known by the tensors that are at their places now.
+
+        There may be tens of thousands, so functions implemented in C do the work.
+        """
+        if born.in_place is None:
+            return
+        self._forms, self._outlines, self._other_names = {}, {}, born.other_names
+        self._add(born.in_place, list(map(_ADDRESS, map(_STORAGE, map(_TENSOR, born.in_place)))))
+
+    def add(self, fresh: Range) -> None:
+        """Add the tensors that are about to move into a new range."""
+        for adoptee, offset in zip(fresh.claims or (), fresh.layout.offsets, strict=True):
+            self._add(adoptee.owned, [fresh.layout.addresses.base + offset] * len(adoptee.owned))
+
+    def _add(self, found: Sequence[Owned], addresses: Sequence[int]) -> None:
+        tensors = list(map(_TENSOR, found))
+        forms = zip(map(_DTYPE, tensors), map(_OFFSET, tensors), map(_SIZE, tensors), map(_STRIDE, tensors), strict=True)
+        self._forms.update(zip(map(_NAME, found), zip(addresses, forms, strict=True), strict=True))
+        outlines: dict[int, Outline] = {}
+        for owned in found:
+            if owned.wrapper is not None and is_wrapper(owned.wrapper):  # a sparse tensor is no wrapper: it is restored by its parts
+                if id(owned.wrapper) not in outlines:
+                    outlines[id(owned.wrapper)] = Outline.of(owned.wrapper)
+                self._outlines[owned.name] = outlines[id(owned.wrapper)]
+
+    def within(self, ranges: Iterable[Range]) -> dict[str, Place]:
+        """The places in these ranges, by the tensor's name."""
+        entries = {r.layout.addresses.base + entry.offset: (r, entry) for r in ranges for entry in r.placed}
+        found = {name: Place(*entries[address], form) for name, (address, form) in self._forms.items() if address in entries}
+        return {other: found[name] for other, name in self._others(found) if other not in found} | found
+
+    def _others(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Pairs of another name and the known one, for tensors, their parts and their gradients that have several names."""
+        others: dict[str, list[str]] = {}
+        for other, first in self._other_names.items():
+            others.setdefault(first, []).append(other)
+        for name in names if others else ():
+            for end in (len(name), *(index for index, letter in enumerate(name) if letter == ".")):
+                yield from ((other + name[end:], name) for other in others.get(name[:end], ()))
+
+    def outlines(self) -> dict[str, Outline]:
+        """The outlines of wrappers, by the names of their parts."""
+        return {other: self._outlines[name] for other, name in self._others(self._outlines)} | self._outlines
+
+
 _SCANNERS: WeakIdSet[StorageScanner] = WeakIdSet()
 _BORROWED: WeakIdSet[torch.Tensor] = WeakIdSet()
 """Tensors that lay in storages of another object when their own object was last looked at. They may have left placement since."""
@@ -96,12 +201,17 @@ def _refusal(owned: Owned, name: str, kind: str, owner: str) -> str:
 
 
 class Versions(NamedTuple):
-    """The version counters of an object's tensors at one look, by storage (`_cdata`). Gradients are left out: see `GradientWrites`."""
+    """The version counters of an object's tensors at one look, by storage (`_cdata`)."""
 
     sums: Mapping[int, int]
     """The sum over all tensors in the storage. Views share a counter, but a tensor bound by `.data =` has its own."""
     counts: Mapping[int, int]
     """How many tensors the sum is over."""
+
+    def but(self, other: Versions, *, among: Collection[int]) -> Versions:
+        """These counters, but those of another look for the storages `among` that it has."""
+        sums, counts = ({**own, **{key: theirs[key] for key in theirs if key in among}} for own, theirs in zip(self, other, strict=True))
+        return Versions(sums, counts)
 
     def written_since(self, before: Versions) -> set[int]:
         """The storages that were written since an earlier look. One that has got or lost a tensor since is not compared."""
@@ -126,14 +236,14 @@ class _Found:
         else:
             self.owned.append(owned)
 
-    def claim(self) -> range_layout.Claim:
-        return range_layout.Claim(
+    def adoptee(self) -> Adoptee:
+        return Adoptee(
             self.owned[0].name, self.storage, (*(each.tensor for each in self.owned), *self.state_dict_tensors), tuple(self.owned)
         )
 
 
 class StorageScanner:
-    """Finds and takes in the new storages of one object: at registration, at its offloads, and when it is loaded.
+    """Finds and adopts the new storages of one object: at registration, at its offloads, and when it is loaded.
 
     Args:
         owner: the owner of the new ranges in the process's table (`RANGES`).
@@ -150,10 +260,13 @@ class StorageScanner:
         """The number of the object's tensors in each storage (`_cdata`), those of other objects included, as of the last look."""
         self._alive: list[StorageWeakRef] = []
         """Weak references to the keys of `aliases`. They keep a new storage from getting a dead one's `_cdata`, and with it its count."""
-        self.claimed: frozenset[int] = frozenset()
+        self.discovered: frozenset[int] = frozenset()
         """The object's new storages (`_cdata`) as of the last look. They are its own from then on, wherever they lie."""
         self._last: tuple[tuple[Range, ...], Sequence[int], list[int], list[int]] | None = None
         """The last look, if it found every tensor at its place: the ranges, and each tensor's storage, address and version."""
+        self._unadopted: tuple[list[int], list[int], list[int]] | None = None
+        """The last measurement of what lies in torch's own memory, if a quick look can tell that it holds: each tensor's storage and
+        address, and which of them lie there, by number."""
         self.places = Places()
         """The place of each tensor, as of the last offload."""
         self.reserved: HostSlab | None = None
@@ -182,14 +295,14 @@ class StorageScanner:
         finally:
             self._adapter.hands_back = before
 
-    def new_storages(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> NewStorages:
-        """The storages that the object owns now outside their places.
+    def rescan(self, ranges: tuple[Range, ...], state_dict_tensors: Iterable[torch.Tensor], *, shares_addresses: bool) -> Scan:
+        """Look at the object anew: update `versions`, `aliases` and what is borrowed, and return the storages outside their places.
 
         Args:
             shares_addresses: see `StateDictTensors`.
         """
         if self._is_as_before(ranges, shares_addresses):
-            return NewStorages([], [], [])
+            return Scan([], [], [])
         placed = [entry.ref.cdata for r in ranges for entry in r.placed]
         addresses = [base + entry.offset for r in ranges for base in (r.layout.addresses.base,) for entry in r.placed]
         known = dict(itertools.compress(zip(placed, addresses, strict=True), map(storage_use_count, placed)))
@@ -207,9 +320,8 @@ class StorageScanner:
             storages.append(key)
             aliases[key] = aliases.get(key, 0) + 1
             if (address := known.get(key)) is not None:
-                if not owned.transient:
-                    sums[key] = sums.get(key, 0) + owned.version
-                    counts[key] = counts.get(key, 0) + 1
+                sums[key] = sums.get(key, 0) + owned.version
+                counts[key] = counts.get(key, 0) + 1
                 if storage.data_ptr() == address:
                     in_place.append(owned)
                 else:
@@ -223,7 +335,7 @@ class StorageScanner:
             del owned, storage, found, elsewhere, in_place  # an error that somebody keeps must not keep tensors
             raise RegistrationError(refusal)
         _BORROWED.update(owned.tensor for key in lent for owned in found.pop(key).owned)
-        self.claimed, hosts = frozenset(found), self._note_borrowed()
+        self.discovered, hosts = frozenset(found), self._note_borrowed()
         self.versions, self._alive = Versions(sums, counts), alive + hosts
         self.aliases = dict(Counter(aliases) + Counter(host.cdata for host in hosts)) if hosts else aliases
         self._note(ranges, storages if len(in_place) == len(storages) else ())
@@ -232,10 +344,10 @@ class StorageScanner:
             if (entry := found.get(key) or elsewhere.get(key)) is not None:
                 entry.state_dict_tensors.append(tensor)
         entries = {entry.ref.cdata: (r, entry) for r in ranges for entry in r.placed} if elsewhere else {}
-        relocated = [Relocated(*entries[key], each.claim(), each.owned[0].transient) for key, each in elsewhere.items()]
-        new = [(each.owned[0].transient, each.claim()) for each in found.values() if each.owned[0].tensor.numel()]
-        stay, goes = [claim for transient, claim in new if not transient], [claim for transient, claim in new if transient]
-        return NewStorages(stay, goes, relocated, in_place, self._adapter.other_names())
+        relocated = [Relocated(*entries[key], each.adoptee(), each.owned[0].transient) for key, each in elsewhere.items()]
+        new = [(each.owned[0].transient, each.adoptee()) for each in found.values() if each.owned[0].tensor.numel()]
+        stay, goes = [adoptee for transient, adoptee in new if not transient], [adoptee for transient, adoptee in new if transient]
+        return Scan(stay, goes, relocated, in_place, self._adapter.other_names())
 
     def _note_borrowed(self) -> list[StorageWeakRef]:
         """Note the tensors that the last walk found in storages of the modules. Returns the storage of each, and of each one's base."""
@@ -261,7 +373,7 @@ class StorageScanner:
             return False
         # The adapter says what is as at ITS last walk, which need not be the one of this look: a state dict that was loaded back in
         # between lies at the same addresses, in storages that are not adopted.
-        if shares_addresses and list(map(_CDATA, map(torch.Tensor.untyped_storage, found.tensors))) != storages:
+        if shares_addresses and list(map(_CDATA, map(_STORAGE, found.tensors))) != storages:
             return False
         if versions == last_versions:
             return True
@@ -271,7 +383,7 @@ class StorageScanner:
             for key, version in zip(storages, versions, strict=True):
                 sums[key] += version
         self.versions = self.versions._replace(sums=sums)
-        self._last = ranges, storages, addresses, versions  # last: after an interrupt before it the next look repeats the rest
+        self._last = ranges, storages, addresses, versions
         return True
 
     def _belong_elsewhere(self, found: Mapping[int, _Found]) -> tuple[list[int], str | None]:
@@ -288,11 +400,11 @@ class StorageScanner:
             modules = [each for each in steps if each is not None and each is not self._owner()]
         for other in _SCANNERS if found and not self._adapter.hands_back else ():
             owner = other._owner()
-            shares = bool(other.claimed) and not other.claimed.isdisjoint(found)
+            shares = bool(other.discovered) and not other.discovered.isdisjoint(found)
             if owner is None or other is self or not (owner in modules or shares):
                 continue
             now = {tensor.untyped_storage()._cdata for tensor in other.tensors_now()}
-            theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.claimed) and key not in theirs}
+            theirs |= {key: owner for key in found if key in now and (owner in modules or key in other.discovered) and key not in theirs}
         for key, owner in theirs.items():
             first = next((owned for owned in found[key].owned if not owned.held), found[key].owned[0])
             is_left = self._adapter.hands_back or owner in modules or (first.wrapper is not None and is_sparse(first.wrapper))
@@ -300,43 +412,60 @@ class StorageScanner:
                 return [], _refusal(first, self._name, self._adapter.kind, owner.name)
         return [*theirs], None
 
-    def take_in_first(self, claims: list[range_layout.Claim]) -> tuple[Range, ...]:
-        """Like `take_in`, for the storages that are not transient and exist at registration."""
-        fresh = self.take_in(claims, False)
+    def unadopted_bytes(self, rescan: Callable[[], Scan]) -> int:
+        """Bytes of the object's storages in torch's own memory, quickly where nothing has changed.
+
+        State that steps have created lies there until an offload, and a policy that never offloads asks after each training.
+        """
+        found = self._adapter.unchanged()
+        if self._unadopted is not None and found is not None:
+            keys, addresses, numbers = self._unadopted
+            # An offload would have given what lies there other addresses. A storage at a freed one's address may be larger, or another one.
+            if found.addresses == addresses and list(map(_CDATA, storages := list(map(_STORAGE, found.tensors)))) == keys:
+                return sum({storages[number]._cdata: storages[number].nbytes() for number in numbers}.values())
+        self._unadopted = None
+        new = rescan()
+        sizes = {adoptee.storage._cdata: adoptee.nbytes for adoptee in (*new.stay, *new.transient)}
+        if sizes and (found := self._adapter.unchanged()) is not None:
+            keys = list(map(_CDATA, map(_STORAGE, found.tensors)))
+            self._unadopted = keys, found.addresses, [number for number, key in enumerate(keys) if key in sizes]
+        return sum(sizes.values())
+
+    # --- places for new storages
+
+    def adopt_first(self, adoptees: list[Adoptee]) -> tuple[Range, ...]:
+        """Like `adopt`, for the storages that are not transient and exist at registration."""
+        fresh = self.adopt(adoptees)
         return () if fresh is None else (fresh,)
 
-    def first_host_bytes(self, claims: Sequence[range_layout.Claim]) -> int:
-        """Host memory that this process needs for `take_in_first`."""
-        return self.host_bytes_for([claim.nbytes for claim in claims])
+    def first_host_bytes(self, adoptees: Sequence[Adoptee]) -> int:
+        """Host memory that this process needs for `adopt_first`."""
+        return self.host_bytes_for([adoptee.nbytes for adoptee in adoptees])
 
-    def take_in(self, claims: list[range_layout.Claim], transient: bool) -> Range | None:
-        """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`."""
-        return self._take_in(claims, transient, self._addresses, self._spare_slab if transient else self._slab)
+    def adopt(self, adoptees: list[Adoptee], *, transient: bool = False, in_parts: bool = False) -> Range | None:
+        """Reserve a range and a slab for new storages and start saving their bytes. The storages stay where they are until `move_in`.
 
-    def take_in_part(self, claims: list[range_layout.Claim]) -> Range | None:
-        """Like `take_in`, but with only a part of the host memory that is reserved, because more storages will come."""
-        return self._take_in(claims, False, self._device.reserve, self._part_of_slab)
-
-    def _take_in(
-        self, claims: list[range_layout.Claim], transient: bool, reserve: Callable[[int], Addresses], slab: Callable[[int], HostSlab]
-    ) -> Range | None:
-        if not claims:
+        Args:
+            in_parts: take only a part of the host memory that is reserved, because more storages will come.
+        """
+        if not adoptees:
             return None
-        layout = range_layout.prepare(self._device, claims, reserve)
-        fresh = Range(self._device, layout, slab(used_bytes(layout.nbytes)), tuple(claims), transient)
+        layout = prepare(self._device, adoptees, self._device.reserve if in_parts else self._addresses)
+        slab = self._slab(used_bytes(layout.nbytes), transient=transient, in_parts=in_parts)
+        fresh = Range(self._device, layout, slab, tuple(adoptees), transient)
         copies = []
-        for claim, offset in zip(claims, layout.offsets, strict=True):
-            if claim.storage.device == self._device.torch_device:
-                copies.append(Copy(claim.storage.data_ptr(), fresh.slab.address + offset, claim.storage.nbytes()))
+        for adoptee, offset in zip(adoptees, layout.offsets, strict=True):
+            if adoptee.storage.device == self._device.torch_device:
+                copies.append(Copy(adoptee.storage.data_ptr(), fresh.slab.address + offset, adoptee.storage.nbytes()))
             else:
-                fresh.view(offset, claim.storage.nbytes()).copy_(range_layout.byte_view(claim.storage))
+                fresh.view(offset, adoptee.storage.nbytes()).copy_(byte_view(adoptee.storage))
         if copies:
             self._device.copy(copies, "to_host")
         return fresh
 
     def host_bytes_for(self, sizes: Sequence[int], parts: int = 1) -> int:
         """Host memory that storages of these sizes (bytes) take, at most, in so many ranges."""
-        return used_bytes(range_layout.expected_bytes(self._device, sizes) + (parts - 1) * range_layout.ALIGNMENT) if sizes else 0
+        return used_bytes(expected_bytes(self._device, sizes) + (parts - 1) * ALIGNMENT) if sizes else 0
 
     def reserve(self, sizes: Sequence[int], parts: int = 1) -> None:
         """Reserve host memory and addresses for storages of these sizes (bytes), so that their first offload cannot lack them.
@@ -358,22 +487,69 @@ class StorageScanner:
             return addresses
         return self._device.reserve(nbytes)
 
-    def _spare_slab(self, nbytes: int) -> HostSlab:
-        spare, self.spare = self.spare, None
-        if spare is not None and nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
-            return spare
-        return self._slab(nbytes)
+    def _slab(self, nbytes: int, *, transient: bool, in_parts: bool) -> HostSlab:
+        if transient and self.spare is not None:
+            spare, self.spare = self.spare, None
+            if nbytes <= spare.nbytes <= 2 * nbytes and not spare.has_views:
+                return spare
+        if self.reserved is None or self.reserved.nbytes < nbytes:
+            return self._device.host(nbytes)
+        self.reserved.claim()
+        slab, self.reserved = cut(self.reserved, nbytes) if in_parts else (self.reserved, None)
+        return slab
 
-    def _slab(self, nbytes: int) -> HostSlab:
-        if self.reserved is not None and self.reserved.nbytes >= nbytes:
-            self.reserved.claim()
-            slab, self.reserved = self.reserved, None
-            return slab
-        return self._device.host(nbytes)
 
-    def _part_of_slab(self, nbytes: int) -> HostSlab:
-        if self.reserved is not None and self.reserved.nbytes >= nbytes:
-            self.reserved.claim()
-            slab, self.reserved = cut(self.reserved, nbytes)
-            return slab
-        return self._device.host(nbytes)
+# --- stray references: references to adopted storages that others hold, which read poison after the offload
+
+
+def uncounted(ranges: Iterable[Range]) -> list[PlacedStorage]:
+    """The storages whose rightful references are not counted yet."""
+    return [entry for r in ranges if r.counted is None for entry in r.placed if entry.use_count == 0]
+
+
+def count_uses(ranges: Iterable[Range]) -> None:
+    """Count, once for each storage, its references of now without those of known tensors. So many it has by right."""
+    entries = uncounted(ranges)
+    for entry, known in zip(entries, known_aliases([entry.ref.cdata for entry in entries]), strict=True):
+        entry.use_count = entry.uses() - known
+    for r in ranges:
+        if r.counted is None:
+            r.counted = [entry.ref.cdata for entry in r.placed], [entry.use_count for entry in r.placed]
+
+
+def stray_references(ranges: Iterable[Range], lasting: Collection[int]) -> dict[str, int]:
+    """The number of references beyond the rightful ones, by the storage's name, for storages that have been counted.
+
+    An offload asks for tens of thousands of storages at a time, so functions implemented in C do the work. Little is left of it where all
+    counts are those of the last time.
+
+    Args:
+        lasting: storages (`_cdata`) that a framework may hold as often as it likes.
+    """
+    found: dict[str, int] = {}
+    tables = alias_tables()
+    for r in ranges:
+        if r.counted is None:
+            continue
+        storages, uses = r.counted
+        counts = list(map(storage_use_count, storages))
+        seen = (r.counted, tables, counts)
+        if seen == r.without_stray_references:
+            continue
+        surplus = list(map(operator.sub, counts, map(operator.add, known_aliases(storages), uses)))
+        r.without_stray_references = seen if max(surplus, default=0) <= 0 else None
+        if r.without_stray_references is None:
+            found |= {each.name: n for each, n in zip(r.placed, surplus, strict=True) if n > 0 and each.ref.cdata not in lasting}
+    return found
+
+
+def lasting_stray_references(look: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """The stray references that `look` still finds after a short wait.
+
+    A process group's thread drops its references to what it sent a moment after the collective, so without one there is no wait.
+    """
+    for seconds in _WAITS_SECONDS:
+        if not (found := look()) or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return found
+        time.sleep(seconds)
+    return look()

@@ -16,10 +16,11 @@ import torch
 
 from placement.core.errors import IntegrityError
 from placement.storage.held import HeldStorage
-from placement.storage.offloaded.changes import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
+from placement.storage.layout import Adoptee
+from placement.storage.point import Form, form_of, over
+from placement.storage.poison import SIGNED, are_nan, are_poison, has_nan, is_poison, listed
 from placement.storage.range import PlacedStorage, Range
-from placement.storage.range_layout import Claim
-from placement.storage.scanning.places import Form, Place, form_of
+from placement.storage.scan import Place
 from placement.storage.transfer.result import NanFound
 from placement.tensors.plain import plain_parts
 
@@ -124,17 +125,17 @@ def take(holding: HeldStorage) -> str:
     return " ".join([*told, _CAUSES]) if told else ""
 
 
-def look_at_new(holding: HeldStorage, claims: Sequence[Claim]) -> None:
+def look_at_new(holding: HeldStorage, adoptees: Sequence[Adoptee]) -> None:
     """Look at tensors that have no place yet. Those in place of registered ones of the same shape get their values.
 
     Others may be NaN if they are a module's, because they may be still to be filled. An optimizer's are told, unless they were before.
     """
-    owned = [each for claim in claims for each in claim.owned] if holding.nan_found.is_on else []
+    owned = [each for adoptee in adoptees for each in adoptee.owned] if holding.nan_found.is_on else []
     places = holding.storages.places(holding.ranges) if owned else {}
     for each in owned:
         place = places.get(each.name)
         if place is not None or (holding.adapter.kind == "optimizer" and not holding.storages.writes.was_told(each.tensor)):
-            now = _over(each.tensor.untyped_storage(), form_of(each.tensor))
+            now = over(each.tensor.untyped_storage(), form_of(each.tensor))
             if _is_gone(now) and (place is None or _was_numbers(place)):
                 _go_back(holding.nan_found, each.name, now, place)
 
@@ -186,17 +187,12 @@ def _lacks_values(place: Place) -> bool:
 
 
 def _on_host(place: Place) -> torch.Tensor:
-    return _over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
+    return over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
 
 
 def _on_device(holding: HeldStorage, place: Place) -> torch.Tensor:
     view = holding.device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes)
-    return _over(view.untyped_storage(), place.form)
-
-
-def _over(storage: torch.UntypedStorage, form: Form) -> torch.Tensor:
-    dtype, offset, size, stride = form
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return over(view.untyped_storage(), place.form)
 
 
 def _spots(entry: PlacedStorage, form: Form) -> list[int]:

@@ -1,0 +1,259 @@
+"""Places of storages in a new range, and the table of all ranges in the process, which says who owns an address.
+
+The unit is the storage: everything that points into it (views, tied weights, saved tensors of a live graph, references held in C++)
+follows. The device's `Adopter` chooses the way for each storage. The way "rebind" (a storage born on the CPU, for an accelerator)
+gives each known tensor a new storage. A tensor that nobody named would stay behind with the old bytes, so it is refused.
+
+A storage belongs to one handle of one manager. Otherwise two managers, or two names for the same weights, would move the same bytes
+against each other. So every adoption looks into the table first. Everything here runs outside inference mode.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from placement.core.errors import RegistrationError
+from placement.devices.adoption import Adopter, Pool, Way
+from placement.devices.base import Device
+from placement.devices.memory import Addresses
+from placement.storage.point import point_all
+from placement.tensors.plain import Owned
+
+ALIGNMENT = 512
+"""The alignment of storages, in bytes from the beginning of a range."""
+_SMALL_ALIGNMENT = 64
+"""The alignment of storages below `_SMALL` bytes. It is enough for every vector load, and thousands of scalars take little space."""
+_SMALL = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Adoptee:
+    """One storage to adopt, and every tensor known to use it."""
+
+    name: str
+    storage: torch.UntypedStorage
+    aliases: tuple[torch.Tensor, ...]
+    owned: tuple[Owned, ...] = ()
+    """Those of the aliases that have a name."""
+
+    @property
+    def bases(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of which the aliases are views and that nobody names. Autograd keeps them as long as the view (FSDP2's padded shard)."""
+        named = {id(alias) for alias in self.aliases}
+        bases = {id(base): base for alias in self.aliases if (base := alias._base) is not None and id(base) not in named}
+        return tuple(bases.values())
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
+
+class RangeLayout:
+    """Places for storages in a new range, with poison behind it. Made by `prepare`, which moves nothing yet.
+
+    Attributes:
+        addresses: the range.
+        offsets: the place of each adoptee, in bytes from `addresses.base`.
+        nbytes: used length of the range.
+        ways: the way in which each adoptee gets to its place.
+    """
+
+    def __init__(self, device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses]) -> None:
+        self._device = device
+        self._adoptees = tuple(adoptees)
+        self._sizes = tuple(adoptee.nbytes for adoptee in adoptees)
+        self.ways: tuple[Way, ...] = tuple(device.adopter.way(adoptee.storage) for adoptee in adoptees)
+        for adoptee, way in zip(self._adoptees, self.ways, strict=True):
+            if way == "rebind":
+                _refuse_unknown(adoptee)
+        device.adopter.refuse([(adoptee.name, adoptee.storage) for adoptee in adoptees])
+        pooled = [i for i, way in enumerate(self.ways) if way == "pool"]
+        used = device.adopter.pooled_bytes([self._sizes[i] for i in pooled])
+        places, self.nbytes = packed([0 if way == "pool" else size for way, size in zip(self.ways, self._sizes, strict=True)], used)
+        self.addresses: Addresses = reserve(self.nbytes)
+        device.unmap(self.addresses, self.nbytes)
+        self._pool: Pool | None = None
+        self._pool_index = {adoptee: index for index, adoptee in enumerate(pooled)}
+        if pooled:
+            sizes = [self._sizes[i] for i in pooled]
+            self._pool = device.adopter.pool(self.addresses, sizes, self)
+            for i, index in self._pool_index.items():
+                places[i] = self._pool.offsets.get(index, 0)
+        self.offsets: tuple[int, ...] = tuple(places)
+
+    def is_in(self, index: int) -> bool:
+        """Whether adoptee `index` and all its tensors lie at its place. True for an empty storage."""
+        nbytes, target = self._sizes[index], self.addresses.base + self.offsets[index]
+        if nbytes == 0:
+            return True
+        if self.ways[index] == "rebind":
+            return all(alias.untyped_storage().data_ptr() == target for alias in self._adoptees[index].aliases)
+        storage = self._adoptees[index].storage
+        return storage.data_ptr() == target and storage.nbytes() == nbytes
+
+    def move_in(self, index: int) -> None:
+        """Point adoptee `index` to its place and drop its old memory. The caller has saved its bytes. Idempotent."""
+        if self._sizes[index] == 0:
+            return
+        adoptee = self._adoptees[index]
+        if self._pool is not None and self.ways[index] == "pool":
+            self._pool.take(self._pool_index[index], adoptee.storage)
+        elif not self.is_in(index):
+            home = self._device.view(self.addresses, self.offsets[index], self._sizes[index]).untyped_storage()
+            if self.ways[index] == "swap":
+                adoptee.storage._swap_data_ptr_(home)  # type: ignore[attr-defined]
+            else:
+                point_all((*adoptee.bases, *adoptee.aliases), home)
+
+    def forget_adoptees(self) -> None:
+        """Drop the references to storages and tensors, once all have moved in. Afterwards only the attributes can be used."""
+        self._adoptees = ()
+
+
+def prepare(device: Device, adoptees: Sequence[Adoptee], reserve: Callable[[int], Addresses] | None = None) -> RangeLayout:
+    """Reserve a place for every storage, with poison behind it. No tensor is touched.
+
+    Args:
+        reserve: gives addresses instead of `Device.reserve`, such as those that were reserved earlier.
+
+    Raises:
+        RegistrationError: a storage must be rebound, but a tensor that no adoptee names uses it, or one of its tensors cannot be rebound;
+            a storage lies in a private memory pool; or torch's allocator is configured in a way that does not work with a range.
+        DeviceMemoryError: no addresses are left.
+    """
+    return RangeLayout(device, adoptees, reserve or device.reserve)
+
+
+class Sizing(Protocol):
+    """The facts about a device that decide how many bytes a range takes there."""
+
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def granularity(self) -> int: ...
+    @property
+    def adopter(self) -> Adopter: ...
+
+
+def expected_bytes(device: Sizing, sizes: Sequence[int]) -> int:
+    """Upper bound of `RangeLayout.nbytes` for storages of these sizes on the range's device."""
+    return max(packed(sizes)[1], device.adopter.pooled_bytes(sizes))
+
+
+def chunk_sizes(device: Sizing, nbytes: int) -> tuple[int, ...]:
+    """Sizes of the chunks that are behind a range of `nbytes` while it is loaded: full ones, and a tail in multiples of the granularity."""
+    whole, rest = divmod(nbytes, device.chunk_bytes)
+    tail = -(-rest // device.granularity) * device.granularity
+    return (device.chunk_bytes,) * whole + ((tail,) if tail else ())
+
+
+def packed(sizes: Sequence[int], start: int = 0) -> tuple[list[int], int]:
+    """Aligned offsets for these sizes, one after the other from `start`, and the end of the last."""
+    offsets = []
+    for size in sizes:
+        alignment = _SMALL_ALIGNMENT if size < _SMALL else ALIGNMENT
+        if size:
+            start = -(-start // alignment) * alignment
+        offsets.append(start)
+        start += size
+    return offsets, start
+
+
+def _refuse_unknown(adoptee: Adoptee) -> None:
+    """Raise RegistrationError unless `adoptee.aliases` can be rebound and are the only users of the storage."""
+    named = {id(alias): alias for alias in adoptee.aliases}
+    for alias in named.values():
+        if alias.layout is not torch.strided or alias.is_conj() or alias.is_neg() or alias.is_quantized:
+            raise RegistrationError(
+                f"{adoptee.name!r} cannot change device, because it is a sparse or quantised tensor (layout {alias.layout}), or a lazily "
+                "conjugated or negated view. Move the object to the device before you register it."
+            )
+        if alias.untyped_storage()._cdata != adoptee.storage._cdata:
+            raise RegistrationError(f"{adoptee.name!r}: a tensor that lies in another storage is named as its alias")
+    # One reference from each tensor and one from the Python object of the storage.
+    surplus = int(torch._C._storage_Use_Count(adoptee.storage._cdata)) - len(named) - len(adoptee.bases) - 1
+    if surplus > 0:
+        shapes = ", ".join(str(tuple(alias.shape)) for alias in named.values())
+        raise RegistrationError(
+            f"{adoptee.name!r}: {surplus} more user(s) of its memory than the {len(named)} known (shapes {shapes}). Its memory is on "
+            f"{adoptee.storage.device}, and moving it to the device would leave the unknown users behind with the old values. Drop them (a "
+            "state dict, a detached copy, a live graph), or move the object to the device before you register it."
+        )
+
+
+T = TypeVar("T")
+
+
+class AddressMap(Generic[T]):
+    """Finds what an address belongs to, among spans that do not overlap: (first address, end, what lies there)."""
+
+    def __init__(self, spans: Iterable[tuple[int, int, T]] = ()) -> None:
+        self._spans = sorted(spans, key=operator.itemgetter(0))
+        self._bases = [base for base, _, _ in self._spans]
+
+    def at(self, address: int) -> tuple[T, int] | None:
+        """What lies at an address, and the offset of the address there; None for nothing."""
+        index = bisect.bisect_right(self._bases, address) - 1
+        if index < 0 or address >= self._spans[index][1]:
+            return None
+        return self._spans[index][2], address - self._bases[index]
+
+
+class Owner(Protocol):
+    name: str
+
+
+class _Table:
+    """The owner of each range, by its device addresses.
+
+    There is no lock: a garbage collection in the middle of a call may drop a manager, which then removes its ranges in the same thread.
+    Each change is one dictionary operation, and `_map` is made anew at the first question after a change.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, tuple[int, int, weakref.ref[Owner]]] = {}
+        self._changes = itertools.count(1)
+        self._change = 0
+        self._map: tuple[int, AddressMap[weakref.ref[Owner]]] = (0, AddressMap())
+        """The number of the last change that the map knows, and the map."""
+
+    def add(self, owner: Owner, base: int, nbytes: int) -> None:
+        self._ranges[base] = (base, base + nbytes, weakref.ref(owner))
+        self._change = next(self._changes)
+
+    def remove(self, base: int) -> None:
+        self._ranges.pop(base, None)
+        self._change = next(self._changes)
+
+    def owner_of(self, address: int) -> Owner | None:
+        """The owner of the range that an address lies in; None where there is no range, or its owner is gone."""
+        for anew in (False, True):
+            change, known = self._map
+            if anew or change != self._change:
+                change, known = self._change, AddressMap(self._living())
+                self._map = change, known
+            if (found := known.at(address)) is None:
+                return None
+            if (owner := found[0]()) is not None:
+                return owner
+            # The owner was dropped with its manager. Its addresses may have been given out again, in other pieces: look once more.
+        return None
+
+    def _living(self) -> list[tuple[int, int, weakref.ref[Owner]]]:
+        """The ranges whose owners are alive. The others are forgotten."""
+        known = self._ranges.copy()  # a list of the items would make tuples, which may start a collection
+        for base, each in known.items():
+            if each[2]() is None and self._ranges.get(base) is each:
+                self._ranges.pop(base, None)
+        return [each for each in known.values() if each[2]() is not None]
+
+
+RANGES = _Table()

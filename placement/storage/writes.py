@@ -1,0 +1,352 @@
+"""Changes to the tensors of an offloaded object: written in place, replaced by others, added, or moved to other memory.
+
+Such values cannot be kept, because the host copy has the object's values and would be dropped if it belonged to nobody. Writes in place
+show in version counters. `half()`, `to()`, `resize_token_embeddings()` or `.data =` read poison and put new tensors in place of the
+registered ones; poison spreads as NaN, so a NaN in a tensor that is new since the offload gives it away. `share_memory()` takes storages
+away from their places, with poison for values. All is reported once, and every registered tensor points to its place again.
+
+A tensor is known by the name under which its object owns it, because nothing else of it may be left: `to()` on a DTensor exchanges the
+tensor inside, `half()` every dtype.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from placement.core.errors import IntegrityError, PlacementError
+from placement.devices.base import Device
+from placement.ownership.adapter import Adapter
+from placement.storage.gradients import Gradients
+from placement.storage.layout import Adoptee
+from placement.storage.point import Form, exchange, form_of, over, point
+from placement.storage.poison import has_nan, is_poison, listed
+from placement.storage.range import Range, RangesByAddress
+from placement.storage.scan import Place, Relocated, Scan, StorageScanner, Versions
+from placement.storage.state_dicts import StateDictTensors
+from placement.tensors.plain import Outline, parts_of, restore
+
+
+class Storages(Protocol):
+    """The storages of the object: `ObjectStorages`."""
+
+    name: str
+    state_dict_tensors: StateDictTensors
+    gradients: Gradients
+
+    @property
+    def by_address(self) -> RangesByAddress: ...
+    @property
+    def ranges(self) -> tuple[Range, ...]: ...
+    def rescan(self) -> Scan: ...
+    def align_wrappers(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes that were found in one offloaded object."""
+
+    replaced: Sequence[Adoptee] = ()
+    """Tensors that were computed from poison and put in place of registered ones."""
+    added: Sequence[Adoptee] = ()
+    """Tensors that were computed from poison, under names that no registered tensor had."""
+    gradients: Sequence[Adoptee] = ()
+    moved: Sequence[Adoptee] = ()
+    """Storages that were taken away from their places."""
+    lost: str | None = None
+    """Words for what could not be undone, and what to do; None where everything could."""
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced or self.added or self.gradients or self.moved)
+
+    def message(self, name: str) -> str:
+        """The text of an error: what happened to the object, and what to do."""
+        told = []
+        if self.moved:
+            told.append(
+                f"{_names(self.moved)} of {name!r} were moved to other memory while it was offloaded (share_memory(), a "
+                "torch.multiprocessing queue, resize_()). Whoever received them got poison (NaN), which offloaded tensors read. They have "
+                "their places and their registered values again. Share memory before registering, or send copies of handle.state_dict()."
+            )
+        if self.replaced:
+            told.append(
+                f"{_names(self.replaced)} of {name!r} were replaced while it was offloaded, by tensors computed from poison (NaN), which "
+                "offloaded tensors read: half(), to(), resize_token_embeddings(), .data =. The registered values were put back. Do it "
+                "inside a phase that has it on the device, or before you register it."
+            )
+        if self.added:
+            told.append(
+                f"{_names(self.added)} were added to {name!r} while it was offloaded, and were computed from poison (NaN), which offloaded "
+                "tensors read: add_adapter(), register_buffer(), a copy of a weight. They have no registered values and stay NaN until you "
+                "give them values or remove them; this is not raised again. Add them inside a phase that has it on the device."
+            )
+        if self.gradients and not self.replaced:
+            told.append(
+                f"{_names(self.gradients)} of {name!r} were computed while it was offloaded, from poison (NaN), which offloaded tensors "
+                "read: a backward ran outside a phase. Its gradients were dropped, as zero_grad() does. Call backward() inside "
+                "manager.phase('train')."
+            )
+        if self.lost is not None:
+            told.append(f"But {self.lost}.")
+        return " ".join(told)
+
+
+def _names(adoptees: Sequence[Adoptee]) -> str:
+    return listed([adoptee.name for adoptee in adoptees])
+
+
+class WrittenWhileOffloaded(IntegrityError):
+    """Raised by a load when version counters show that values were written in place while offloaded. The host copy has the old ones."""
+
+    def __init__(self, name: str, names: Sequence[str], also: str) -> None:
+        super().__init__(
+            f"{', '.join(names[:8])} of {name!r} were written while it was offloaded, when only poison lies behind its tensors; the "
+            "written values are lost, and the handle's values are unchanged. Look for writes outside the phases that have it on the device "
+            f"(EMA updates, initialisers).{also and ' '}{also}"
+        )
+
+
+class WritesWhileOffloaded:
+    """The changes to one object's tensors since its offload, as far as version counters, poison and addresses tell.
+
+    Args:
+        storages: the object's storages, which hold this object. Referenced weakly, so that both are freed without a garbage collection.
+    """
+
+    def __init__(self, storages: Storages, device: Device, adapter: Adapter, scanner: StorageScanner) -> None:
+        self._weak_storages = weakref.ref(storages)
+        self._device = device
+        self._adapter = adapter
+        self._scanner = scanner
+        self._noted = Versions({}, {})
+        """The version counters as of the offload."""
+        self._is_allowed = False
+        """Whether values may be written, though not gradients: tensors of a state dict share the counters."""
+        self._told: dict[int, StorageWeakRef] = {}
+        """Storages (`_cdata`) computed from poison that have no values to put back and were raised. No other storage gets their key."""
+
+    @property
+    def _storages(self) -> Storages:
+        storages = self._weak_storages()
+        assert storages is not None
+        return storages
+
+    # --- writes in place
+
+    def note(self) -> None:
+        """Take the last look's version counters as those of the offload: later writes count as written while offloaded."""
+        self._noted, self._is_allowed = self._scanner.versions, False
+
+    def note_more(self) -> None:
+        """Add the counters of storages that the last look found for the first time. Counters noted earlier stay."""
+        self._noted = self._scanner.versions.but(self._noted, among=self._noted.sums)
+
+    def allow(self) -> None:
+        """Find no writes to values until the next `note`: tensors of a state dict share the counters, and their holder may write."""
+        self._is_allowed = True
+
+    def found(self) -> list[str]:
+        """Names of the storages that were written in place since the offload, without gradients, as far as version counters tell."""
+        self._storages.rescan()
+        return self._written(transient=False)
+
+    def take_gradients(self) -> list[str]:
+        """Names of the gradients that were written since. They are not reported again.
+
+        `zero_grad()` writes nothing here: while offloaded, its call zeroes the host copies (see `ZeroCall`).
+        """
+        if not any(r.transient and r.is_alive for r in self._storages.ranges):
+            return []
+        with suppress(PlacementError):  # an object whose tensors cannot be listed: a load or an audit reports that itself
+            self._storages.rescan()
+        names = self._written(transient=True)
+        if names:
+            values = {entry.ref.cdata for r in self._storages.ranges if not r.transient for entry in r.placed}
+            self._noted = self._scanner.versions.but(self._noted, among=values)
+        return names
+
+    def _written(self, *, transient: bool) -> list[str]:
+        if self._is_allowed and not transient:
+            return []
+        written = self._scanner.versions.written_since(self._noted)
+        ranges = [r for r in self._storages.ranges if r.transient is transient] if written else []
+        return [entry.name for r in ranges for entry in r.placed if entry.ref.cdata in written]
+
+    def forget(self) -> None:
+        """Do not report again the writes that the last look has found."""
+        self._noted = self._scanner.versions
+
+    # --- tensors in place of others
+
+    def new_unless_changed(self) -> Scan:
+        """The new storages of the offloaded object. If registered tensors were changed, this is undone as far as possible, and raised.
+
+        Raises:
+            IntegrityError: registered tensors were written or changed; the message says which, and what to do. Each change is raised once.
+        """
+        storages = self._storages
+        born = storages.rescan()
+        names = self._written(transient=False)
+        changes = self.put_back(born)
+        if not changes and not names:
+            return born
+        message = changes.message(storages.name)
+        self._told |= {adoptee.storage._cdata: StorageWeakRef(adoptee.storage) for adoptee in (*changes.added, *changes.gradients)}
+        del born, changes  # so that an error that somebody keeps does not keep tensors
+        storages.rescan()  # the tensors that were put back have other storages now, which were never counted
+        self.forget()
+        if names:
+            raise WrittenWhileOffloaded(storages.name, names, message)
+        raise IntegrityError(message)
+
+    def was_told(self, tensor: torch.Tensor) -> bool:
+        """Whether an error has said of a tensor already that it was computed from poison and stays so."""
+        return tensor.untyped_storage()._cdata in self._told
+
+    def put_back(self, born: Scan) -> Changes:
+        """Undo changes to registered tensors of the offloaded object, and return them.
+
+        Gradients are put back only together with replaced values. Gradients that changed alone come from a backward, and the earlier ones
+        may have been dropped on purpose: then all gradients of this backward are dropped.
+        """
+        if not born:
+            return Changes()
+        storages = self._storages
+        places = self._scanner.places.within(storages.ranges)
+        self._bring_back(born.relocated, places)
+        stay, transient = (
+            [c for c in adoptees if c.storage._cdata not in self._told or any(owned.name in places for owned in c.owned)]
+            for adoptees in (born.stay, born.transient)
+        )
+        changes = replace(_computed_from_poison(stay, transient, places), moved=[each.adoptee for each in born.relocated])
+        if changes.replaced:
+            gradients = [adoptee for adoptee in changes.gradients if any(owned.name in places for owned in adoptee.owned)]
+            if self._put_back([*changes.replaced, *gradients], places, self._scanner.places.outlines()):
+                changes = replace(changes, lost=next(filter(None, (each.lost_by_conversion for each in self._adapter.frameworks)), None))
+            storages.align_wrappers()
+            _renew_empty(self._adapter.with_gradients())
+            for framework in self._adapter.frameworks:
+                framework.follow_parameters()
+        if changes.gradients:
+            storages.gradients.drop_in({adoptee.storage._cdata for adoptee in transient})
+        if changes:
+            storages.state_dict_tensors.point_to_host(storages.by_address)
+        return changes
+
+    def _put_back(self, adoptees: Sequence[Adoptee], places: Mapping[str, Place], outlines: Mapping[str, Outline]) -> bool:
+        """Give the tensors of these adoptees their places and forms again. Returns whether any of them had got another dtype or device."""
+        converted = False
+        for adoptee in adoptees:
+            for tensor, place, form in _targets(adoptee, places):
+                converted = converted or tensor.dtype is not form[0] or tensor.device != self._device.torch_device
+                point(tensor, self._home(place), form)
+        # Gradients first: a wrapper refuses a gradient of another dtype than its own.
+        for owned in sorted((owned for adoptee in adoptees for owned in adoptee.owned), key=lambda owned: not owned.transient):
+            if owned.wrapper is not None and (known := outlines.get(owned.name)) is not None:
+                restore(owned.wrapper, known)
+        return converted
+
+    def _home(self, place: Place) -> torch.UntypedStorage:
+        """The storage at a place: the adopted one while anybody uses it, else a new one."""
+        home = place.entry.storage()
+        if home is None:
+            home = self._device.view(place.range.layout.addresses, place.entry.offset, place.entry.nbytes).untyped_storage()
+            place.range.replace(place.entry, home)
+        return home
+
+    def _bring_back(self, relocated: Sequence[Relocated], places: Mapping[str, Place]) -> None:
+        """Point relocated storages to their places again. The bytes of the other memory are dropped."""
+        for r, entry, adoptee, _ in relocated:
+            home = self._device.view(r.layout.addresses, entry.offset, entry.nbytes).untyped_storage()
+            if exchange(adoptee.storage, home):
+                home = adoptee.storage
+            else:
+                r.replace(entry, home)
+            known = {id(owned.tensor): places[owned.name].form for owned in adoptee.owned if owned.name in places}
+            for tensor in (*adoptee.bases, *adoptee.aliases):
+                form = known.get(id(tensor), form_of(tensor))
+                if form != form_of(tensor) or tensor.untyped_storage().data_ptr() != home.data_ptr():
+                    point(tensor, home, form)
+
+
+def _computed_from_poison(stay: Sequence[Adoptee], transient: Sequence[Adoptee], places: Mapping[str, Place]) -> Changes:
+    """Find out which of these tensors, all new since the offload, were computed from poison.
+
+    Args:
+        stay: adoptees of parameters, buffers and optimizer state.
+        transient: adoptees of gradients.
+        places: the places of the registered tensors, by name.
+    """
+    placed = {id(adoptee): any(owned.name in places for owned in adoptee.owned) for adoptee in stay}
+    # Nobody replaces a value by NaN on purpose, so one NaN proves it. A tensor of a new name may be memory that is still to be filled.
+    values = [adoptee for adoptee in stay if _has_nan(adoptee, throughout=not placed[id(adoptee)])]
+    gradients = [adoptee for adoptee in transient if _has_nan(adoptee, throughout=False)]
+    # Integers have no NaN. They were copied from poison if they hold only its numbers and are weights, or came together with a NaN.
+    values += [c for c in stay if placed[id(c)] and (values or isinstance(c.aliases[0], torch.nn.Parameter)) and _is_poison(c)]
+    if values:  # a tensor with its registered values, such as padding of zeros, was replaced by the same call: put it back, too
+        known = {id(adoptee) for adoptee in values}
+        values += [c for c in stay if placed[id(c)] and id(c) not in known and _is_as_registered(c, places)]
+    return Changes([c for c in values if placed[id(c)]], [c for c in values if not placed[id(c)]], gradients)
+
+
+def _has_nan(adoptee: Adoptee, *, throughout: bool) -> bool:
+    return has_nan(adoptee.aliases[0].detach(), throughout=throughout)
+
+
+def _is_poison(adoptee: Adoptee) -> bool:
+    """Whether a tensor of a type without NaN has the numbers of poison and no others, in whatever order (a part, transposed)."""
+    return not _has_nan(adoptee, throughout=False) and is_poison(adoptee.aliases[0].detach())
+
+
+def _is_as_registered(adoptee: Adoptee, places: Mapping[str, Place]) -> bool:
+    """Whether every tensor of the adoptee has its registered values, so that it can be put back without losing anything."""
+    for owned in adoptee.owned:
+        if (place := places.get(owned.name)) is None:
+            return False
+        registered = over(place.range.view(place.entry.offset, place.entry.nbytes).untyped_storage(), place.form)
+        now = owned.tensor.detach()
+        if now.size() != registered.size() or not torch.equal(now.cpu().to(registered.dtype), registered):
+            return False
+    return True
+
+
+def _renew_empty(owners: Iterable[torch.Tensor]) -> None:
+    """Give gradients without an element on this rank, which have no place, the dtype of their owners again."""
+    for owner in owners:
+        gradient = owner.grad
+        if gradient is not None and gradient.dtype is not owner.dtype and not any(part.numel() for _, part in parts_of(gradient, "")):
+            owner.grad = None
+            owner.grad = torch.zeros_like(owner)
+
+
+def _targets(adoptee: Adoptee, places: Mapping[str, Place]) -> list[tuple[torch.Tensor, Place, Form]]:
+    """Every tensor of a adoptee, with its place and the form that it will get.
+
+    A tensor without a name (the base of a view, one of a state dict) goes where the named tensor of the same form goes.
+    """
+    named = [(owned.tensor, places[owned.name]) for owned in adoptee.owned if owned.name in places]
+    done = {id(tensor) for tensor, _ in named}
+    by_form = {form_of(tensor): place for tensor, place in named}
+    first, place = named[0]
+    others = [tensor for tensor in (*adoptee.bases, *adoptee.aliases) if id(tensor) not in done]
+    targets = [(tensor, place, place.form) for tensor, place in named]
+    for tensor in others:
+        same = by_form.get(form_of(tensor))
+        targets.append((tensor, place, _translated(tensor, first.dtype, place)) if same is None else (tensor, same, same.form))
+    return targets
+
+
+def _translated(tensor: torch.Tensor, dtype: torch.dtype, place: Place) -> Form:
+    """The form that an unknown tensor gets at a place, in the dtype that belongs there. It gets no elements if the place is too small."""
+    now, offset, size, stride = form_of(tensor)
+    wanted = place.form[0] if now == dtype else now
+    end = offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if not tensor.numel() or end * wanted.itemsize > place.entry.nbytes:
+        return wanted, 0, torch.Size((0,)), (1,)
+    return wanted, offset, size, stride
