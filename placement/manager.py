@@ -344,6 +344,8 @@ class Manager:
 
     def _last_entered(self, what: str) -> PhaseContext:
         with self._stack.lock.attempt(own=True):
+            while self._entered and not self._entered[-1].is_open:  # an interrupt came as it had been left
+                self._entered.pop()
             if not self._entered:
                 raise PhaseError(f"cannot {what}: no phase was entered with enter()")
         return self._entered[-1]

@@ -7,10 +7,8 @@ tensor. So code of placement that computes with tensors leaves these modes first
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -52,15 +50,12 @@ def _left() -> Iterator[None]:
     before = _LEFT.modes
     modes: list[Any] = []
     try:
-        try:
-            with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast():
-                modes.extend(itertools.starmap(torch._C._pop_torch_function_stack, [()] * _num_function_modes()))
-                _LEFT.modes = tuple(modes)
-                yield
-        finally:
-            _LEFT.modes = before
-            _push(modes)
-    finally:  # repeated, because an interrupt can come before the first `finally` has done anything
+        with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C._DisableAutocast():
+            while _num_function_modes():
+                modes.append(torch._C._pop_torch_function_stack())
+            _LEFT.modes = tuple(modes)
+            yield
+    finally:
         _LEFT.modes = before
         _push(modes)
 
@@ -69,18 +64,17 @@ def _left() -> Iterator[None]:
 def callers_function_modes() -> Iterator[None]:
     """Inside `without_modes`: the caller's default device and function modes again, for user code that makes tensors."""
     left = _LEFT.modes
-    waiting = list(left)
+    _LEFT.modes = ()
+    _push(left)
     try:
-        _LEFT.modes = ()
-        _push(waiting)
         yield
     finally:
-        for _ in range(len(left) - len(waiting)):
+        for _ in left:
             torch._C._pop_torch_function_stack()
         _LEFT.modes = left
 
 
-def _push(modes: list[Any]) -> None:
-    """Move every mode from the list onto torch's stack, outermost first. One C call does it all, so no interrupt falls in between."""
-    outermost_first = itertools.starmap(modes.pop, [()] * len(modes))
-    deque(map(torch._C._push_on_torch_function_stack, outermost_first), maxlen=0)
+def _push(modes: Sequence[Any]) -> None:
+    """Put modes onto torch's stack, outermost first."""
+    for mode in reversed(modes):
+        torch._C._push_on_torch_function_stack(mode)

@@ -150,7 +150,7 @@ class _Buffers:
             for direction in _BOTH:
                 self._chunks[direction] = [device.create(device.chunk_bytes) for _ in range(nbytes // device.chunk_bytes)]
                 device.map(self._addresses[direction], self._chunks[direction])
-        except BaseException:
+        except Exception:
             self.release()
             raise
 

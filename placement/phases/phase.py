@@ -76,11 +76,15 @@ class Phase:
         context = self._context()
         if context is None:
             raise self._entered_before()
-        with context._stack.lock.attempt(begins=True):
-            if context._was_entered:
-                raise self._entered_before()
-            context._was_entered = True
-            context._stack.enter(context, *context._wanted)
+        try:
+            with context._stack.lock.attempt(begins=True):
+                if context._was_entered:
+                    raise self._entered_before()
+                context._was_entered = True
+                context._stack.enter(context, *context._wanted)
+        except KeyboardInterrupt:  # it may come after the phase was entered
+            context.abandon()
+            raise
         return Phase(context, self._first_name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

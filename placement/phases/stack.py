@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from placement.core import interrupts
 from placement.core.errors import CoordinatorLost, PhaseError
 from placement.core.journal import Journal, logger
 from placement.core.settings import Settings
@@ -92,6 +93,7 @@ class PhaseStack:
                 if not open_phases:
                     self._planner.over(IDLE)
                 plan = self.executor.advance(describe("enter", name, only), PhaseRequest(name, only, enclosing, open_phases, kept))
+                interrupts.check()  # the last chance: from here on the phase is open
                 self._expire_keeps(plan)
                 opened = self._opened(phase, name, only, plan, holder)
                 self.open_phases = (*open_phases, opened)
@@ -120,6 +122,7 @@ class PhaseStack:
                 self._journal.enter_phase(name, only)
                 wanted = PhaseRequest(name, only, enclosing, below, self.kept)
                 plan = self.executor.advance(describe("switch to", name, only), wanted)
+                interrupts.check()
                 self._expire_keeps(plan)
                 following = self._opened(phase, name, only, plan, opened.holder)
                 self.open_phases = (*below, following)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from placement.core.errors import PhaseError, PlacementError
+from placement.core.interrupts import deferred
 from placement.core.torch_modes import without_modes
 from placement.devices.base import Device
 from placement.group.vote import GroupVote
@@ -58,7 +59,7 @@ class TransitionLock:
         if vote.is_alone or os.getpid() != self.pid:  # a forked child is not a rank
             yield
             return
-        with self._lock:
+        with self._lock, deferred():
             if self._is_busy:  # the transition around this one tells the group
                 yield
                 return
@@ -83,42 +84,36 @@ class TransitionLock:
 
     @contextmanager
     def transition(self) -> Iterator[None]:
-        """Hold the lock for one phase transition. torch's modes are off inside, and abandoned phases have been left.
+        """Hold the lock for one phase transition, with Ctrl-C deferred. torch's modes are off inside, and abandoned phases have been left.
 
         Raises:
             PhaseError: another phase transition is under way in this thread, or a CUDA graph is being captured.
             PlacementError: the manager is closed, or belongs to another process.
         """
-        with self._lock:
+        with self._lock, deferred():
             self.check_process()
             if self._is_busy:
                 raise PhaseError("a policy or a Lazy's factory must not change phases or register: it runs inside a phase transition")
-            grad_was_on = torch.is_grad_enabled()
+            if self._device.is_capturing():
+                raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
+            self._is_busy = True
             try:
-                try:
-                    self._is_busy = True
-                    if self._device.is_capturing():
-                        raise PhaseError("phases cannot change while a graph is being captured: moving memory would become part of it")
-                    with without_modes(), _without_inference_mode(), torch.no_grad():
-                        self._sweep()
-                        yield
-                finally:
-                    self._is_busy = False
+                with without_modes(), _without_inference_mode(), torch.no_grad():
+                    self._sweep()
+                    yield
             finally:
-                # Done a second time, because an interrupt can arrive before the inner `finally`, or inside torch's own switch.
                 self._is_busy = False
-                if torch.is_grad_enabled() is not grad_was_on:
-                    torch.set_grad_enabled(grad_was_on)
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
         """Hold the lock if that is possible at once, outside of any phase transition. Gives whether it is held."""
-        held = self._lock.acquire(blocking=False)
-        try:
-            yield held and not self._is_busy and not self.is_closed and os.getpid() == self.pid
-        finally:
-            if held:
-                self._lock.release()
+        with deferred():
+            held = self._lock.acquire(blocking=False)
+            try:
+                yield held and not self._is_busy and not self.is_closed and os.getpid() == self.pid
+            finally:
+                if held:
+                    self._lock.release()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -128,30 +123,24 @@ class TransitionLock:
             PhaseError: a phase transition is under way in this thread, or a CUDA graph is being captured.
             PlacementError: the manager is closed, or belongs to another process.
         """
-        with self._lock:
+        with self._lock, deferred():
             self.check_process()
             if self._is_busy:
                 raise PhaseError("a policy or a Lazy's factory must not call step(): it runs inside a phase transition")
             if self._device.is_capturing():
                 raise PhaseError("a step that streams its state cannot be captured in a graph: use optimizer_in='train'")
+            self._is_busy = True
             try:
-                try:
-                    self._is_busy = True
-                    yield
-                finally:
-                    self._is_busy = False
+                yield
             finally:
-                self._is_busy = False  # a second time, because an interrupt can arrive before the inner `finally`
+                self._is_busy = False
 
     def sweep_if_free(self) -> None:
         """Sweep now, unless a phase transition is under way in this or another thread. In that case the next one sweeps."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._is_busy:
-                    with self.transition():
-                        pass
-            finally:
-                self._lock.release()
+        with self.if_free() as is_free:
+            if is_free:
+                with self.transition():
+                    pass
 
     def check_process(self) -> None:
         """Refuse any use by a forked child process, or after `close`.

@@ -153,14 +153,11 @@ class StreamedOptimizer:
     def step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one step of the user's, with its hooks. Returns what the closure returned; None without one."""
         self._refuse(refusal_now(optimizer))
+        self.is_running = True
         try:
-            try:
-                self.is_running = True
-                return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
-            finally:
-                self.is_running = False
+            return torch.optim.Optimizer.profile_hook_step(self._between_hooks)(optimizer, *args, **kwargs)
         finally:
-            self.is_running = False  # a second time, because an interrupt can arrive before the inner `finally`
+            self.is_running = False
 
     @property
     def is_wanted(self) -> bool:

@@ -1,4 +1,4 @@
-"""What only the simulated device promises: exact capacity, refused misuse, forks, and interrupts at every bytecode."""
+"""What only the simulated device promises: exact capacity, refused misuse, and forks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import torch
 
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.devices.base import POISON_WORD, poison_bytes
-from placement.devices.host import slab as host
 from placement.devices.memory import Copy
 from placement.testing import SimulatedDevice
-from tests.contract.interrupter import Interrupter, at_each_point
 from tests.support.poison import poison, reads_poison
 
 SIZE = 16384
@@ -300,96 +298,3 @@ def test_a_forked_child_changes_nothing_of_what_the_kernel_says_of_poison(in_chi
     view[0] = POISON_WORD[0]
     assert in_child(lambda: int(make().heal_poison())) == 0, "a device of its own has a page map of its own"
     assert device.heal_poison()
-
-
-@pytest.mark.parametrize("operation", ["map", "unmap"])
-def test_an_interrupt_at_any_bytecode_of_a_partial_change_keeps_the_rest_and_loses_no_chunk(operation: str) -> None:
-    device = make()
-    nbytes = 3 * SIZE + 4096
-    device.unmap(first := device.reserve(nbytes), nbytes)
-    device.unmap(second := device.reserve(nbytes), nbytes)
-    chunks = [device.create(SIZE) for _ in range(3)] + [device.create(4096)]
-    content = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-
-    def attempt(interrupter: Interrupter) -> bool:
-        device.map(first, chunks)
-        device.view(first, 0, nbytes).copy_(content)
-        if operation == "map":
-            device.unmap(first, SIZE + 4096, 2 * SIZE)
-            cut = interrupter.run(lambda: device.map(second, chunks[2:], 2 * SIZE))
-            assert reads_poison(device.view(second, 0, 2 * SIZE))
-        else:
-            cut = interrupter.run(lambda: device.unmap(first, SIZE, SIZE))
-            assert torch.equal(device.view(first, 2 * SIZE, SIZE + 4096), content[2 * SIZE :])
-        assert torch.equal(device.view(first, 0, SIZE), content[:SIZE])
-        device.unmap(first, nbytes)
-        device.unmap(second, nbytes)
-        assert reads_poison(device.view(first, 0, nbytes))
-        assert reads_poison(device.view(second, 0, nbytes))
-        device.map(second, chunks)
-        assert torch.equal(device.view(second, 0, nbytes), content)
-        device.unmap(second, nbytes)
-        assert not device.heal_poison()
-        return cut
-
-    assert at_each_point(attempt) > 50
-    assert device.memory().chunk_bytes == nbytes
-
-
-# The file object that an interrupt abandons gives the lock back by dying, and says that nobody closed it.
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize(
-    ("operation", "is_shared"),
-    [(name, False) for name in ("host", "reserve", "create", "map", "unmap", "release")] + [("create", True), ("release", True)],
-)
-def test_an_interrupt_at_any_bytecode_loses_nothing(
-    operation: str, is_shared: bool, tmp_path: Path, mappings: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 30)  # it only reads, at thousands of bytecodes
-    shared = tmp_path / "capacity" if is_shared else None
-    gc.collect()  # devices of earlier tests
-    files_before = bytes_in_memory_files()
-    device = make(shared_with=shared)
-    device.unmap(first := device.reserve(3 * SIZE), 3 * SIZE)
-    device.unmap(second := device.reserve(3 * SIZE), 3 * SIZE)
-    content = torch.randint(0, 255, (3 * SIZE,), dtype=torch.uint8)
-
-    def attempt(interrupter: Interrupter) -> bool:
-        chunks = [device.create(SIZE) for _ in range(3)]
-        device.map(first, chunks[::-1])
-        device.view(first, 0, 3 * SIZE).copy_(content)
-        if operation != "unmap":
-            device.unmap(first, 3 * SIZE)
-        step: dict[str, Callable[[], object]] = {
-            "host": lambda: device.host(SIZE),
-            "reserve": lambda: device.reserve(SIZE),
-            "create": lambda: device.create(SIZE),
-            "map": lambda: device.map(second, chunks[::-1]),
-            "unmap": lambda: device.unmap(first, 3 * SIZE),
-            "release": lambda: device.release(chunks[0]),
-        }
-        cut = interrupter.run(step[operation])
-        assert device.memory().chunk_bytes in ((3 * SIZE, 2 * SIZE) if operation == "release" else (3 * SIZE,))
-        device.unmap(first, 3 * SIZE)
-        device.unmap(second, 3 * SIZE)
-        if operation != "release":
-            device.map(second, chunks[::-1])
-            assert torch.equal(device.view(second, 0, 3 * SIZE), content)
-            device.unmap(second, 3 * SIZE)
-        for chunk in chunks[:2]:
-            device.release(chunk)
-        return cut
-
-    survey = Interrupter(None)
-    assert not attempt(survey)
-    points = survey.first_and_last_visits()
-    before = mappings()
-    for point in points:
-        assert attempt(Interrupter(point)), "the interrupt was not raised"
-        assert device.memory().chunk_bytes == 0
-        assert not device.heal_poison()
-        if shared is not None:
-            assert make(shared_with=shared).memory().free_bytes == 8 * SIZE
-    assert mappings() <= before + 5
-    assert bytes_in_memory_files() == files_before + SIZE, "more than the poison"
-    print(f"{operation}: interrupted at {len(points)} bytecodes")

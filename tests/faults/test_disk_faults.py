@@ -1,4 +1,4 @@
-"""Every IO call of the disk tier failed, every bytecode of its callers interrupted, and its process killed: no value is lost unnoticed."""
+"""Every IO call of the disk tier failed, and its process killed: no value is lost unnoticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import placement
 from placement.devices.host import spill_file, spilled_slab
 from placement.testing import SimulatedDevice
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
-from tests.faults.tracing import Interrupter, Recorder, describe
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
@@ -151,52 +150,6 @@ def test_every_call_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oper
     assert points >= {"open": 1, "allocate": 1}.get(operation, 2)
     gc.collect()
     assert [*tmp_path.iterdir()] == []
-
-
-# --- interrupts
-
-FILES = ("host_tier.py", "keeper.py", "spill.py", "slab.py", "range.py", "executor.py")
-
-
-def recorded(worker: FaultyWorker) -> list[tuple[Any, int]]:
-    recorder = Recorder()
-    with recorder:
-        reads_and_moves(worker)
-    points = [(point, visit) for point, visits in recorder.visits.items() for visit in {1, visits}]
-    return [(point, visit) for point, visit in points if Path(point[0].co_filename).name in FILES]
-
-
-def reads_and_moves(worker: FaultyWorker) -> None:
-    """Bytes that are on disk are needed by a reader and by a phase transition."""
-    with worker.manager.phase("train"):
-        worker.manager.handles["rollout"].object.module.state_dict()
-    worker.manager.handles["actor"].state_dict()
-
-
-def test_interrupts_leave_values_complete(tmp_path: Path) -> None:
-    worker = worker_in(tmp_path)
-    a_few_phases(worker)
-    points = recorded(worker)
-    chosen = points if EVERY_POINT else points[:: max(1, len(points) // 150)]
-    fired = 0
-    for point, visit in chosen:
-        with worker.manager.phase("rollout"):
-            quiet(worker)
-        quiet(worker)
-        interrupter = Interrupter(point, visit, KeyboardInterrupt)
-        with contextlib.suppress(KeyboardInterrupt), interrupter:
-            reads_and_moves(worker)
-        gc.collect(0)
-        fired += interrupter.fired
-        with worker.manager.phase("log_prob"):
-            pass
-        assert lost(worker) == set(), describe(point, visit)
-        check_sound(worker)
-        check_values(worker)
-    assert fired > 30
-    a_few_phases(worker)
-    check_values(worker)
-    worker.manager.close()
 
 
 # --- a process that is killed

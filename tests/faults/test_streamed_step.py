@@ -1,10 +1,8 @@
-"""A streamed step that is cut short: by every call of the device that fails in turn, and by an interrupt at bytecodes of our frames.
+"""A streamed step that is cut short: by every call of the device that fails in turn.
 
 Each parameter is then either stepped, with its new state on the host, or as it was, with its old state. Of one that is stepped in slices
 the same holds for each element. Nothing of the state is on the device, the optimizer is as the user made it, and the next step is that
 of an optimizer with the same values.
-
-With SWEEP=all every bytecode is interrupted, at its first and last visit.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import copy
 import gc
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +25,6 @@ from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.policies import Colocated
 from placement.testing import Faults, InjectedFault, SimulatedDevice, assert_nothing_resident
 from tests.faults.harness import as_bytes
-from tests.faults.tracing import Interrupter, Recorder, describe
 from tests.support.poison import reads_poison
 from tests.support.worker import assert_same
 
@@ -227,64 +223,3 @@ def test_every_call_failed(operation: str, forever: bool, when: str, counted: Ca
     counted(f"{operation}, {'for ever' if forever else 'once'}, {when}: {calls} calls, parameters stepped: {sorted(seen)}")
     if operation in ("copy", "sync"):
         assert len(seen) > 2, "a step was never stopped half-way"
-
-
-@pytest.mark.timeout(3600 if EVERY_POINT else 120)
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["first step", "later step", "one of two steps", "step in slices"])
-def test_interrupted_at_bytecodes(when: str, counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    swallowed: list[type[BaseException] | None] = []  # raised in a finalizer, which the interpreter can only report
-    monkeypatch.setattr(sys, "unraisablehook", lambda report: swallowed.append(report.exc_type))
-    width = WIDE if when == "step in slices" else WIDTH
-    job, born = Job(width), when != "first step"
-
-    def stepped(tracing: Any) -> BaseException | None:
-        def step() -> None:
-            if not born:
-                job.optimizer.state.clear()
-            tracing.on()
-            try:
-                job.optimizer.step()
-            finally:
-                tracing.off()
-
-        if not born:
-            job.optimizer.state.clear()
-        if when == "one of two steps":
-            job.expect_two_steps()
-        return job.stepped(step)
-
-    for _ in range(2):
-        job.check_goes_on()
-        recorder = Recorder()
-        assert stepped(recorder) is None
-        job.check()
-    points = dict(recorder.visits)
-    assert len(points) > 1000
-    stride = 1 if EVERY_POINT else 64
-    cases = [(point, visit) for point, visits in list(points.items())[::stride] for visit in sorted({1, visits})]
-    problems: list[str] = []
-    unreached = 0
-    seen: set[int] = set()
-    for point, visit in cases:
-        tracing = Interrupter(point, visit, KeyboardInterrupt)
-        swallowed.clear()
-        raised = stepped(tracing)
-        torch.set_grad_enabled(True)
-        unreached += not tracing.fired
-        try:
-            told = isinstance(raised, (KeyboardInterrupt, placement.PlacementError)) or swallowed == [KeyboardInterrupt]
-            assert told or not tracing.fired, repr(raised)
-            del raised
-            seen.add(job.check())
-            job.check_goes_on()
-        except Exception as problem:
-            problems.append(f"{describe(point, visit)}: {type(problem).__name__}: {str(problem)[:300]}")
-            job = Job(width)
-            job.check_goes_on()
-        if len(problems) == 8:
-            break
-    assert not problems, f"{len(problems)} of {len(cases)} cases:\n" + "\n".join(problems)
-    assert unreached <= max(1, len(cases) // 50), f"{unreached} of {len(cases)} cases were not reached again"
-    assert len(seen) > 2
-    counted(f"{len(points)} bytecodes, {len(cases) - unreached} cases, parameters stepped: {sorted(seen)}")

@@ -21,7 +21,6 @@ from placement.devices.cuda.driver import Driver
 from placement.devices.memory import Addresses, Chunk
 from placement.devices.select import select_device
 from placement.testing import SimulatedDevice
-from tests.contract.interrupter import Interrupter, at_each_point
 from tests.unit.fake_driver import POISON, STEP, FakeDriver, Result
 
 SIZE = 4 * STEP
@@ -217,24 +216,6 @@ def test_several_chunks_are_released_once_each_and_never_a_number_that_has_a_new
     assert driver.errors == 0
 
 
-def test_an_interrupt_at_any_bytecode_of_a_release_releases_nothing_twice(device: CudaDevice, driver: FakeDriver) -> None:
-    device.create(STEP)  # it dies; the poison stays
-    held = sum(driver.memory.values())
-
-    def attempt(interrupter: Interrupter) -> bool:
-        chunks = [device.create(STEP), device.create(2 * STEP), device.create(SIZE)]
-        cut = interrupter.run(lambda: device.release(*chunks))
-        owned = sum(chunk.nbytes for chunk in chunks if chunk.handle in driver.memory)  # type: ignore[attr-defined]
-        assert owned in (0, 3 * STEP + SIZE), "all of them or none"
-        assert sum(driver.memory.values()) == held + owned
-        device.release(*chunks)
-        assert sum(driver.memory.values()) == held
-        return cut
-
-    assert at_each_point(attempt) > 20
-    assert driver.errors == 0
-
-
 @pytest.mark.parametrize("function", ["cuMemMap", "cuMemSetAccess"])
 def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeDriver, function: str) -> None:
     addresses, chunks = poisoned(device, 3 * SIZE + 2 * STEP), four(device)
@@ -247,37 +228,6 @@ def test_what_the_driver_refuses_leaves_poison(device: CudaDevice, driver: FakeD
     assert driver.behind(addresses) == expected([chunks[0], None, None, None])
     device.map(addresses, chunks[1:], SIZE)
     assert driver.behind(addresses) == expected([*chunks])
-
-
-@pytest.mark.parametrize("operation", ["map", "unmap"])
-@pytest.mark.parametrize("slot", [1, 3])
-def test_an_interrupt_at_any_bytecode_is_made_good_by_unmapping(device: CudaDevice, driver: FakeDriver, operation: str, slot: int) -> None:
-    first, second = poisoned(device, 3 * SIZE + 2 * STEP), poisoned(device, 3 * SIZE + 2 * STEP)
-    chunks = four(device)
-    part = chunks[slot : slot + 2]
-    nbytes = sum(chunk.nbytes for chunk in part)
-
-    def attempt(interrupter: Interrupter) -> bool:
-        device.map(first, chunks)
-        if operation == "map":
-            device.unmap(first, nbytes, slot * SIZE)
-        step: dict[str, Callable[[], object]] = {
-            "map": lambda: device.map(second, part, slot * SIZE),
-            "unmap": lambda: device.unmap(first, nbytes, slot * SIZE),
-        }
-        cut = interrupter.run(step[operation])
-        assert driver.behind(first)[:slot] == expected([*chunks])[:slot]
-        for addresses in (first, second):
-            assert sum(size for size, _ in driver.behind(addresses)) >= addresses.nbytes, "nothing behind some of it"
-            device.unmap(addresses, addresses.nbytes)
-            assert driver.behind(addresses) == expected([None] * 4)
-        device.map(second, chunks)
-        assert driver.behind(second) == expected([*chunks])
-        device.unmap(second, second.nbytes)
-        return cut
-
-    assert at_each_point(attempt) > 50
-    assert sum(driver.memory.values()) == 3 * SIZE + 2 * STEP + SIZE + STEP
 
 
 def test_a_mapped_chunk_that_everybody_dropped_is_held_until_it_is_unmapped(device: CudaDevice, driver: FakeDriver) -> None:

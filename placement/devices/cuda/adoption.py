@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,6 @@ import torch
 from placement.devices import adoption
 from placement.devices.adoption import AddressRange, Adopter, Pool, Way
 from placement.devices.cuda import pool
-from placement.devices.cuda.lifetime import uninterrupted
 from placement.devices.cuda.pool_plan import plan
 
 
@@ -38,7 +36,7 @@ class CudaAdopter(Adopter):
         # Lack of memory shows here, before anything is given up: the next lines get this block.
         nbytes = storage.nbytes()
         reserved = torch.UntypedStorage(nbytes, device=storage.device)
-        uninterrupted(
-            functools.partial(storage.resize_, 0), functools.partial(reserved.resize_, 0), functools.partial(storage.resize_, nbytes)
-        )
+        storage.resize_(0)
+        reserved.resize_(0)
+        storage.resize_(nbytes)
         pool.leave(storage)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from placement.core import interrupts
 from placement.devices.host.reserve import wait_until_ready
 from placement.devices.memory import HostSlab
 
@@ -55,6 +56,7 @@ class _Answer:
     def __call__(self) -> torch.Tensor:
         assert self.written is not None
         self.written.synchronize()
+        interrupts.check()
         return self._host.clone()
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, HostMemoryError
 from placement.devices.adoption import Adopter
 from placement.devices.base import Device
@@ -19,7 +18,7 @@ from placement.devices.cuda import communicators, pool
 from placement.devices.cuda.adoption import CudaAdopter
 from placement.devices.cuda.answers import NUM_BYTES, Answers, HostWords
 from placement.devices.cuda.driver import Driver
-from placement.devices.cuda.lifetime import Life, Lives, uninterrupted
+from placement.devices.cuda.lifetime import Life, Lives
 from placement.devices.cuda.mapping import DriverChunk, Extent
 from placement.devices.cuda.pinning import Pinning
 from placement.devices.cuda.poison import Poison
@@ -147,8 +146,11 @@ class CudaDevice(Device):
             with self._driver:
                 if self._driver.failed("cuCtxSynchronize"):  # another thread captures a graph
                     return False
-                free = functools.partial(self._driver.api.cuMemAddressFree, base, nbytes)
-                extent.end(free, functools.partial(self._ranges.owned.pop, life, None))
+                try:
+                    extent.end()
+                finally:
+                    self._driver.api.cuMemAddressFree(base, nbytes)
+                    self._ranges.owned.pop(life, None)
         return True
 
     def _collect(self) -> None:
@@ -161,36 +163,22 @@ class CudaDevice(Device):
         return self._create(self._rounded(nbytes))
 
     def _create(self, nbytes: int) -> DriverChunk:
-        chunk = DriverChunk(0, nbytes)
-        outcomes: list[tuple[Any, ...]] = []
-        try:
-            self._driver.collect("cuMemCreate", [(nbytes, self._driver.property, 0)], outcomes)
-            chunk.handle = int(self._driver.value("cuMemCreate", outcomes[0]))
-            self._chunks.add(chunk, nbytes, functools.partial(self._release_dead, chunk.handle))
-        except BaseException:
-            if weakref.ref(chunk) in self._chunks.owned:
-                self.release(chunk)
-            elif outcomes and outcomes[0][0] == self._driver.api.CUresult.CUDA_SUCCESS:
-                self._driver.failed("cuMemRelease", outcomes[0][1])  # interrupted before the entry in the ledger
-            raise
+        chunk = DriverChunk(int(self._driver.call("cuMemCreate", nbytes, self._driver.property, 0)), nbytes)
+        self._chunks.add(chunk, nbytes, functools.partial(self._release_dead, chunk.handle))
         return chunk
 
     def release(self, *chunks: Chunk) -> None:
-        ours = {weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)}
-        held = [life for life in ours if life in self._chunks.owned]
-        self._release([ours[life] for life in held], held)
+        self._release({weakref.ref(chunk): chunk.handle for chunk in (_ours(each, DriverChunk) for each in chunks)})
 
-    def _release(self, handles: Sequence[int], lives: Sequence[weakref.ref[DriverChunk]]) -> None:
-        # In one step: the driver reuses the number of a released chunk, so no number may be released twice.
-        if handles and self._driver.usable:
-            forget = map(self._chunks.owned.pop, lives, itertools.repeat(None))
-            uninterrupted(  # out of the ledger first, because other threads may look while the driver works
-                functools.partial(collections.deque, forget, 0),
-                functools.partial(collections.deque, map(self._driver.api.cuMemRelease, handles), 0),
-            )
+    def _release(self, handles: Mapping[Life, int]) -> None:
+        if self._driver.usable:
+            # Out of the ledger first, because other threads may look while the driver works, and no number may be released twice.
+            held = [handle for life, handle in handles.items() if self._chunks.owned.pop(life, None) is not None]
+            for handle in held:
+                self._driver.api.cuMemRelease(handle)
 
     def _release_dead(self, handle: int, life: Life) -> bool:
-        self._release([handle], [life])
+        self._release({life: handle})
         return True
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -206,7 +194,6 @@ class CudaDevice(Device):
             for run in (*together, *([chunk] for chunk in new if chunk.nbytes != self.chunk_bytes)):
                 nbytes = sum(chunk.nbytes for chunk in run)
                 try:
-                    extent.end()  # an interrupt may have left something there
                     extent.apply(extent.plan(0, nbytes, run, None))
                     self._driver.call("cuMemsetD8Async", addresses.base, 0xFF, nbytes, handle)
                     stream.synchronize()
@@ -222,7 +209,7 @@ class CudaDevice(Device):
         planned = extent.plan(start, nbytes, new, self._poisoned().chunks)
         try:
             extent.apply(planned)
-        except BaseException:
+        except Exception:
             self.unmap(addresses, nbytes, start)
             raise
 
@@ -260,12 +247,15 @@ class CudaDevice(Device):
 
     def wait(self, mark: Mark) -> None:
         _ours(mark, _Event).event.synchronize()
+        interrupts.check()
 
     def wait_for_work(self) -> None:
         torch.cuda.current_stream(self.torch_device).synchronize()
+        interrupts.check()
 
     def sync(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+        interrupts.check()
 
     def view(self, addresses: Addresses, offset: int, nbytes: int) -> torch.Tensor:
         """See `Device.view`. Memory or poison must be behind the addresses, because torch asks the driver which device they belong to."""

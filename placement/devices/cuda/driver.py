@@ -141,13 +141,8 @@ class Driver:
         return self.batch(function, [arguments])[0]
 
     def batch(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Call a driver function once for each tuple of arguments. All calls are made; then the first error is raised as in `call`.
-
-        No bytecode runs between the calls if `calls` is a list or a `zip`, so no signal handler can raise between two of them.
-        """
-        outcomes: list[tuple[Any, ...]] = []
-        self.collect(function, calls, outcomes)
-        return [self.value(function, outcome) for outcome in outcomes]
+        """Call a driver function once for each tuple of arguments. All calls are made; then the first error is raised as in `call`."""
+        return [self.value(function, outcome) for outcome in self.outcomes(function, calls)]
 
     def check(self, function: str, outcomes: Iterable[tuple[Any, ...]]) -> None:
         """Raise the exception for the first error among the outcomes."""
@@ -156,9 +151,9 @@ class Driver:
             if outcome[0] != success:
                 self.value(function, outcome)
 
-    def collect(self, function: str, calls: Iterable[tuple[Any, ...]], outcomes: list[tuple[Any, ...]]) -> None:
-        """Make the calls of `batch`, but put the outcomes into the caller's list, so that an interrupt right after loses no result."""
-        outcomes.extend(itertools.starmap(getattr(self.api, function), calls))
+    def outcomes(self, function: str, calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Make the calls of `batch`, and raise nothing: `check` does."""
+        return [*itertools.starmap(getattr(self.api, function), calls)]
 
     def value(self, function: str, outcome: tuple[Any, ...]) -> Any:
         """The value of a driver function's outcome. Raises the exception for an error."""

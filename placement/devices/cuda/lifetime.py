@@ -1,77 +1,46 @@
-"""Release driver resources when the objects that own them die. An interrupt cannot prevent that.
-
-A signal handler may cut a weak reference's callback short, and the callback is never called again. So the callback is `deque.append`
-itself, which no bytecode can interrupt. `collect` does the work: right afterwards if nothing comes in between, else at the device's
-next call.
-"""
+"""Release driver resources when the objects that own them die."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from placement.core.interrupts import deferred
 
-def uninterrupted(*calls: Callable[[], object]) -> None:
-    """Make all calls in order without bytecode in between, so that no signal handler can raise between two of them."""
-    collections.deque(map(operator.call, calls), maxlen=0)
-
-
-class Life(weakref.ref[Any]):
-    """A weak reference to an object that owns a driver resource."""
-
-    __slots__ = ("end", "nbytes")
-    end: Callable[[Life], bool]
-    nbytes: int
-
-
-_WAKERS: set[weakref.ref[Any]] = set()
-"""One weak reference for each object, whose callback triggers `collect` at the object's death. Global, because a ledger may die before its
-objects or in the same garbage collection, which would then skip callbacks of its own. (`weakref.finalize` takes ten times as long.)"""
-
-
-class _Turn:
-    """One call of `collect`."""
+Life = weakref.ref[Any]
+"""A weak reference to an object that owns a driver resource."""
+End = Callable[[Life], bool]
 
 
 class Lives:
-    """The ledger of every object that owns a driver resource, alive or dead."""
+    """The ledger of every object that owns a driver resource. It lives as long as they do.
+
+    An object may die at any time: on another thread while the driver works, or here in the middle of another release, by a garbage
+    collection. A number that the driver has released may soon belong to another resource. So each life is ended by exactly one call.
+    """
 
     def __init__(self) -> None:
-        self.owned: dict[weakref.ref[Any], int] = {}
-        """Bytes by object. `end` removes the entry in the same uninterrupted step that releases the bytes."""
-        self._dead: collections.deque[Life] = collections.deque()
-        self._turns: dict[Life, weakref.ref[_Turn]] = {}
-        """The call that is about to end a life. Driver calls let other threads run, and a released number may soon belong to another
-        resource, so no life may be ended twice. A call that was interrupted no longer holds its turn."""
+        self.owned: dict[Life, int] = {}
+        """Bytes by object. Who removes an entry releases the bytes."""
+        self._later: list[tuple[Life, End]] = []
 
-    def add(self, thing: object, nbytes: int, end: Callable[[Life], bool]) -> None:
+    def add(self, thing: object, nbytes: int, end: End) -> None:
         """Own `nbytes` for as long as `thing` lives. `end` releases them, or returns False to be called again later."""
-        # Callbacks run from the newest reference to the oldest: first the one that fills the list, then the one that works it off.
-        _WAKERS.add(weakref.ref(thing, self._wake))
-        life = Life(thing, self._dead.append)
-        life.nbytes, life.end = nbytes, end
+        life = weakref.ref(thing)
         self.owned[life] = nbytes
+        weakref.finalize(thing, self._end, life, end).atexit = False
 
-    def _wake(self, waker: weakref.ref[Any]) -> None:
-        _WAKERS.discard(waker)
-        self.collect()
+    def _end(self, life: Life, end: End) -> None:
+        with deferred():
+            if life in self.owned and not end(life):
+                self._later.append((life, end))
 
     def collect(self) -> None:
-        """Release the resources of dead objects. Safe to repeat after an interrupt."""
-        if not self._dead:
-            return
-        turn = _Turn()
-        mine = weakref.ref(turn)
-        for life in [*self._dead]:
-            held = self._turns.setdefault(life, mine)
-            if held is not mine and held() is not None:
-                continue
-            self._turns[life] = mine
-            if life not in self.owned or life.end(life):
-                with contextlib.suppress(ValueError):  # a nested call has removed it already
-                    self._dead.remove(life)
-            self._turns.pop(life, None)
+        """Release the resources of dead objects that could not be released when they died."""
+        for _ in range(len(self._later)):
+            try:
+                dead = self._later.pop(0)
+            except IndexError:  # another thread took it
+                return
+            self._end(*dead)

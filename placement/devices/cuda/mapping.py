@@ -8,15 +8,13 @@ piece too: each piece costs the driver as much as a full one (25 us on an H200).
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from placement.devices.base import check_slots
 from placement.devices.cuda.driver import Driver
-from placement.devices.cuda.lifetime import uninterrupted
 from placement.devices.host.slab import check_span
 from placement.devices.memory import Chunk
 
@@ -52,8 +50,7 @@ _EMPTY = Slot(None, (), 0)
 class Extent:
     """The slots of one range. The cost of a call depends only on the slots that it changes.
 
-    An interrupt cannot come between the driver calls of one change, nor between them and their entry in the ledger. If a change is cut
-    short afterwards, its slots are in doubt: the next change of these slots assumes nothing about their mappings.
+    If the driver refuses a part of a change, its slots are in doubt: the next change of these slots assumes nothing about their mappings.
     """
 
     def __init__(self, driver: Driver, base: int, nbytes: int, chunk_bytes: int) -> None:
@@ -119,32 +116,26 @@ class Extent:
         maps = [mapping for slot in planned.values() for mapping in slot.mappings]
         access = (begin, nbytes, self._driver.access, len(self._driver.access))
         with self._driver:
-            done: list[tuple[str, list[tuple[Any, ...]]]] = []
-            uninterrupted(
-                self._calls("cuMemUnmap", self._runs(planned), done),
-                functools.partial(self._slots.update, planned),
-                functools.partial(self._doubtful.update, planned),
-                self._calls("cuMemMap", maps, done),
-                self._calls("cuMemSetAccess", [access], done),
-            )
-            for function, outcomes in done:
-                self._driver.check(function, outcomes)
+            unmapped = self._driver.outcomes("cuMemUnmap", self._runs(planned))
+            self._slots.update(planned)
+            self._doubtful.update(planned)
+            mapped = self._driver.outcomes("cuMemMap", maps)
+            allowed = self._driver.outcomes("cuMemSetAccess", [access])
+            self._driver.check("cuMemUnmap", unmapped)
+            self._driver.check("cuMemMap", mapped)
+            self._driver.check("cuMemSetAccess", allowed)
         self._doubtful.difference_update(planned)
 
-    def end(self, *then: Callable[[], object]) -> None:
-        """Unmap everything, then call `then`, without an interrupt in between."""
-        done: list[tuple[str, list[tuple[Any, ...]]]] = []
-        uninterrupted(self._calls("cuMemUnmap", self._runs(sorted(self._slots)), done), self._slots.clear, self._doubtful.clear, *then)
-        for function, outcomes in done:
-            self._driver.check(function, outcomes)
+    def end(self) -> None:
+        """Unmap everything.
 
-    def _calls(
-        self, function: str, calls: Sequence[tuple[Any, ...]], done: list[tuple[str, list[tuple[Any, ...]]]]
-    ) -> Callable[[], object]:
-        """Combine these driver calls into one function that runs no bytecode. Their outcomes are in `done` afterwards."""
-        outcomes: list[tuple[Any, ...]] = []
-        done.append((function, outcomes))
-        return functools.partial(outcomes.extend, itertools.starmap(getattr(self._driver.api, function), calls))
+        Raises:
+            RuntimeError: the driver refused. The slots count as unmapped all the same.
+        """
+        outcomes = self._driver.outcomes("cuMemUnmap", self._runs(sorted(self._slots)))
+        self._slots.clear()
+        self._doubtful.clear()
+        self._driver.check("cuMemUnmap", outcomes)
 
     def _runs(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """(address, bytes) of runs of these slots that one call can unmap, in order. Slots in doubt are unmapped here."""

@@ -5,7 +5,7 @@ and this module answers with addresses of the range. Two facts shape the module:
 
 * The allocator calls back with its own lock held. A callback in Python needs the interpreter lock. Another thread may hold that
   while it waits for the allocator: a deadlock. So no callback runs Python code. The one for memory is `deque.popleft` itself. It is
-  only reached through `UntypedStorage.resize_`, which keeps the interpreter lock, and no bytecode runs in between, so the lock cannot
+  only reached through `UntypedStorage.resize_`, which keeps the interpreter lock, and no bytecode runs inside, so the lock cannot
   change hands. The one for freeing is a C library function without effect: segments are never freed alone, the range goes as a whole.
 * The place of a block must be known before anything moves. So placeholders occupy every place first, and plugs occupy the
   remainders of segments. When a placeholder goes, it leaves the only gap, and the next request gets it.
@@ -18,13 +18,11 @@ import bisect
 import collections
 import ctypes
 import functools
-import itertools
-import operator
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from placement.core.errors import RegistrationError
 from placement.devices.adoption import AddressRange
-from placement.devices.cuda.lifetime import uninterrupted
 from placement.devices.cuda.pool_plan import SMALL_SEGMENT, plan
 
 _next_address: collections.deque[int] = collections.deque()
@@ -98,36 +95,33 @@ class PoolRange:
             else:
                 self._held[place.index] = storage
 
-    def _allocate(self, storage: torch.UntypedStorage, nbytes: int, address: int | None, *before: Callable[[], object]) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, nbytes: int, address: int | None = None) -> None:
         """Give a storage memory from the pool. `address` is the segment that torch may request; None if it must not need one."""
         index, pool = self._device.index, self._pool.id
-        end = (
-            functools.partial(torch._C._cuda_endAllocateToPool, index, pool),
-            functools.partial(torch._C._cuda_releasePool, index, pool),
-        )
         with _allocating:
             _next_address.clear()
             if address is not None:
                 _next_address.append(address)
-            begin = functools.partial(torch._C._cuda_beginAllocateCurrentThreadToPool, index, pool)
+            torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
             try:
-                uninterrupted(*before, begin, functools.partial(storage.resize_, nbytes), *end)
+                storage.resize_(nbytes)
             except RuntimeError as exc:
-                uninterrupted(*end)
                 raise RegistrationError(f"torch's allocator could not take {nbytes:,} bytes from the range: {exc}") from exc
+            finally:
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
 
     def take(self, index: int, storage: torch.UntypedStorage) -> None:
         """Put a storage at its place. Its bytes are lost, and its old memory returns to torch. Idempotent."""
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = (StorageWeakRef(storage), self._blocks[index])
         target, nbytes = self.addresses.base + self.offsets[index], self._sizes[index]
-        empty = functools.partial(storage.resize_, 0)
         with _on_one_stream(self._device):
             if storage.data_ptr() != target or storage.nbytes() != nbytes:
-                before = [empty]
+                storage.resize_(0)
                 if index in self._held:
-                    before.append(functools.partial(self._held[index].resize_, 0))
-                self._allocate(storage, nbytes, None, *before)
+                    self._held[index].resize_(0)
+                self._allocate(storage, nbytes)
             if storage.data_ptr() != target:
                 self._settle_at(target, storage, nbytes)
         self._held.pop(index, None)
@@ -140,12 +134,14 @@ class PoolRange:
             while plug.data_ptr() != target:
                 plugs.append(plug)
                 plug = self._plug(nbytes)
-            plugs.append(self._plug(nbytes, functools.partial(storage.resize_, 0)))  # takes the gap that the storage leaves, or another one
-            self._allocate(storage, nbytes, None, functools.partial(plug.resize_, 0))
+            storage.resize_(0)
+            plugs.append(self._plug(nbytes))  # takes the gap that the storage leaves, or another one
+            plug.resize_(0)
+            self._allocate(storage, nbytes)
 
-    def _plug(self, nbytes: int, *before: Callable[[], object]) -> torch.UntypedStorage:
+    def _plug(self, nbytes: int) -> torch.UntypedStorage:
         plug = torch.UntypedStorage(0, device=self._device)
-        self._allocate(plug, nbytes, None, *before)
+        self._allocate(plug, nbytes)
         return plug
 
     def leave(self, storage: torch.UntypedStorage) -> None:
@@ -165,9 +161,7 @@ class PoolRange:
 
     def allocated_bytes(self) -> int:
         held: int = sum(self._blocks[index] for index in self._held) + sum(plug.nbytes() for plug in self._plugs)
-        lives = map(operator.not_, map(torch.UntypedStorage._expired, self._storages))
-        living: int = sum(itertools.compress(map(operator.itemgetter(1), self._storages.values()), lives))
-        return held + living
+        return held + sum(nbytes for cdata, (_, nbytes) in [*self._storages.items()] if not torch.UntypedStorage._expired(cdata))
 
 
 def reap() -> None:

@@ -10,11 +10,12 @@ would be mistaken for the parent's.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import weakref
 from collections.abc import Callable
+
+from placement.core.interrupts import deferred
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0
@@ -53,29 +54,26 @@ def map_for_life(
     Raises:
         OSError: the kernel refused.
     """
-    held: list[int] = []
-    # The finalizer comes before the mapping. `extend` runs mmap and stores its result in one call of C code, so no interrupt can
-    # come between the two and lose the mapping.
-    weakref.finalize(owner, _unmap, held, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
-    held.extend(itertools.starmap(libc.mmap, [(None, nbytes, protection, flags, file, 0)]))
-    if held[0] == MAP_FAILED:
-        held.clear()
+    address: int = libc.mmap(None, nbytes, protection, flags, file, 0)
+    if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    _mapped[held[0]] = nbytes
-    keep_from_children(held[0], nbytes)
-    return held[0]
+    weakref.finalize(owner, _unmap, address, nbytes, [] if pinned is None else pinned, os.getpid()).atexit = False
+    _mapped[address] = nbytes
+    keep_from_children(address, nbytes)
+    return address
 
 
-def _unmap(held: list[int], nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
-    if not held or os.getpid() != pid:  # a forked child never had the mapping
+def _unmap(address: int, nbytes: int, pinned: list[Callable[[], None]], pid: int) -> None:
+    if os.getpid() != pid:  # a forked child never had the mapping
         return
-    try:
-        for unpin in pinned:
-            unpin()
-    finally:
-        _mapped.pop(held[0], None)  # first: another thread may map memory there as soon as it is free
-        libc.munmap(held[0], nbytes)
+    with deferred():
+        try:
+            for unpin in pinned:
+                unpin()
+        finally:
+            _mapped.pop(address, None)  # first: another thread may map memory there as soon as it is free
+            libc.munmap(address, nbytes)
 
 
 def keep_from_children(address: int, nbytes: int) -> None:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+from placement.core import interrupts
 from placement.core.weak_set import WeakIdSet
 from placement.devices.background import BackgroundThread
 
@@ -27,6 +28,8 @@ SPAN_BYTES = 1 << 30
 _MOST_THREADS = 8
 _EXIT_SECONDS = 10.0
 """How many seconds interpreter exit waits for a thread that is inside the kernel or the driver."""
+_LOOK_SECONDS = 0.1
+"""How often a waiting thread looks for a noted interrupt."""
 
 Register = Callable[[int, int], str | None]
 """(address, bytes) -> None, or the reason why the registration failed."""
@@ -51,7 +54,7 @@ class _Span:
         self.nbytes = nbytes
         self.pieces = cut_at(PIECE_BYTES, address, nbytes)
         self.arrived = itertools.count(1)
-        """Counts finished pieces. A step of the counter cannot be interrupted, so exactly one thread sees the last number."""
+        """Counts finished pieces. A step of the counter is one step for all threads, so exactly one thread sees the last number."""
         self.reason: str | None = None
         self.pinned: bool | None = None
         """Whether the span is pinned; None while undecided."""
@@ -76,7 +79,7 @@ class Reservation:
 
     def __init__(self, slab: object, nbytes: int) -> None:
         self._dead: list[object] = []
-        self._slab = weakref.ref(slab, self._dead.append)  # a C function as callback, which no interrupt can cut short
+        self._slab = weakref.ref(slab, self._dead.append)  # asking the reference could make a thread of the pool the slab's last user
         self.ready = threading.Event()
         self.undo: list[Callable[[], None]] = []
         self.untouched = [nbytes]
@@ -108,6 +111,11 @@ class Reservation:
             self.undo[-1]()
             self.undo.pop()
 
+    def wait(self) -> None:
+        """Wait until every part is registered or refused."""
+        while not self.ready.wait(_LOOK_SECONDS):
+            interrupts.check()
+
     def countdown(self) -> Callable[[], None]:
         """A function for a thread to call when it no longer holds this object. The last call sets `ready`, so a slab that dies after
         that frees its memory at once."""
@@ -135,7 +143,7 @@ class Reservation:
 
         try:
             reason = self._touch(address, nbytes, progress) if self._touch else None
-        except BaseException as exc:  # the reason is stored, because nobody could catch an exception of this thread
+        except Exception as exc:  # the reason is stored, because nobody could catch an exception of this thread
             reason = f"{type(exc).__name__}: {exc}"
         span.reason = reason or span.reason
         if next(span.arrived) == len(span.pieces) and self.is_wanted:
@@ -149,7 +157,7 @@ class Reservation:
                 span.reason = self._register(span.address, span.nbytes)
                 if span.reason is not None:
                     self.undo.remove(undo)
-            except BaseException as exc:
+            except Exception as exc:
                 span.reason = f"{type(exc).__name__}: {exc}"
         span.pinned = span.reason is None
 
@@ -179,8 +187,7 @@ class _Pool:
         most = min(_MOST_THREADS, len(os.sched_getaffinity(0)), pieces)
         with self._lock:
             self._queue.append((weakref.ref(reservation), iter(range(pieces))))
-            # A thread whose start was interrupted is not alive, and does not count.
-            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            self._threads = {thread for thread in self._threads if thread.is_alive()}  # without those that could not be started
             fresh = [BackgroundThread("placement-host", self._work) for _ in range(most - len(self._threads))]
             self._threads.update(fresh)
             for thread in fresh:  # they wait for the lock: a thread's stack cannot be mapped while another thread touches memory
@@ -243,4 +250,4 @@ def wait_until_ready(address: int, nbytes: int) -> None:
     for reservation in [] if _pool.stopping.is_set() else _alive:  # at interpreter exit no thread works any more
         if not reservation.ready.is_set() and any(span.meets(address, nbytes) for span in reservation.spans):
             _pool.hurry(reservation)
-            reservation.ready.wait()
+            reservation.wait()

@@ -116,7 +116,7 @@ class Slab(HostSlab):
             else:
                 memory.untouched = [0]
                 self.ready.set()
-        except BaseException as exc:
+        except Exception as exc:
             memory.untouched = [0]  # the error may keep the memory alive, but it promises no more
             if isinstance(exc, OSError):
                 raise HostMemoryError(f"host memory: cannot allocate {size:,} bytes: {exc.strerror}") from exc
@@ -153,7 +153,7 @@ class Slab(HostSlab):
 
     def unpin(self) -> None:
         """Have the driver forget the memory, so that it can be given back. Waits until it is pinned."""
-        self.ready.wait()
+        self._memory.wait()
         self._memory.unpin()
 
     def pin_again(self, *, is_touched: bool) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import bytes_of
 from placement.core.weak_set import WeakIdSet
@@ -92,8 +93,8 @@ class SimulatedDevice(Device):
         weakref.finalize(self, os.close, self._file).atexit = False  # threads may still use it during interpreter exit
         os.ftruncate(self._file, _FILE_BYTES)
         self._end = chunk_bytes
-        # Dictionaries by file offset. `_held` is the ledger: the bytes of every chunk that holds memory. No sum is stored. A chunk that
-        # dies enters itself into `_dead` by pure C code, which no interrupt can cut short. The next call removes it from the ledger.
+        # Dictionaries by file offset. `_held` is the ledger: the bytes of every chunk that holds memory. A chunk that dies, on whatever
+        # thread, enters itself into `_dead`. The next call removes it from the ledger.
         self._held: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[SimulatedChunk]] = {}
         self._dead: dict[int, weakref.ref[SimulatedChunk]] = {}
@@ -147,7 +148,7 @@ class SimulatedDevice(Device):
         chunk = SimulatedChunk(nbytes, self._end)
         self._end += nbytes
         self._alive[chunk.file_offset] = weakref.ref(chunk, functools.partial(self._dead.setdefault, chunk.file_offset))
-        self._held[chunk.file_offset] = nbytes  # this store makes the chunk count; from now on its death gives the bytes back
+        self._held[chunk.file_offset] = nbytes
         return chunk
 
     def wipe(self, chunks: Sequence[Chunk]) -> None:
@@ -182,7 +183,7 @@ class SimulatedDevice(Device):
             keep_from_children(target.base + start, end - start)
             # This only saves page faults, so a kernel that refuses it is fine.
             libc.madvise(target.base + start, end - start, MADV_POPULATE_WRITE)
-        except BaseException:
+        except Exception:
             self.unmap(addresses, end - start, start)
             raise
 
@@ -290,11 +291,9 @@ class SimulatedDevice(Device):
         return sum(self._held.values())
 
     def _free(self, file_offset: int) -> None:
-        nbytes = self._held.get(file_offset)
+        nbytes = self._held.pop(file_offset, None)
         if nbytes is not None:
-            # After an interrupt in between, the chunk still counts, and the next call or its owner frees it again.
             libc.fallocate(self._file, _PUNCH_HOLE, file_offset, nbytes)
-            self._held.pop(file_offset, None)
 
     def _own(self, addresses: Addresses) -> SimulatedRange:
         if not isinstance(addresses, SimulatedRange) or addresses not in self._ranges:
@@ -310,3 +309,4 @@ def _sleep_until(seconds: float) -> None:
     """Sleep until a time of the monotonic clock. Skipped where it has passed, because a sleep of 0 s costs 85 us."""
     if (left := seconds - time.monotonic()) > 0:
         time.sleep(left)
+    interrupts.check()

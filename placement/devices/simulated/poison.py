@@ -80,7 +80,7 @@ class PrivatePoison(SimulatedPoison):
         for target in ranges:
             for start, end in target.vacant():
                 known = len(self._noted)
-                self.note(target, start, end)  # remembered before the pages are dropped, so that an interrupt loses none
+                self.note(target, start, end)
                 for each in self._noted[known:]:
                     _drop(target, each.start, each.start + each.nbytes)
         self.written, self._noted = self._noted, []

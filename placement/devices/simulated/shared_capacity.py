@@ -57,7 +57,7 @@ class SharedCapacity:
         Returns:
             The bytes that the other devices hold. The claim for more was granted if the total is within the capacity.
         """
-        # A new file object in each call: if an interrupt cuts the call short, the object's death releases the lock.
+        # A new file object in each call, whose end releases the lock.
         with open(self.path, "r+b", buffering=0) as records_file:
             fcntl.flock(records_file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             content = records_file.read()
