@@ -21,9 +21,8 @@ from placement.devices.background import is_background
 from placement.devices.base import Device
 from placement.devices.select import name_or_device, select_device
 from placement.phases import audit
-from placement.phases.hold import Hold
-from placement.phases.open_phase import here
-from placement.phases.phase import PhaseContext, names_of
+from placement.phases.open_phases import here
+from placement.phases.phase import Hold, PhaseContext, names_of
 from placement.phases.stack import PhaseStack
 from placement.planning.policy_lookup import resolve_policy
 from placement.registration.handle import Handle
@@ -62,14 +61,14 @@ def _close_all(servers: Iterable[MetricsServer]) -> None:
 def _leave_all(stack: PhaseStack, entered: list[PhaseContext]) -> None:
     while entered:
         phase = entered.pop()
-        if stack.open_phases and stack.open_phases[-1] is phase._open:
+        if stack.phases.all and stack.phases.all[-1] is phase.phase:
             # Leave as after an exception: the other ranks of the group were not asked, and this process may be about to end.
             error = PhaseError(f"the manager was dropped while phase {phase.name!r} was open")
             phase.__exit__(PhaseError, error, None)
             for note in getattr(error, "__notes__", ()):
                 logger.error("%s: %s", error, note)
         del phase  # a phase with another one open inside it is left when that one is, like any phase that was dropped
-    if not stack.open_phases:  # a phase that the user still holds can be left without the manager
+    if not stack.phases.all:  # a phase that the user still holds can be left without the manager
         stack.close()
 
 
@@ -281,7 +280,7 @@ class Manager:
     @property
     def phase_name(self) -> str:
         """The name of the innermost open phase; "idle" outside every phase."""
-        return self._stack.phase_name
+        return self._stack.phases.name
 
     def phase(self, name: str, *, only: Iterable[str | Handle] | None = None) -> PhaseContext:
         """A phase for a `with` statement: `with manager.phase("train") as phase:`.
@@ -339,7 +338,7 @@ class Manager:
         try:
             phase.__exit__(None if error is None else type(error), error, None)
         finally:
-            if phase._open is None:
+            if not phase.is_open:
                 self._entered.pop()
 
     def _last_entered(self, what: str) -> PhaseContext:
@@ -389,7 +388,7 @@ class Manager:
         gradient while another frees it. `snapshot` and `serve` look at no tensor, and may be called from any thread.
         """
         with self._stack.lock.transition():
-            plan, writes = self._stack.base_plan(), self._stack.executor.writes
+            plan, writes = self._stack.phases.base_plan(), self._stack.executor.writes
             writes.look(wait=True, at_counters=True)
             return audit.audit(self.handles, plan, self.device, writes.findings, self._stack.executor.outside)
 

@@ -93,7 +93,7 @@ class HandleCounters:
     """The counters of one handle. They only grow."""
 
     state: State = State.CPU_OFFLOADED
-    """The last recorded state. After an interrupt the machine can be one step ahead; `HandleMover.make_consistent` repairs that."""
+    """The last recorded state."""
     since_seconds: float = field(default_factory=time.monotonic)
     state_seconds: dict[State, float] = field(default_factory=lambda: dict.fromkeys(State, 0.0))
     transitions: Counter[Trigger] = field(default_factory=Counter)

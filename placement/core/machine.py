@@ -1,17 +1,17 @@
 """The state machine of one handle: the package `transitions`, driven by the table in `placement.core.states`.
 
-The callback `before` does the work of a transition, so an exception in it leaves the source state. The callback `after` only records.
-Some features of the package are not used: conditions (a false one refuses silently), `on_exception` and `finalize_event` (they swallow
-exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock protects the machine.
+A trigger is the commit of a state transition: whoever fires it has done the work before, so that an error of the work leaves the source
+state. Features of the package that run code of others are not used: callbacks, conditions (a false one refuses silently),
+`on_exception` and `finalize_event` (they swallow exceptions), automatic `to_STATE()` triggers, and the queue. The manager's lock protects
+the machine.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Any, Protocol
 
-from transitions import EventData, Machine, MachineError
+from transitions import Machine, MachineError
 
 from placement.core.errors import PhaseError
 from placement.core.states import TRANSITIONS, State, Trigger
@@ -19,47 +19,14 @@ from placement.core.states import TRANSITIONS, State, Trigger
 logging.getLogger("transitions").setLevel(logging.WARNING)  # the package logs one INFO line for each callback
 
 
-class TransitionCallbacks(Protocol):
-    """The callbacks that a machine calls around each state transition."""
-
-    def before(self, trigger: Trigger, source: State, target: State) -> None:
-        """Do the work. An exception raised here leaves the handle in the source state and reaches the caller."""
-
-    def after(self, trigger: Trigger, source: State, target: State) -> None:
-        """Record the transition. The state has already changed."""
-
-
-class _Token:
-    """The model object that `transitions` drives. It is never registered with the shared machine, which would add methods and a cycle."""
-
-    __slots__ = ("_callbacks", "_state")
-
-    def __init__(self, callbacks: TransitionCallbacks, initial: State) -> None:
-        self._callbacks = callbacks
-        self._state = initial
-
-    def _before(self, event: EventData) -> None:
-        self._callbacks.before(*_edge(event))
-
-    def _after(self, event: EventData) -> None:
-        self._callbacks.after(*_edge(event))
-
-
-def _edge(event: EventData) -> tuple[Trigger, State, State]:
-    transition: Any = event.transition
-    return Trigger(event.event.name), State(transition.source), State(transition.dest)
-
-
 _MACHINE = Machine(
     model=None,
     states=[state.value for state in State],
     transitions=[
-        {"trigger": trigger.value, "source": source.value, "dest": target.value, "before": "_before", "after": "_after"}
-        for trigger, source, target in TRANSITIONS
+        {"trigger": trigger.value, "source": source.value, "dest": target.value} for trigger, source, target in TRANSITIONS
     ],
     initial=State.CPU_OFFLOADED.value,
     auto_transitions=False,
-    send_event=True,
     queued=False,
     model_attribute="_state",
 )
@@ -121,27 +88,38 @@ _STATES = {state.value: state for state in State}  # faster than the enum's own 
 
 
 class HandleMachine:
-    """The state machine of one handle. Only `fire` changes its state."""
+    """The state machine of one handle. Only `fire` changes its state.
 
-    __slots__ = ("_name", "_token")
+    The object is the model that the package drives. It is never registered with the shared machine, which would add methods and a cycle.
+    """
 
-    def __init__(self, name: str, callbacks: TransitionCallbacks) -> None:
+    __slots__ = ("_name", "_state")
+
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._token = _Token(callbacks, State.CPU_OFFLOADED)
+        self._state = State.CPU_OFFLOADED.value
 
     @property
     def state(self) -> State:
-        return _STATES[self._token._state]
+        return _STATES[self._state]
 
-    def fire(self, trigger: Trigger) -> None:
-        """Make one state transition.
+    def require(self, trigger: Trigger) -> None:
+        """Refuse a trigger before its work begins.
 
         Raises:
             PhaseError: the table has no such transition from the present state.
-            Exception: the work of the transition failed with it; the handle is still in the source state.
+        """
+        if self._state not in _MACHINE.events[trigger.value].transitions:
+            raise PhaseError(f"{self._name!r} cannot {trigger} while it is {self.state}")
+
+    def fire(self, trigger: Trigger) -> None:
+        """Commit one state transition, whose work is done.
+
+        Raises:
+            PhaseError: see `require`.
         """
         try:
-            _MACHINE.events[trigger.value].trigger(self._token)
+            _MACHINE.events[trigger.value].trigger(self)
         except MachineError as error:
             raise PhaseError(f"{self._name!r} cannot {trigger} while it is {self.state}") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from placement.core.settings import Settings
 from placement.core.states import State
 from placement.manager import Manager
-from placement.phases.hold import Hold
+from placement.phases.phase import Hold
 
 
 def manager_with_phases(phases: Mapping[str, Sequence[str] | Mapping[str, State | str]]) -> Manager:

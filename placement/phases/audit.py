@@ -40,13 +40,13 @@ class Snapshots:
         stack, journal = self._stack, self._journal
         memory, outside = stack.executor.memory, stack.executor.outside
         reasons = self._reasons()
-        handles = tuple(snapshot_of(each, stack.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
+        handles = tuple(snapshot_of(each, stack.phases.kept, reasons.get(each.name)) for each in stack.registry.handles.copy().values())
         return Snapshot(
             taken_timestamp_seconds=time.time(),
             policy=self._policy,
             worker_role=self._worker_role,
             device=self._device.name,
-            phases=tuple(each.name for each in stack.open_phases),
+            phases=tuple(each.name for each in stack.phases.all),
             handles=handles,
             phase_seconds=journal.phase_seconds(),
             phase_stall_seconds=dict(journal.stall_seconds),
@@ -64,7 +64,7 @@ class Snapshots:
             wrong_writes=journal.wrong_writes,
             kept_bytes=sum(handle.resident_bytes for handle in handles if handle.kept),
             expired_keeps=journal.expired_keeps,
-            budget_bytes=stack.executor.budget_bytes(stack.phase_name),
+            budget_bytes=stack.executor.budget_bytes(stack.phases.name),
             device_used_bytes=memory.used_bytes,
             device_total_bytes=memory.total_bytes,
             peak_bytes=stack.executor.peak_bytes,
@@ -77,7 +77,7 @@ class Snapshots:
         return {
             "policy": self._policy,
             "worker_role": self._worker_role,
-            "budget_bytes": stack.executor.budget_bytes(stack.phase_name),
+            "budget_bytes": stack.executor.budget_bytes(stack.phases.name),
             "handles": [_facts_of(handle) for handle in stack.registry.handles.copy().values()],
         }
 
@@ -85,7 +85,7 @@ class Snapshots:
         """Why each handle is where it is: by the innermost phase, and by the phase around it for what its `only` leaves out."""
         asked = self._stack.executor.planner.reasons
         said = asked.of(IDLE)
-        for each in self._stack.open_phases:
+        for each in self._stack.phases.all:
             own = still_meant(each.only, self._stack.registry.handles.copy())
             said = {**said, **{name: words for name, words in asked.of(each.name).items() if own is None or name in own}}
         return said

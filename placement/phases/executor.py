@@ -17,8 +17,8 @@ from placement.devices.memory import DeviceMemory
 from placement.devices.outside import Outside
 from placement.group.vote import Agree, GroupVote
 from placement.phases.lease_client import LeaseClient, giving_way
-from placement.phases.moving.reconciler import Reconciler
-from placement.phases.open_phase import OpenPhase, innermost
+from placement.phases.open_phases import OpenPhase, innermost
+from placement.phases.reconciler import Reconciler
 from placement.phases.wrong_writes import WrongWrites
 from placement.planning import plan_checks
 from placement.planning.budget import check_fits, without_surplus

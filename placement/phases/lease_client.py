@@ -9,7 +9,7 @@ from placement.core.errors import DeviceMemoryError
 from placement.core.snapshot import LeaseSnapshot
 from placement.core.states import IDLE, WEIGHTS, Plan, State, bytes_under
 from placement.devices.base import Device
-from placement.phases.moving.engine_mover import wanted_tags
+from placement.phases.moves import wanted_tags
 from placement.planning import plan_checks
 from placement.planning.planner import Planner
 from placement.registration.handle import Handle

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
 
+from placement.core import interrupts
 from placement.core.errors import PhaseError
 from placement.core.journal import logger
-from placement.core.states import Plan, State
+from placement.core.states import State
 from placement.group.vote import Agree
-from placement.phases.enclosing_plans import EnclosingPlans
 from placement.phases.executor import PlanExecutor
-from placement.phases.open_phase import OpenPhase
+from placement.phases.open_phases import OpenPhases
 from placement.planning import plan_checks
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
@@ -24,32 +23,18 @@ _GONE = (
 )
 
 
-class _Stack(Protocol):
-    """The stack of phases, as far as members need it."""
-
-    registry: Registry
-    executor: PlanExecutor
-    open_phases: tuple[OpenPhase, ...]
-    kept: frozenset[str]
-
-    @property
-    def phase_name(self) -> str: ...
-    def base_plan(self) -> Plan: ...
-
-
 class Members:
-    """The handles of one manager, as its stack of phases knows them. Called with the manager's lock held.
+    """The handles of one manager, and what their coming and going does to its open phases. Called with the manager's lock held.
 
     Args:
         gone: gets the handles whose objects were garbage-collected.
     """
 
-    def __init__(self, stack: _Stack, plans: EnclosingPlans, gone: deque[Handle]) -> None:
-        self._stack = stack
-        self._registry = stack.registry
-        self._handles = stack.registry.handles
-        self._executor = stack.executor
-        self._plans = plans
+    def __init__(self, phases: OpenPhases, registry: Registry, executor: PlanExecutor, gone: deque[Handle]) -> None:
+        self._phases = phases
+        self._registry = registry
+        self._handles = registry.handles
+        self._executor = executor
         self._gone = gone
         self.is_closing = False
         """Whether the manager is being closed. Then no warning is logged about registered objects that were garbage-collected."""
@@ -74,13 +59,14 @@ class Members:
         Raises:
             Exception: the error that stopped the move. The plans of the open phases are then as before, without the handle.
         """
-        stack, open_phases = self._stack, self._stack.open_phases
-        plans = [each.plan for each in open_phases]
+        phases = self._phases
+        plans = [each.plan for each in phases.all]
         try:
-            self._plans.extend(open_phases, handle, stack.kept)
-            self._executor.join(handle, stack.base_plan(), stack.phase_name, stack.kept, agree)
+            phases.extend(handle)
+            self._executor.join(handle, phases.base_plan(), phases.name, phases.kept, agree)
+            interrupts.check()
         except BaseException:
-            for each, plan in zip(open_phases, plans, strict=True):
+            for each, plan in zip(phases.all, plans, strict=True):
                 each.plan = plan
             raise
 
@@ -94,12 +80,12 @@ class Members:
         self._executor.writes.look(wait=True)  # gradients that were zeroed meanwhile stay zero
         if (written := self._executor.writes.take()) is not None:
             raise written
-        plan, named = self._stack.base_plan(), {self.known(name).name for name in names}
+        plan, named = self._phases.base_plan(), {self.known(name).name for name in names}
         parts = {name: tags for name, tags in plan.parts.items() if name not in named}
         plan = replace(plan, streamed=plan.streamed - named, parts=parts)  # whole, and not published from the host copy
         for name in named:
             plan = plan.also(name, State.GPU_RESIDENT)
-        self._executor.carry_out(plan, self._stack.phase_name)
+        self._executor.carry_out(plan, self._phases.name)
 
     def forget(self, handle: Handle) -> None:
         """Remove a handle from the registry, from other handles' owners, and from the keeps and plans of all open phases."""
@@ -107,12 +93,9 @@ class Members:
         self._registry.remove(handle)
         for other in self._handles.values():
             other.owners = tuple(owner for owner in other.owners if owner is not handle)
-        self._stack.kept -= {handle.name}
-        for each in self._stack.open_phases:
-            each.kept.discard(handle.name)
-            each.plan = each.plan.without(handle.name)
+        self._phases.forget(handle.name)
         self._executor.measure()
-        self._executor.lease_client.settle(self._stack.phase_name)
+        self._executor.lease_client.settle(self._phases.name)
 
     def forget_with_optimizers(self, handle: Handle) -> None:
         """Forget a handle, and first the optimizers that step it."""
@@ -120,8 +103,18 @@ class Members:
             self.forget(other)
         self.forget(handle)
 
+    def forget_all(self) -> list[Exception]:
+        """Forget every handle that can be handed back, optimizers first. Returns the errors of the others."""
+        failures: list[Exception] = []
+        for handle in sorted(self._handles.values(), key=lambda h: h.kind != "optimizer"):
+            try:
+                self.forget(handle)
+            except Exception as error:
+                failures.append(error)
+        return failures
+
     def forget_collected(self) -> None:
-        """Forget the handles whose objects were garbage-collected, and those that an interrupt kept from being forgotten."""
+        """Forget the handles whose objects were garbage-collected, and those that an error kept from being forgotten."""
         while self._gone:
             handle = self._gone[0]
             if self._handles.get(handle.name) is handle:

@@ -1,4 +1,7 @@
-"""Phases as the user sees them: `manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`."""
+"""Phases as the user sees them: `manager.phase(...)` returns a `PhaseContext`, and its `with` statement gives a `Phase`.
+
+A `Hold` is a phase without a block. Holds end in any order.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from placement.core.errors import PhaseError
-from placement.phases.open_phase import OpenPhase
+from placement.phases.open_phases import OpenPhase
 from placement.phases.stack import PhaseStack
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
+
+Item = TypeVar("Item")
 
 
 def checked(name: str) -> str:
@@ -65,12 +70,16 @@ class Phase:
     @property
     def name(self) -> str:
         """The name of the phase, which `switch` changes. Before it is entered and after it is left: the first name."""
-        context = self._context()
-        return self._first_name if context is None or context._open is None else context._open.name
+        opened = self._opened()
+        return self._first_name if opened is None else opened.name
 
     def __repr__(self) -> str:
+        return f"<phase {self.name!r}, {'not open' if self._opened() is None else 'open'}>"
+
+    def _opened(self) -> OpenPhase | None:
+        """The phase, while it is open."""
         context = self._context()
-        return f"<phase {self.name!r}, {'open' if context is not None and context._open is not None else 'not open'}>"
+        return None if context is None or context.phase not in context._stack.phases.all else context.phase
 
     def __enter__(self) -> Phase:
         context = self._context()
@@ -81,17 +90,19 @@ class Phase:
                 if context._was_entered:
                     raise self._entered_before()
                 context._was_entered = True
-                context._stack.enter(context, *context._wanted)
+                context._stack.enter(context.phase)
         except KeyboardInterrupt:  # it may come after the phase was entered
             context.abandon()
             raise
         return Phase(context, self._first_name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._is_finalizing():
-            return
+        context = self._context()
+        was_left = context is not None and context._was_entered and self._opened() is None
+        if self._is_finalizing() or (was_left and isinstance(error, GeneratorExit)):
+            return  # the second: an error that passed through a phase around it has left it
         with self._in_open("leave", own=True, error=error) as context:
-            context._stack.leave(context, error)
+            context._stack.leave(context.phase, error)
 
     def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
         """End this phase and begin phase `name` in its place, in one phase transition.
@@ -110,7 +121,7 @@ class Phase:
             Exception: another error stopped the phase transition.
         """
         with self._in_open(f"switch to {name!r}") as context:
-            context._stack.switch(context, checked(name), names_of(only))
+            context._stack.switch(context.phase, checked(name), names_of(only))
 
     def keep(self, handle: Handle | str) -> None:
         """Keep a handle on the device when this phase ends, so that the next phase finds it there.
@@ -124,7 +135,7 @@ class Phase:
             PhaseError: this phase is not open, or no handle has this name.
         """
         context = self._require_open("keep a handle")
-        context._stack.keep(context, handle if isinstance(handle, str) else handle.name)
+        context._stack.keep(context.phase, handle if isinstance(handle, str) else handle.name)
 
     def done_with(self, handle: Handle | str) -> None:
         """Offload a handle now, because the rest of this phase needs it no more. Its memory is used for what the plan prefetches.
@@ -140,7 +151,7 @@ class Phase:
             Exception: the handle could not be offloaded. It stays on the device.
         """
         context = self._require_open("be done with a handle")
-        context._stack.done_with(context, handle if isinstance(handle, str) else handle.name)
+        context._stack.done_with(context.phase, handle if isinstance(handle, str) else handle.name)
 
     @contextmanager
     def _in_open(self, what: str, *, own: bool = False, error: BaseException | None = None) -> Iterator[PhaseContext]:
@@ -155,7 +166,7 @@ class Phase:
         context = self._context()
         if context is None:
             raise self._was_over(what)
-        if context._open is None:
+        if self._opened() is None:
             raise PhaseError(f"cannot {what}: phase {self._first_name!r} is not open; it was left before or never entered")
         return context
 
@@ -172,7 +183,8 @@ class Phase:
 class PhaseContext(Phase):
     """The object that `Manager.phase` returns, for a `with` statement. It can be entered once. The phase is left if it is collected."""
 
-    _open: OpenPhase | None = None  # of the class, for `__del__` after an interrupt at the beginning of `__init__`
+    phase: OpenPhase
+    _was_entered = False
 
     def __init__(
         self,
@@ -183,30 +195,138 @@ class PhaseContext(Phase):
         keeps_alive: object = None,
         in_any_order: bool = False,
     ) -> None:
-        self.in_any_order = in_any_order
         super().__init__(self, name)
         self._manager = keeps_alive
         self._stack = stack
         try:
-            self._wanted = (checked(name), names_of(only), holder)
+            self.phase = OpenPhase(checked(name), names_of(only), holder, in_any_order)
         except Exception:
             with stack.lock.attempt(begins=True):
                 raise
-        self._was_entered = False
 
     def _context(self) -> PhaseContext:
         return self  # not through the weak reference, which a garbage collection may have cleared before it calls __del__
 
     @property
     def is_open(self) -> bool:
-        """Whether the phase is open. The stack is asked too, because an interrupt can come before `_open` is cleared."""
-        opened = self._open
-        return opened is not None and not opened.is_abandoned and opened in self._stack.open_phases
+        """Whether the phase is open."""
+        return self._opened() is not None and not self.phase.is_abandoned
 
     def abandon(self) -> None:
         """Leave the phase, if it is open, where nothing may be raised: see `PhaseStack.abandon`."""
-        if self._open is not None and not self._is_finalizing():
-            self._stack.abandon(self)
+        if self._was_entered and not self._is_finalizing():
+            self._stack.abandon(self.phase)
 
     def __del__(self) -> None:
         self.abandon()
+
+
+class Hold:
+    """An open phase, from `manager.hold(...)`, which ends when it is released: from any thread or task, and in any order with other holds.
+
+    While several holds are open, the latest that concerns a handle decides about it. A hold whose object is garbage-collected is released.
+    """
+
+    def __init__(self, phase: PhaseContext) -> None:
+        self._phase = phase
+        phase.__enter__()
+
+    @property
+    def name(self) -> str:
+        """The name of the phase, which `switch` changes."""
+        return self._phase.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been released yet."""
+        return self._phase.is_open
+
+    def __repr__(self) -> str:
+        return f"<hold {self.name!r}, {'open' if self.is_open else 'released'}>"
+
+    def release(self, error: BaseException | None = None) -> None:
+        """End the phase. Handles that no other open phase wants on the device are offloaded. Does nothing if it was released before.
+
+        Handles that this hold had displaced come back at the next phase transition at which a plan wants them, not now: the phases that
+        are still open may use the memory.
+
+        Args:
+            error: the exception that ended the phase, if any. Failures of leaving then become notes on it, instead of being raised.
+
+        Raises:
+            Exception: a handle could not be moved where it belongs. The hold is released all the same.
+        """
+        if self.is_open:
+            self._phase.__exit__(None if error is None else type(error), error, None)
+
+    def switch(self, name: str, *, only: Iterable[str | Handle] | None = None) -> None:
+        """End this phase and begin phase `name` in its place, in one phase transition: see `Phase.switch`.
+
+        Raises:
+            PhaseError: it was released, or another phase was opened after it and is open still.
+        """
+        self._phase.switch(name, only=only)
+
+    def keep(self, handle: Handle | str) -> None:
+        """Keep a handle on the device when this phase ends: see `Phase.keep`."""
+        self._phase.keep(handle)
+
+    def around(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Give the hold to an iterator over `items`, which releases it: for a generator that is returned and reads the device.
+
+        The hold ends when the iterator is exhausted, raises, is closed, or is garbage-collected, even if nobody has begun to iterate.
+
+        Raises:
+            TypeError: `items` is not iterable. The hold is released.
+        """
+        try:
+            return _Around(self, iter(items))
+        except BaseException as error:
+            self.release(error)
+            raise
+
+    def abandon(self) -> None:
+        """Release the hold where nothing may be raised (in `__del__`): now, or in the phase transition that is under way or comes next."""
+        self._phase.abandon()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release(error)
+
+
+class _Around(Iterator[Item]):
+    """The iterator that `Hold.around` returns."""
+
+    def __init__(self, hold: Hold, items: Iterator[Item]) -> None:
+        self._hold = hold
+        self._items = items
+
+    def __next__(self) -> Item:
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._hold.release()
+            raise
+        except BaseException as error:
+            self._hold.release(error)
+            raise
+
+    def close(self) -> None:
+        """Close the iterator inside, and release the hold. Idempotent."""
+        try:
+            self._close_items()
+        finally:
+            self._hold.release()
+
+    def _close_items(self) -> None:
+        close: Any = getattr(self._items, "close", None)
+        if close is not None:
+            close()
+
+    def __del__(self) -> None:
+        try:
+            self._close_items()  # first: it may refer to memory that the end of the hold offloads
+        finally:
+            self._hold.abandon()

@@ -10,7 +10,7 @@ import torch
 
 from placement.core.errors import BrokenHandleError, IntegrityError, NotResidentError
 from placement.core.journal import HandleCounters
-from placement.core.machine import HandleMachine, Node, TransitionCallbacks
+from placement.core.machine import HandleMachine, Node
 from placement.core.states import HandleView, State, Trigger
 from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
@@ -44,9 +44,7 @@ class Lazy:
 class Handle:
     """One registered object. `Manager.register` makes and returns it. It is safe to read from any thread."""
 
-    def __init__(
-        self, name: str, *, kind: str, role: str | None, readonly: bool, callbacks: Callable[[Handle], TransitionCallbacks]
-    ) -> None:
+    def __init__(self, name: str, *, kind: str, role: str | None, readonly: bool) -> None:
         self.name = name
         """The name under which the object is registered."""
         self.kind = kind
@@ -58,7 +56,7 @@ class Handle:
         self.owners: tuple[Handle, ...] = ()
         """For an optimizer: the module handles whose parameters it steps."""
         self.counters = HandleCounters()
-        self.machine = HandleMachine(name, callbacks(self))
+        self.machine = HandleMachine(name)
         self.lazy: Lazy | None = None
         self.adapter: Adapter | None = None
         self.storage: Storage = NotBuilt()
@@ -306,9 +304,8 @@ class Handle:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the state, the storage and the journal agree, so that nothing has to be repaired."""
-        state = self.state
-        return self.broken is None and self.counters.state is state and self.storage.is_consistent_in(state)
+        """Whether the state and the storage agree, so that nothing has to be repaired."""
+        return self.broken is None and self.storage.is_consistent_in(self.state)
 
     def require_sound(self, trigger: Trigger) -> None:
         if self.broken is not None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from placement.core.errors import HostMemoryError, RegistrationError
-from placement.core.machine import TransitionCallbacks
 from placement.core.settings import Settings
 from placement.core.states import KINDS, ROLES
 from placement.core.torch_modes import callers_function_modes
@@ -49,7 +48,6 @@ class Registry:
     def __init__(
         self,
         device: Device,
-        callbacks_of: Callable[[Handle], TransitionCallbacks],
         phase_now: Callable[[], str],
         when_gone: Callable[[Handle], None],
         streaming: Streaming,
@@ -59,7 +57,6 @@ class Registry:
         self._by_key: dict[int, Handle] = {}
         """Handles by the `id` of their key objects, which live as long as their handles are here."""
         self._device = device
-        self._callbacks_of = callbacks_of
         self._phase_now = phase_now
         self._when_gone = when_gone
         self._streaming = streaming
@@ -88,7 +85,7 @@ class Registry:
         kind = target.kind if isinstance(target, Lazy) else "module"
         if kind not in KINDS:
             raise RegistrationError(f"{name!r}: kind {kind!r} is none of {', '.join(KINDS)}")
-        handle = Handle(name, kind=kind, role=role, readonly=readonly, callbacks=self._callbacks_of)
+        handle = Handle(name, kind=kind, role=role, readonly=readonly)
         handle.phase_now, handle.call_deadline_seconds = self._phase_now, self._settings.call_deadline_seconds
         handle.owners = () if owner is None else (self._owner(name, owner),)
         try:

@@ -93,7 +93,7 @@ def check(manager: Manager) -> None:
     if isinstance(manager.device, Faults):
         manager.device.clear()  # what the test wanted to fail has failed
     manager.check_integrity()
-    plan = manager._stack.base_plan()
+    plan = manager._stack.phases.base_plan()
     assert_nothing_resident(manager, except_for=[name for name in handles if plan.on_device(name)], allow_foreign=True)
     places = {name: (handle.state, plan[name]) for name, handle in handles.items() if handle.is_built and not handle.external}
     assert {name: place for name, place in places.items() if place[0] is not place[1]} == {}

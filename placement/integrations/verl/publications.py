@@ -17,7 +17,7 @@ from typing import Any
 from placement.core.errors import PlacementError
 from placement.core.weak_set import WeakIdSet
 from placement.integrations.verl.log import logger
-from placement.phases.hold import Hold
+from placement.phases.phase import Hold
 
 
 class Publication(Iterator[tuple[Any, ...]]):

@@ -28,7 +28,7 @@ from placement.integrations.verl.publications import cut_off_all, noted
 
 if TYPE_CHECKING:
     from placement.manager import Manager
-    from placement.phases.hold import Hold
+    from placement.phases.phase import Hold
 
     _Adapter = Any
 else:

@@ -17,8 +17,7 @@ from placement.devices.base import Device
 from placement.group.agreement import Reached
 from placement.group.messages import Stage
 from placement.group.vote import Agree
-from placement.phases.moving.engine_mover import residency_of, wanted_tags
-from placement.phases.moving.handle_mover import HandleMover, target_of
+from placement.phases.moves import Mover, residency_of, target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
@@ -59,9 +58,7 @@ class Reconciler:
     """Moves handles of one device. Called with the manager's lock held."""
 
     def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify = "off", annotate: Annotate = "off") -> None:
-        self._mover = HandleMover(device, journal, strict=strict, verify=verify, annotate=annotate)
-        self._engines = self._mover.engines
-        self.callbacks_of = self._mover.of
+        self._mover = Mover(device, journal, strict=strict, verify=verify, annotate=annotate)
 
     @property
     def chunk_pool(self) -> ChunkPool:
@@ -130,23 +127,23 @@ class Reconciler:
             self._mover.end()
             go_on("load engines")
             for engine in engines:
-                self._engines.come(engine, plan)
+                self._mover.engine_comes(engine, plan)
             agree(plan, "engines loaded", False)
         for engine in engines:  # engines that only change state, without loading anything
-            self._engines.come(engine, plan)
+            self._mover.engine_comes(engine, plan)
         self._end(ahead)
 
     def _move_together(
         self, handles: Collection[Handle], engines: Sequence[Handle], plan: Plan, agree: Agree, go_on: Callable[[str], object]
     ) -> Reached:
         """Offload engines and move the other handles, reversibly, until all ranks have done both."""
-        if True in [self._engines.leave(engine, plan) for engine in engines]:
+        if True in [self._mover.engine_leaves(engine, plan) for engine in engines]:
             agree(plan, "engines left", False)
             go_on(_AFTER_ENGINES)
         self._march(handles, lambda handle: target_of(handle, plan))
         if self._mover.transition.complaints:
             raise self._mover.transition.complaints.pop(0)
-        lacks_engines = any(self._engines.lacks(engine, plan) for engine in engines)
+        lacks_engines = any(self._mover.engine_lacks(engine, plan) for engine in engines)
         while (reached := agree(plan, "moved", lacks_engines)).stage != "moved":  # the engines of other ranks had to leave first
             go_on(_AFTER_ENGINES)
         return reached
@@ -206,11 +203,11 @@ class Reconciler:
             The errors; empty if every handle is at its target.
         """
         others, engines = _apart(handles)
-        errors = self._engines.as_far_as_it_goes(self._engines.leave, engines, plan)
+        errors = self._mover.as_far_as_it_goes(self._mover.engine_leaves, engines, plan)
         errors += self._retreat_others(others, plan, load, while_copying, ahead)
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
-        errors += self._engines.as_far_as_it_goes(self._engines.come, engines, plan)
+        errors += self._mover.as_far_as_it_goes(self._mover.engine_comes, engines, plan)
         if not errors:
             self._end(ahead)
         return errors
@@ -301,7 +298,7 @@ class Reconciler:
             self._mover.fire(handle, trigger)
 
     def _settle_all(self, handles: Mapping[str, Handle]) -> list[Exception]:
-        """Repair every handle after interrupted moves. Returns the errors."""
+        """Repair every handle after failed moves. Returns the errors."""
         errors: list[Exception] = []
         for handle in sorted(handles.values(), key=lambda each: each.is_on_device):  # handles that free memory before those that need it
             try:

@@ -1,23 +1,27 @@
-"""State transitions of handles: move the bytes, record the change, and make a handle consistent after an interrupted move."""
+"""State transitions of handles: do the work, commit the change, record it; and make a handle consistent after a failed one.
+
+A storage that placement moves takes part in the exchange of its phase transition. A rollout engine that manages its own memory is told to
+load and offload its tags (parts of its memory, such as "weights").
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from placement.core.errors import BrokenHandleError, IntegrityError, PhaseError, RegistrationError
 from placement.core.journal import Journal, Record
 from placement.core.machine import Node, path
 from placement.core.profiler_marks import marker
 from placement.core.settings import Annotate, Verify
-from placement.core.states import TRANSITIONS, Plan, State, Trigger
+from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
-from placement.phases.moving.engine_mover import EngineMover
-from placement.phases.moving.transition import Transition
 from placement.registration import guards
 from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
@@ -26,6 +30,9 @@ from placement.storage.transfer.exchange import Exchange, nothing
 from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier
+
+if TYPE_CHECKING:
+    from placement.engines.residency import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -47,32 +54,46 @@ def target_of(handle: Handle, plan: Plan) -> Node:
     return state, state is not State.CPU_OFFLOADED if handle.external else plan.on_device(handle.name)
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """One state transition in progress: facts that `before` leaves for `after`."""
-
-    began_seconds: float = 0.0
-    moved: MoveResult = field(default_factory=MoveResult)
-
-
-class HandleTransition:
-    """The callbacks of one handle's state machine, called before and after each state transition."""
-
-    def __init__(self, handle: Handle, mover: HandleMover) -> None:
-        self._handle = handle
-        self._mover = mover
-        self._attempt = _Attempt()
-
-    def before(self, trigger: Trigger, source: State, target: State) -> None:
-        self._attempt = _Attempt(time.monotonic())
-        self._handle.require_sound(trigger)
-        self._attempt.moved = self._mover.move(self._handle, trigger)
-
-    def after(self, trigger: Trigger, source: State, target: State) -> None:
-        self._mover.record(self._handle, trigger, source, target, self._attempt.began_seconds, self._attempt.moved)
+def wanted_tags(handle: Handle, plan: Plan) -> frozenset[str]:
+    """The tags of an engine that a plan wants on the device."""
+    if not plan.on_device(handle.name):
+        return frozenset()
+    return plan.parts.get(handle.name, frozenset(handle.storage.tags))
 
 
-class HandleMover:
+def residency_of(handle: Handle) -> Residency:
+    assert handle.residency is not None
+    return handle.residency
+
+
+@dataclass(eq=False, slots=True)
+class Transition:
+    """The resources and results of one phase transition. Made at its beginning and dropped at its end."""
+
+    chunk_pool: ChunkPool
+    """Chunks that storages have freed, and how many more bytes the driver may be asked for."""
+    load: Load = ALONE
+    """The way in which bytes are loaded: by this rank alone, or by all ranks that share a handle together."""
+    dropping: tuple[ManagedStorage, ...] = ()
+    """The storages whose gradients the plan drops when they leave TRAINING."""
+    staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
+    """Device bytes of storages that leave which stay as early chunks."""
+    while_copying: Callable[[], None] = nothing
+    """Called once, while bytes are being copied to the host."""
+    began_seconds: float = field(default_factory=time.monotonic)
+    """When it began, on the monotonic clock."""
+    moved: dict[Handle, MoveResult] = field(default_factory=dict)
+    """Results of the exchange, by handle. The state transition of a handle takes its result out."""
+    complaints: list[Exception] = field(default_factory=list)
+    """Errors to raise once the phase transition is complete. Raised at once, they would leave a handle in the middle of a change."""
+
+    def take_complaints(self) -> list[Exception]:
+        """Return the complaints and forget them here."""
+        complaints, self.complaints = self.complaints, []
+        return complaints
+
+
+class Mover:
     """Makes the state transitions of the handles of one device, and holds what they share during a phase transition."""
 
     def __init__(self, device: Device, journal: Journal, *, strict: bool, verify: Verify, annotate: Annotate) -> None:
@@ -84,15 +105,13 @@ class HandleMover:
         """The phase transition that is under way. Between two of them: an empty one, which may take no memory from the driver."""
         self.verifier = Verifier(verify)
         self._told_of_views: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self.engines = EngineMover(journal, self.fire, self.record, target_of)
+        self._wanted_tags: dict[Handle, frozenset[str]] = {}
+        """The tags to load for each engine that is being loaded."""
 
     @property
     def chunk_pool(self) -> ChunkPool:
         """The chunk pool of the phase transition that is under way."""
         return self.transition.chunk_pool
-
-    def of(self, handle: Handle) -> HandleTransition:
-        return HandleTransition(handle, self)
 
     # --- a phase transition
 
@@ -114,7 +133,7 @@ class HandleMover:
         self.transition = Transition(chunk_pool, load, dropping, staying, while_copying, complaints=before.complaints)
 
     def forget(self) -> None:
-        """Forget a phase transition that has ended or was interrupted, except for its freed chunks and for errors still to be raised."""
+        """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
         self.transition = Transition(self.transition.chunk_pool, complaints=self.transition.complaints)
 
     def end(self) -> None:
@@ -123,7 +142,7 @@ class HandleMover:
         self.chunk_pool.release()
 
     def move_at_once(self, paths: Sequence[tuple[Handle, list[Trigger]]], *, early_release: bool = False) -> None:
-        """Move the bytes of all loads and offloads that come next, in one exchange. The state transitions that follow move no more.
+        """Move the bytes of all loads and offloads that come next, in one exchange. The state transitions that follow only commit.
 
         Args:
             paths: the triggers still to fire, by handle.
@@ -132,25 +151,33 @@ class HandleMover:
         coming = [handle for handle, triggers in paths if triggers[:1] == [Trigger.LOAD] and handle.holding is not None]
         if not leaving and not coming:
             return
-        try:
+        with self._failing([(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]):
             self.transition.moved = self._exchange(leaving, coming, early_release=early_release, load=self.transition.load)
+
+    @contextmanager
+    def _failing(self, moves: Sequence[tuple[Handle, Trigger]]) -> Iterator[None]:
+        """Count an error in the block as a failure of these state transitions."""
+        try:
+            yield
         except BaseException as error:
-            for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
+            for handle, trigger in moves:
                 self._journal.failed(handle.counters, handle.name, trigger, error)
             raise
 
     # --- one state transition
 
     def fire(self, handle: Handle, trigger: Trigger) -> None:
-        """Make one state transition, moving its bytes."""
-        try:
+        """Make one state transition: do its work, commit it, record it."""
+        began, source = time.monotonic(), handle.state
+        with self._failing([(handle, trigger)]):
+            handle.machine.require(trigger)
+            handle.require_sound(trigger)
+            moved = self._work(handle, trigger)
             handle.machine.fire(trigger)
-        except BaseException as error:
-            self._journal.failed(handle.counters, handle.name, trigger, error)
-            raise
+        self._record(handle, trigger, source, began, moved)
 
-    def move(self, handle: Handle, trigger: Trigger) -> MoveResult:
-        """Do the work of one state transition: `load` and `offload` move bytes, the others are only checked."""
+    def _work(self, handle: Handle, trigger: Trigger) -> MoveResult:
+        """`load` and `offload` move bytes if the exchange has not moved them; the others are only checked."""
         holding = handle.holding
         if handle.is_streaming and trigger in _FROM_DEVICE:
             raise PhaseError(f"{handle.name!r} is {handle.state} from its host copy; it cannot {trigger} before it is loaded")
@@ -158,8 +185,13 @@ class HandleMover:
             raise PhaseError(f"{handle.name!r} is {handle.state} on the device; end that with {whole}, not with {trigger}")
         if trigger is Trigger.BEGIN_STREAMED_TRAIN and handle.streamed is not None:
             handle.streamed.begin()
-        if handle.residency is not None and trigger in _MOVES:
-            return self.engines.move(handle, trigger)
+        if (residency := handle.residency) is not None and trigger in _MOVES:
+            began = time.monotonic()
+            if trigger is Trigger.OFFLOAD:
+                copied = residency.offload(residency.resident)
+            else:
+                copied = residency.load(self._wanted_tags.get(handle, residency.resident))
+            return MoveResult(seconds=time.monotonic() - began, copied_bytes=copied)
         if holding is None or trigger not in _MOVES:
             return MoveResult()
         moved = self.transition.moved.pop(handle, None)
@@ -253,7 +285,7 @@ class HandleMover:
         handle.look_for_strays()
         return handle.stray_references > 0
 
-    def record(self, handle: Handle, trigger: Trigger, source: State, target: State, began_seconds: float, moved: MoveResult) -> None:
+    def _record(self, handle: Handle, trigger: Trigger, source: State, began_seconds: float, moved: MoveResult) -> None:
         """Write one state change into the journal. Its duration is that of the move, else the time since `began_seconds`."""
         now = time.monotonic()
         record = Record(
@@ -263,7 +295,7 @@ class HandleMover:
             kind=handle.kind,
             trigger=trigger,
             source=source,
-            target=target,
+            target=handle.state,
             phase=self._journal.phase,
             nbytes=moved.copied_bytes,
             skipped_bytes=moved.skipped_bytes,
@@ -274,14 +306,17 @@ class HandleMover:
         self._journal.record(handle.counters, record)
 
     def make_consistent(self, handle: Handle) -> None:
-        """Repair a handle after an interrupted move: bytes follow the stored decision, the state follows the bytes, the journal the state.
+        """Repair a handle after a failed move: bytes follow the stored decision, and the state follows the bytes.
 
         Raises:
             BrokenHandleError: the device failed meanwhile. The next phase transition tries again.
         """
-        holding = handle.holding
-        if handle.residency is not None:
-            self.engines.make_consistent(handle)
+        holding, residency = handle.holding, handle.residency
+        if residency is not None:
+            handle.broken = residency.doubt
+            if residency.doubt is None and bool(residency.resident) is (handle.state is State.CPU_OFFLOADED):
+                self._run(handle, (State.GPU_RESIDENT, True) if residency.resident else (State.CPU_OFFLOADED, False))
+            return
         try:
             if holding is not None:
                 holding.make_consistent(self.chunk_pool)
@@ -289,12 +324,60 @@ class HandleMover:
             handle.broken = f"the device failed while a move was being completed: {error}"
             raise BrokenHandleError(f"{handle.name!r} is broken: {handle.broken}") from error
         # The device works again. Nothing was lost by an earlier error, because the decision had been stored before it.
-        if handle.residency is None:
-            handle.broken = handle.storage.lost
-        state, recorded = handle.state, handle.counters.state
-        if state is not recorded:
-            rows = [each for each, source, target in TRANSITIONS if (source, target) == (recorded, state)]
-            trigger = rows[0] if rows else path((recorded, recorded is not State.CPU_OFFLOADED), handle.node)[-1]
-            self.record(handle, trigger, recorded, state, time.monotonic(), MoveResult())
-        if holding is not None and holding.on_device is (state is State.CPU_OFFLOADED) and not handle.is_streaming:
-            handle.machine.fire(Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
+        handle.broken = handle.storage.lost
+        if holding is not None and holding.on_device is (handle.state is State.CPU_OFFLOADED) and not handle.is_streaming:
+            self.fire(handle, Trigger.LOAD if holding.on_device else Trigger.OFFLOAD)
+
+    # --- engines that manage their own memory
+
+    def engine_leaves(self, handle: Handle, plan: Plan) -> bool:
+        """Offload the tags that the plan does not want on the device. Returns whether there were any."""
+        residency, stays = residency_of(handle), wanted_tags(handle, plan)
+        if residency.resident <= stays:
+            return False
+        if residency.resident & stays:
+            self._move_part(handle, Trigger.OFFLOAD, lambda: residency.offload(residency.resident - stays))
+        else:
+            self._run(handle, (State.CPU_OFFLOADED, False))
+        return True
+
+    def engine_lacks(self, handle: Handle, plan: Plan) -> bool:
+        """Whether the plan wants a tag on the device that is not there."""
+        return not wanted_tags(handle, plan) <= residency_of(handle).resident
+
+    def engine_comes(self, handle: Handle, plan: Plan) -> None:
+        """Load the tags that the plan wants on the device, and bring the handle to its state."""
+        wanted = self._wanted_tags[handle] = wanted_tags(handle, plan)
+        try:
+            if self.engine_lacks(handle, plan) and handle.state is not State.CPU_OFFLOADED:
+                self._move_part(handle, Trigger.LOAD, lambda: residency_of(handle).load(wanted))
+            self._run(handle, target_of(handle, plan))
+            if wanted:
+                residency_of(handle).reopen()
+        finally:
+            del self._wanted_tags[handle]
+
+    def as_far_as_it_goes(self, step: Callable[[Handle, Plan], object], engines: Iterable[Handle], plan: Plan) -> list[Exception]:
+        """Do a step (`engine_leaves` or `engine_comes`) for every engine, even if it fails for some. Returns the errors."""
+        errors: list[Exception] = []
+        for handle in engines:
+            try:
+                self.make_consistent(handle)
+                step(handle, plan)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def _run(self, handle: Handle, target: Node) -> None:
+        state = handle.state  # not the state that the tags say: the path must begin where the state machine is
+        for trigger in path((state, state is not State.CPU_OFFLOADED), target):
+            self.fire(handle, trigger)
+
+    def _move_part(self, handle: Handle, trigger: Trigger, work: Callable[[], int]) -> None:
+        """Load or offload some tags of an engine. Its state does not change, but the move is recorded."""
+        began = time.monotonic()
+        with self._failing([(handle, trigger)]):
+            if (doubt := residency_of(handle).doubt) is not None:
+                raise BrokenHandleError(f"{handle.name!r} is broken and cannot {trigger}: {doubt}")
+            copied = work()
+        self._record(handle, trigger, handle.state, began, MoveResult(time.monotonic() - began, copied))
