@@ -16,7 +16,7 @@ from placement.core.torch_modes import without_modes
 from placement.engines.base import Engine
 from placement.engines.residency import Residency
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.registration.state_dicts import no_initial_step
+from placement.registration.initial_step import no_initial_step
 from placement.storage.base import NotBuilt, Storage
 from placement.storage.managed import ManagedStorage
 from placement.tensors.owned import Adapter
