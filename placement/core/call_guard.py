@@ -67,7 +67,7 @@ CHECKS: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
 
 
 class GuardedForward:
-    """Takes the place of a module's `forward` and asks the check at each call, so one that an interrupt left behind does no harm.
+    """Takes the place of a module's `forward` and asks the check at each call.
 
     Args:
         before: the module's own `forward` attribute (a framework's patch, a captured graph); None: the method of its class is called.

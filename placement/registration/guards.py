@@ -26,8 +26,9 @@ from placement.core.loaded_classes import is_a
 from placement.core.states import ROLES, State
 from placement.frameworks.known import reading_methods
 from placement.ownership.optimizer import OptimizerAdapter
+from placement.registration.initial_step import undo_initial_step
 from placement.registration.method_call import MethodCall
-from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown, undo_initial_step
+from placement.registration.state_dicts import StateDictCall, ZeroCall, is_reading, is_stateless, lies_in, shown
 from placement.storage.layout import RANGES
 from placement.tensors.plain import plain_parts
 
@@ -356,8 +357,8 @@ class OwnMethodCall(MethodCall):
     """
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str) -> None:
-        self._handle = handle  # before the call is in place of the method
         super().__init__(handle, target, name)
+        self._handle = handle
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
@@ -428,7 +429,7 @@ def _parts(roots: list[torch.nn.Module]) -> Iterable[torch.nn.Module]:
 
 def install(handle: Handle, objects: Iterable[Any]) -> list[_Removable]:
     """Put guards on a handle's key objects (modules, compiled wrappers, leaf optimizers). Returns all guards of the handle."""
-    hooks: list[_Removable] = handle.guards  # appended one by one: after an interrupt `Registry.remove` finds every one
+    hooks: list[_Removable] = handle.guards  # appended one by one: if one fails, `Registry.remove` finds every one
     gathers = handle.adapter is not None and handle.adapter.gathers is not None
     roots = [target for target in objects if isinstance(target, torch.nn.Module)]
     for kind, parts in ((PartGuard, _parts(roots)), (StateDictGuard, roots)):

@@ -126,7 +126,7 @@ class Registry:
     def remove(self, handle: Handle) -> None:
         """Remove a handle. Its tensors get ordinary storage, on the device while resident, else on the host.
 
-        Idempotent: after an interrupt another call finishes the work.
+        Idempotent: after a failure another call finishes the work.
         """
         self._unbind(handle)
         if self.handles.get(handle.name) is handle:

@@ -5,16 +5,10 @@ replaced. Hooks of state dicts, `get_extra_state` and overridden methods compute
 offloaded. So then the whole call runs inside `from_host_copies`, where every torch function gets the host copy instead of such a tensor.
 The tensors themselves are not touched: identity, addresses, versions, gradient accumulators and use counts stay the same, other threads
 notice nothing, and an exception leaves nothing behind. The tensors that the call returns follow the handle.
-
-Asked for the state dict of an optimizer without state, `torch.distributed.checkpoint.state_dict` makes a step to create it, and so does
-code built on it (VeOmni's `MultiOptimizer`). It gives every parameter a gradient of zeros, sets every learning rate to 0, steps, and sets
-the rates back. Adam's step counters are 1 afterwards, so training goes on otherwise than without the state dict. If a guard refuses the
-step, the rates stay at 0.
 """
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -52,7 +46,6 @@ _OF_THE_OBJECT = frozenset(
 """Functions that change the tensor object but no byte. They are given the live tensor."""
 _WRITES_WHAT_IT_ASKS_FOR = "_load_optim_state_dict"
 """A function of `torch.distributed.checkpoint.state_dict`. It writes what it loads into the state dict that it asks for, and loads that."""
-_MODULE, _NAME = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 
 
 class StateDictCall(MethodCall):
@@ -64,8 +57,8 @@ class StateDictCall(MethodCall):
     """
 
     def __init__(self, handle: Callable[[], Handle | None], target: Any, name: str = "state_dict") -> None:
-        self._handle = handle  # before the call is in place of the method: an interrupt in between must not leave it incomplete
         super().__init__(handle, target, name)
+        self._handle = handle
 
     def run(self, method: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handle = self._handle()
@@ -267,37 +260,3 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     carrier = host.as_subclass(type(tensor))  # keeps the attributes that the tensor's framework has put on it
     vars(carrier).update(vars(tensor))
     return carrier
-
-
-# --- torch's step that creates state
-
-
-def undo_initial_step() -> bool:
-    """Put back the learning rates and drop the gradients if the step that is being refused is such a step. Returns whether it is."""
-    code = getattr(getattr(sys.modules.get(_MODULE), _NAME, None), "__code__", None)
-    frame = sys._getframe()
-    while code is not None and frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is code:
-            optimizer, rates = frame.f_locals["optim"], list(frame.f_locals["lrs"])
-            for group in optimizer.param_groups:
-                if "lr" in group:
-                    group["lr"] = rates.pop(0)
-            optimizer.zero_grad(set_to_none=True)
-            return True
-    return False
-
-
-@contextmanager
-def no_initial_step() -> Iterator[None]:
-    """Keep torch from making the step. A state dict that is made inside shows the state that exists, and none where there is none."""
-    module: Any = sys.modules.get(_MODULE)
-    plain = getattr(module, _NAME, None)
-    if plain is None:
-        yield
-        return
-    setattr(module, _NAME, lambda _: None)
-    try:
-        yield
-    finally:
-        setattr(module, _NAME, plain)

@@ -200,7 +200,7 @@ class AddressMap(Generic[T]):
         self._bases = [base for base, _, _ in self._spans]
 
     def at(self, address: int) -> tuple[T, int] | None:
-        """What lies at an address, and the offset of the address there; None for nothing."""
+        """The value of the span that an address lies in, and the offset of the address there; None where it lies in none."""
         index = bisect.bisect_right(self._bases, address) - 1
         if index < 0 or address >= self._spans[index][1]:
             return None

@@ -205,19 +205,7 @@ class ObjectStorages:
         Raises:
             Exception: the adoption failed; the caller undoes the part that was done.
         """
-        born = self._movable_new()
-        self._scanner.places.note(born)
-        stay, transient = born.stay, born.transient
-        fresh = self._scanner.adopt_first(stay)
-        gradients = self._scanner.adopt(transient, transient=True)
-        if gradients is not None:
-            fresh = (*fresh, gradients)
-        self._device.sync()
-        self.keep(fresh)
-        for new in self.ranges:
-            new.move_in()
-        was_on_device = any(adoptee.storage.device == self._device.torch_device for adoptee in (*stay, *transient))
-        del born, stay, transient, fresh, gradients
+        was_on_device = self._adopt_all()  # in a call of its own: no variable here refers to a storage when uses are counted
         self.look_at_framework_memory()
         self.align_wrappers()
         self.count_uses()
@@ -225,6 +213,19 @@ class ObjectStorages:
         self.writes.note()
         if was_on_device:
             self._device.trim()  # else the old memory stays in torch's cache, where neither other processes nor our chunks can use it
+
+    def _adopt_all(self) -> bool:
+        """Give every storage its place. Returns whether any of them was on the device."""
+        born = self._movable_new()
+        self._scanner.places.note(born)
+        fresh = self._scanner.adopt_first(born.stay)
+        if (gradients := self._scanner.adopt(born.transient, transient=True)) is not None:
+            fresh = (*fresh, gradients)
+        self._device.sync()
+        self.keep(fresh)
+        for new in self.ranges:
+            new.move_in()
+        return any(adoptee.storage.device == self._device.torch_device for adoptee in (*born.stay, *born.transient))
 
     def adopt_from_elsewhere(self) -> tuple[Range, ...]:
         """Adopt tensors that were added on another device while the object was offloaded (PEFT adapters created on the CPU).
@@ -326,7 +327,7 @@ class ObjectStorages:
         self._scanner.spare = max(slabs, key=lambda slab: slab.nbytes, default=None)
 
     def drop(self, gone: Sequence[Range], chunk_pool: ChunkPool) -> None:
-        """Drop ranges. They leave `ranges` last, so that an interrupt never loses a range with memory behind it."""
+        """Drop ranges. They leave `ranges` last, so that a failure loses no range with memory behind it."""
         if gone:
             self.state_dict_tensors.leave(RangesByAddress(tuple(gone)))
         for r in gone:

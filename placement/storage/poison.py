@@ -1,4 +1,4 @@
-"""What a program sees of poison: NaN in every type that has it, else a few numbers."""
+"""Poison as a program reads it: NaN in every type that has it, else a few numbers."""
 
 from __future__ import annotations
 

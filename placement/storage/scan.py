@@ -1,4 +1,4 @@
-"""What an object owns now: which storages lie at their places, which are new, who else uses them, and where each new one goes.
+"""Look at what an object owns now: which storages lie at their places, which are new, who else uses them, and where each new one goes.
 
 Several tensors may lie in one storage, each in its own form: FSDP2's flat view of a padded storage and the local tensor cut from it,
 parameters cut from one buffer, tied weights of different shapes. A tensor that was put in place of one of them is known by its name
