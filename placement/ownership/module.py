@@ -15,7 +15,7 @@ from placement.core.errors import RegistrationError
 from placement.frameworks.known import frameworks_of
 from placement.ownership.adapter import Adapter, Seen
 from placement.ownership.detect import refuse_module
-from placement.ownership.steady import Steady
+from placement.ownership.steady import MODULE_FIELDS, Steady
 from placement.tensors.plain import (
     LAZY_VIEW,
     OBJECT_LEVELS,
@@ -33,8 +33,6 @@ from placement.tensors.plain import (
 )
 from placement.tensors.sparse import is_sparse, nbytes_of, problem_of_sparse, sparse_parts
 
-# Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model.
-_MODULE_FIELDS = tuple(vars(torch.nn.Module()))
 _NO_TENSOR, _TENSOR, _CONTAINER, _OBJECT = range(4)
 _OF_FRAMEWORKS = frozenset({"accelerate", "bitsandbytes", "deepspeed", "megatron", "torchao", "transformer_engine", "veomni"})
 """The packages whose objects are left to the file in `frameworks`."""
@@ -94,7 +92,7 @@ class ModuleAdapter(Adapter):
                     raise RegistrationError(f"{name!r}: {reason}.")
             self.ready()
             self._cpu_stays = self._is_mixed(inner)
-            for item in self._collect(inner):
+            for item in self._collect(inner, []):
                 is_cache = type(item.tensor) is torch.Tensor and item.tensor.is_inference()  # moves; a weight could never be trained
                 if not is_cache and (problem := problem_of(item.tensor, self._device)) is not None:
                     raise RegistrationError(f"{name!r}: {item.name!r} {problem}.")
@@ -136,17 +134,17 @@ class ModuleAdapter(Adapter):
         self._steady = None
         if module is None:
             return iter(())
-        found = self._collect(module)
+        modules: list[torch.nn.Module] = []
+        found = self._collect(module, modules)
         # `Steady` sees only modules' attributes, so not tensors that frameworks keep elsewhere, or that are inside wrappers or containers.
         # A walk for handing back refuses nothing, so the next one has to look at everything.
         is_simple = not self.frameworks and not any(owned.transient or owned.wrapper is not None for owned in found) and not self._nests
         if is_simple and not self.hands_back:
-            self._steady = Steady(module, [owned.tensor for owned in found], frozenset(self._containers))
+            self._steady = Steady(modules, [owned.tensor for owned in found], frozenset(self._containers))
         return iter(found)
 
     def unchanged(self) -> Seen | None:
-        module = self._module()
-        return None if module is None or self._steady is None else self._steady.look(module)
+        return None if self._steady is None else self._steady.look()
 
     def module_adapters(self) -> Sequence[ModuleAdapter]:
         """This adapter alone."""
@@ -196,7 +194,8 @@ class ModuleAdapter(Adapter):
     def _own_tensors(self) -> dict[int, torch.Tensor]:
         return {shown: own for each in self.frameworks for shown, own in each.own_tensors().items()}
 
-    def _collect(self, root: torch.nn.Module) -> list[Owned]:
+    def _collect(self, root: torch.nn.Module, modules: list[torch.nn.Module]) -> list[Owned]:
+        """The tensors of a module tree. Its modules are added to `modules`."""
         self._nests, self._sparse, self._immovable, self._left = False, [], [], []
         held: dict[int, tuple[str, Any]] = {}
         found: list[Owned] = []
@@ -210,6 +209,7 @@ class ModuleAdapter(Adapter):
             if id(module) in visited:
                 continue
             visited.add(id(module))
+            modules.append(module)
             fields = module.__dict__
             for name, tensor in fields["_parameters"].items():
                 if tensor is not None:
@@ -250,14 +250,14 @@ class ModuleAdapter(Adapter):
     ) -> None:
         kinds = self._kinds
         # torch.nn.Module's constructor sets its fields in one go, so usually they come first and can be skipped without a look at each.
-        attributes = itertools.islice(fields.items(), len(_MODULE_FIELDS) - 1, None)
-        if next(attributes, ("", None))[0] != _MODULE_FIELDS[-1]:
+        attributes = itertools.islice(fields.items(), len(MODULE_FIELDS) - 1, None)
+        if next(attributes, ("", None))[0] != MODULE_FIELDS[-1]:
             attributes = itertools.islice(fields.items(), None)
         for name, value in attributes:
             kind = kinds.get(type(value))
             if kind is None:
                 kind = kinds[type(value)] = _kind_of(type(value))
-            if kind == _NO_TENSOR or name in _MODULE_FIELDS:
+            if kind == _NO_TENSOR or name in MODULE_FIELDS:
                 continue
             if kind == _TENSOR:
                 self._add(prefix + name, value, found, seen)

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
+import operator
 import random
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,8 @@ WRAPPING = ("optimizer", "chained_optimizers", "sub_optimizers", "optimizers_dic
 """Attributes whose objects are looked into, of whatever class they are. In others, optimizers are found by what they are."""
 _OF_THE_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every optimizer. They have as many entries as there are parameters, and no optimizers."""
-
-
+_PARAMETERS = operator.itemgetter("params")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _NUMBERS = (int, float, str, type(None))
 """Most values in a state or a group that are no tensors."""
 
@@ -218,7 +220,7 @@ class Unborn:
         """The stepped parameters that had no state at the last look."""
         self._num_entries = -1
 
-    def follow(self, compute_device: torch.device, given: Container[int] = ()) -> bool:
+    def follow(self, compute_device: torch.device, given: Collection[int] = ()) -> bool:
         """Learn which parameters are stepped now: groups come and go, layers are replaced, frozen and unfrozen.
 
         Once all state exists, and as long as the same parameters are stepped, only their identities are looked at.
@@ -279,7 +281,7 @@ class Unborn:
         return list(missing.values())
 
 
-def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Container[int] = ()) -> Unborn | None:
+def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device, given: Collection[int] = ()) -> Unborn | None:
     """The state that an optimizer's steps will create on the device, without 0-dimensional CPU tensors. None if it cannot be predicted.
 
     A twin of the same class is stepped on meta tensors. This touches no memory, value, hook or random state of the user. It is assumed
@@ -295,9 +297,13 @@ def unborn_state(optimizer: torch.optim.Optimizer, compute_device: torch.device,
     return None if sizes is None else Unborn(optimizer, sizes, stepped)
 
 
-def stepped_by(optimizer: torch.optim.Optimizer, given: Container[int]) -> list[int]:
+def stepped_by(optimizer: torch.optim.Optimizer, given: Collection[int]) -> list[int]:
     """Identities of the parameters that may get a gradient, in the order of the groups."""
-    return [id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad or id(each) in given]
+    parameters = list(itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))  # there may be tens of thousands
+    identities, stepped = list(map(id, parameters)), map(_REQUIRES_GRAD, parameters)
+    if given:
+        stepped = map(operator.or_, stepped, map(given.__contains__, identities))
+    return list(itertools.compress(identities, stepped))
 
 
 def _form(parameter: torch.Tensor) -> Form:

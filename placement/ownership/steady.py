@@ -1,72 +1,110 @@
-"""Check whether a module tree or an optimizer's state is unchanged since the last look, without a step of Python for each tensor.
+"""Check whether a module tree or an optimizer's state is unchanged since the last walk, by passes over flat lists that run in C.
 
-Models of experts have tens of thousands of tensors. Every phase transition must know that none was added, replaced or given a
-gradient. The full walk takes about 4 us for each tensor (20 us for optimizer state); this check 0.3 us, mostly in C functions.
+Models of experts have tens of thousands of tensors. Every phase transition that moves an object must know that no tensor of it was added,
+replaced or given a gradient. A walk takes 4 us for each tensor (20 us for optimizer state); this check 0.3 us, and the number of its
+Python calls does not depend on how many tensors there are.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import types
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from placement.core.call_guard import GuardedForward
 from placement.ownership.adapter import Seen
-from placement.tensors.plain import OBJECT_LEVELS, is_leaf, nested_tensors, version_of
+from placement.tensors.plain import OBJECT_LEVELS, nested_tensors, version_of
 
-_BLOCK = 256
-"""The number of tensors that are asked everything before the next ones. What torch keeps about a tensor lies in six places, which stay in
-the cache for so many: asking 20,000 scattered tensors one question at a time takes 1.6 times as long (EPYC, 1 MiB a core)."""
+MODULE_FIELDS = tuple(vars(torch.nn.Module()))
+"""Bookkeeping of torch.nn.Module itself: hooks and registries, never tensors of the model but in the three that follow."""
+_KNOWN = frozenset({*MODULE_FIELDS, *dir(torch.nn.Module)})
+"""Names under which a module has no tensor beside those in its registries: under a method's name lies what replaces it (a guard)."""
+_REGISTRIES = operator.itemgetter("_parameters", "_buffers", "_modules")
+_FORWARDS = {type(None), GuardedForward, types.FunctionType, types.MethodType, partial}
+"""What may lie under the name `forward` in a module. Guards come and go with each move. No tensor is in these."""
+_IS_CPU = operator.attrgetter("is_cpu")
+_IS_LEAF = operator.attrgetter("is_leaf")
+_FIELDS = operator.attrgetter("__dict__")
+_GRADIENT = operator.attrgetter("grad")
+_VERSION = operator.attrgetter("_version")
+_VALUES = operator.methodcaller("values")
+_ALIVE: Any = weakref.ref.__call__
 
 
 class Steady:
-    """The look of a module tree at the last walk. It holds no tensor and no module: only identities and types.
+    """The look of a module tree at the last walk. It keeps no tensor and no module alive.
 
     Args:
-        root: the tree, just walked.
+        modules: every module of the tree, in the order of the walk.
         owned: the tensors that the walk found, none of which is loose or part of a wrapper.
         containers: identities of module attributes that may come to contain tensors.
     """
 
-    def __init__(self, root: torch.nn.Module, owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
-        values = _values(root)
+    def __init__(self, modules: Sequence[torch.nn.Module], owned: Sequence[torch.Tensor], containers: frozenset[int]) -> None:
+        self._modules = list(map(weakref.ref, modules))
+        fields = list(map(_FIELDS, modules))
+        same: dict[tuple[str, ...], list[int]] = {}
+        for index, names in enumerate(map(tuple, fields)):
+            same.setdefault(names, []).append(index)
+        others = {names: [name for name in names if name not in _KNOWN] for names in same}
+        self._attributes = [(operator.itemgetter(*others[names]), len(others[names]), at) for names, at in same.items() if others[names]]
+        """For modules with the same attributes: what reads those that are no bookkeeping, how many these are, and which modules."""
+        self._lengths, _, values = self._read(fields)
         self._ids = list(map(id, values))
         self._types = list(map(type, values))
         place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
         self._owned = [place[id(tensor)] for tensor in owned]
         mine = {*self._owned}
         self._others = [index for index, kind in enumerate(self._types) if issubclass(kind, torch.Tensor) and index not in mine]
-        self._containers = [place[key] for key in containers]
-        self._versions: list[int] = []
+        self._containers = [place[key] for key in containers if key in place]  # not one under `forward`: then nothing is ever as before
+        self._versions: Sequence[int] = ()
         """The versions of the owned tensors at the last look."""
 
-    def look(self, root: torch.nn.Module) -> Seen | None:
+    def look(self) -> Seen | None:
         """The present tensors, if nothing changed and no tensor has a gradient or a graph; else None."""
-        values = _values(root)
+        try:
+            fields = list(map(_FIELDS, map(_ALIVE, self._modules)))
+            lengths, forwards, values = self._read(fields)
+        except (AttributeError, KeyError):  # a module is gone; an attribute was deleted, and another one added
+            return None
+        if lengths != self._lengths or not forwards <= _FORWARDS:
+            return None
         if list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
-        others = [values[index] for index in self._others]
-        if not all(map(is_leaf, others)) or _any_gradient(others):
+        others = list(map(values.__getitem__, self._others))
+        seen = seen_now(list(map(values.__getitem__, self._owned)))
+        # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one
+        # reads the gradient of a tensor inside a graph.
+        if not _are_leaves(others) or (seen.versions != self._versions and not _are_leaves(seen.tensors)):
             return None
-        seen = Seen([values[index] for index in self._owned], [], [])
-        for start, block in _blocks(seen.tensors):
-            versions = _versions(block)
-            # A write in place makes a tensor part of a graph, and counts in its version. Asked before gradients: torch warns when one
-            # reads the gradient of a tensor inside a graph.
-            if versions != self._versions[start : start + _BLOCK] and not all(map(is_leaf, block)):
-                return None
-            if _any_gradient(block):
-                return None
-            seen.versions.extend(versions)
-            seen.addresses.extend(map(torch.Tensor.data_ptr, block))
+        if _has_gradient(others) or _has_gradient(seen.tensors):
+            return None
         for index in self._containers:
             if next(nested_tensors(values[index], "", OBJECT_LEVELS), None) is not None:
                 return None
         self._versions = seen.versions
         return seen
+
+    def _read(self, fields: Sequence[dict[str, Any]]) -> tuple[list[int], set[type], list[Any]]:
+        """How many attributes each module has beside `forward`, and the types of what lies under that name. And every parameter, buffer,
+        child and attribute of every module, in a fixed order.
+
+        No pass makes a container for each module: that would start the garbage collector.
+        """
+        registries = filter(None, itertools.chain.from_iterable(map(_REGISTRIES, fields)))  # most are empty
+        values = list(itertools.chain.from_iterable(map(_VALUES, registries)))
+        for read, count, at in self._attributes:
+            attributes = map(read, map(fields.__getitem__, at))
+            values.extend(attributes if count == 1 else itertools.chain.from_iterable(attributes))
+        forwards = list(map(dict.get, fields, itertools.repeat("forward")))
+        are_there = map(operator.is_not, forwards, itertools.repeat(None))
+        return list(map(operator.sub, map(len, fields), are_there)), {*map(type, forwards)}, values
 
 
 class SteadyState:
@@ -78,43 +116,41 @@ class SteadyState:
     """
 
     def __init__(self, optimizers: Sequence[Any], owned: Sequence[torch.Tensor]) -> None:
-        self._ids, values = _state(optimizers)
+        self._holders, values = _state(optimizers)
+        self._ids = list(map(id, values))
         self._types = list(map(type, values))
-        self._tensors = [issubclass(kind, torch.Tensor) for kind in self._types]
-        tensors = list(itertools.compress(values, self._tensors))
-        self._tensor_ids = list(map(id, tensors))
-        place = {key: index for index, key in reversed(list(enumerate(self._tensor_ids)))}
+        place = {key: index for index, key in reversed(list(enumerate(self._ids)))}
         self._owned = [place[id(tensor)] for tensor in owned]
         moved = {*map(id, owned)}
-        self._staying = [key not in moved for key in self._tensor_ids]
+        are_tensors = (issubclass(kind, torch.Tensor) for kind in self._types)
+        self._staying = [is_tensor and key not in moved for is_tensor, key in zip(are_tensors, self._ids, strict=True)]
 
     def look(self, optimizers: Sequence[Any]) -> Seen | None:
         """The present tensors, if nothing changed and every state tensor that stayed on the CPU is still a number there; else None."""
-        ids, values = _state(optimizers)
-        if ids != self._ids or list(map(type, values)) != self._types:
+        holders, values = _state(optimizers)
+        if holders != self._holders or list(map(id, values)) != self._ids or list(map(type, values)) != self._types:
             return None
-        tensors = list(itertools.compress(values, self._tensors))
-        if list(map(id, tensors)) != self._tensor_ids:
-            return None
-        staying = list(itertools.compress(tensors, self._staying))
+        staying = list(itertools.compress(values, self._staying))
         if not all(map(_IS_CPU, staying)) or any(map(torch.Tensor.dim, staying)):
             return None
-        seen = Seen([tensors[index] for index in self._owned], [], [])
-        for _, block in _blocks(seen.tensors):
-            seen.versions.extend(_versions(block))
-            seen.addresses.extend(map(torch.Tensor.data_ptr, block))
-        return seen
+        return seen_now(list(map(values.__getitem__, self._owned)))
 
     @staticmethod
     def fits(optimizers: Sequence[Any]) -> bool:
         """Whether every entry of every state is a plain dictionary that holds nothing with further tensors."""
-        entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
-        kinds = {type(value) for entry in entries if type(entry) is dict for value in entry.values()}
-        return all(type(entry) is dict for entry in entries) and kinds <= _SIMPLE
+        entries = [*itertools.chain.from_iterable(optimizer.state.values() for optimizer in optimizers)]
+        if not {*map(type, entries)} <= {dict}:
+            return False
+        return {*map(type, itertools.chain.from_iterable(map(dict.values, entries)))} <= _SIMPLE
+
+
+_SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+_WHERE_COUNTERS_ARE = ("fused", "capturable")
+"""Options of a parameter group that decide on which device torch keeps its counters."""
 
 
 def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """The identities of all objects that make up the state, and all its values, in a fixed order."""
+    """The identities of the objects that hold the state, and all its values, in a fixed order."""
     holders: list[Any] = []
     values: list[Any] = []
     for optimizer in optimizers:
@@ -132,46 +168,22 @@ def _state(optimizers: Sequence[Any]) -> tuple[list[int], list[Any]]:
     return list(map(id, holders)), values
 
 
-_SIMPLE = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
-_WHERE_COUNTERS_ARE = ("fused", "capturable")
-"""Options of a parameter group that decide on which device torch keeps its counters."""
-_IS_CPU = operator.attrgetter("is_cpu")
-_GRADIENT = operator.attrgetter("grad")
-_VERSION = operator.attrgetter("_version")
-
-
-def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """The beginning and the tensors of each block."""
-    return ((start, tensors[start : start + _BLOCK]) for start in range(0, len(tensors), _BLOCK))
-
-
-def _versions(block: Sequence[torch.Tensor]) -> list[int]:
+def seen_now(tensors: list[torch.Tensor]) -> Seen:
+    """The tensors with their present versions and addresses."""
     try:
-        return list(map(_VERSION, block))
+        versions = list(map(_VERSION, tensors))
     except RuntimeError:  # one of them is an inference tensor
-        return list(map(version_of, block))
+        versions = list(map(version_of, tensors))
+    return Seen(tensors, versions, list(map(torch.Tensor.data_ptr, tensors)))
 
 
-def _any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_leaves(tensors: Sequence[torch.Tensor]) -> bool:
+    try:
+        return all(map(_IS_LEAF, tensors))
+    except RuntimeError:  # see `plain.is_leaf`
+        return False
+
+
+def _has_gradient(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these leaves has a gradient."""
     return any(map(operator.is_not, map(_GRADIENT, tensors), itertools.repeat(None)))
-
-
-def _values(root: torch.nn.Module) -> list[Any]:
-    """Every attribute, parameter, buffer and child of every module, in a fixed order."""
-    found: list[Any] = []
-    stack: list[torch.nn.Module] = [root]
-    visited: set[int] = set()
-    while stack:
-        module = stack.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
-        fields = module.__dict__
-        children = fields["_modules"].values()
-        found.extend(fields.values())
-        if isinstance(found[-1], GuardedForward):  # present while offloaded, as the newest attribute; the tree is unchanged
-            found.pop()
-        for each in (fields["_parameters"].values(), fields["_buffers"].values(), children):
-            found.extend(each)
-        stack.extend(child for child in children if child is not None)
-    return found
