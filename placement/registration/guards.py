@@ -27,7 +27,6 @@ from placement.registration.initial_step import undo_initial_step
 from placement.registration.method_call import MethodCall
 from placement.registration.own_methods import OwnMethodCall, own_methods
 from placement.registration.state_dicts import StateDictCall, ZeroCall, is_stateless, lies_in, shown
-from placement.storage.offloaded.host_reads import is_reading
 
 if TYPE_CHECKING:
     from placement.registration.handle import Handle
@@ -218,7 +217,7 @@ class LoadGuard(_Guard):
     def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
         handle = self.handle()
         holding = None if handle is None else handle.holding
-        if handle is None or holding is None or holding.on_device or is_reading():  # inside `from_host_copies` the host copy is written
+        if handle is None or holding is None or holding.on_device:
             return
         if isinstance(given, tuple):  # `MethodCall` passes the method's arguments as a tuple and a dict
             given = next(iter((*given, *(rest[0].values() if rest else ()))), None)

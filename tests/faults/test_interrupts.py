@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import placement
-from placement import checkpoint, frameworks, ownership, tensors
+from placement import frameworks, ownership, tensors
 from placement.devices import adoption
 from placement.storage.offloaded.host_reads import is_reading
 from placement.tensors.plain import nested_tensors
@@ -373,30 +373,6 @@ class ComputedStateDict(Case):
         super().check()
 
 
-class TakenOver(ComputedStateDict):
-    """Values that the module itself takes over, because its state dict shows others than its own: all of them, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra[0].register_load_state_dict_pre_hook(
-            lambda _, given, prefix, *__: given.update({prefix + "weight": given[prefix + "weight"] / 2})
-        )
-        self.part = checkpoint.Model(self.handle)
-        self.before = copy.deepcopy(dict(self.part.state_dict()))
-        self.after = {name: value * 4 for name, value in self.before.items()}
-
-    def run(self, tracing: Tracing) -> None:
-        tracing.on()
-        self.part.load_state_dict(self.after)
-        tracing.off()
-
-    def check(self) -> None:
-        found = {name: as_bytes(value) for name, value in self.part.state_dict().items()}
-        assert found in [{name: as_bytes(value) for name, value in each.items()} for each in (self.before, self.after)]
-        self.part.load_state_dict(self.before)
-        super().check()
-
-
 def interrupted(case: Case, tracing: Tracing) -> BaseException | None:
     """Run the operation in frames of its own; what it raised, without its frames."""
     try:
@@ -483,7 +459,7 @@ def sweep(make: Callable[[], Case], error: type[BaseException], known: set[Point
 
 OPERATIONS: list[type[Case]] = [
     Entry, EnterLeave, Switch, Prefetch, Crowded, Nested, Holds, Exit, Register, RegisterFromElsewhere, Unregister, UnregisterToElsewhere,
-    RegisterInPhase, BuildLazy, ComputedStateDict, TakenOver,
+    RegisterInPhase, BuildLazy, ComputedStateDict,
 ]  # fmt: skip
 
 
