@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import placement
+from placement.cli import port
 from placement.cli.grpo import Characters, OpenPhase, Recipe, StepResult, Tokenizer, Worker, build_actor
 from placement.cli.recorder import PeakMeter, Recorder
 from placement.cli.timeline import Style, mebibytes, phase_table, timeline
-from placement.cli.workers import port
 from placement.devices.base import Device
 from placement.engines import TorchEngine
 from placement.testing import SimulatedDevice

@@ -20,7 +20,7 @@ from placement.core.errors import PlacementError
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import State
 from placement.observe.collector import SnapshotCollector
-from placement.observe.dashboards.export import FILES, Deployment, export
+from placement.observe.dashboards import FILES, Deployment, export
 from tests.observe.expressions import expressions, substituted
 
 PAGES = {path.name: json.loads(path.read_text()) for path in sorted(FILES.glob("*.json"))}
@@ -314,7 +314,7 @@ def test_an_export_needs_no_sdk(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["grafana_foundation_sdk"] = None
-from placement.observe.dashboards.export import export
+from placement.observe.dashboards import export
 export({str(tmp_path)!r})
 """
     subprocess.run([sys.executable, "-c", code], check=True)
