@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.residency import Residency
@@ -98,6 +99,7 @@ class ColocatedRollout(TaggedEngine):
                 self._sleep(tags)
                 return
             time.sleep(_POLL_SECONDS)
+            interrupts.check()
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
