@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from placement.integrations.verl.after_import import after_import
+from placement.integrations.verl.plugin import after_import
 
 EVENTS = "VERL_BENCH_EVENTS"
 SHARED_MEMORY = "VERL_BENCH_SHARED_MEMORY"

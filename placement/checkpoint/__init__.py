@@ -26,7 +26,7 @@ written without placement, and on another number of ranks.
 from __future__ import annotations
 
 from placement.checkpoint.files import LoadPlanner, async_save, load, save
-from placement.checkpoint.model import Model
 from placement.checkpoint.optimizer import Optimizer
+from placement.checkpoint.parts import Model
 
 __all__ = ["LoadPlanner", "Model", "Optimizer", "async_save", "load", "save"]

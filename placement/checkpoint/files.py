@@ -1,12 +1,15 @@
-"""Save and load all handles of a manager."""
+"""Save and load all handles of a manager: at once, or saved by another thread from host copies that it has locked for reading."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +21,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from placement.checkpoint import background, meshes
-from placement.checkpoint.base import Change, Part, Path, Shown, apply, under
-from placement.checkpoint.model import Model
+from placement.checkpoint.changes import Change, apply, bytes_of
 from placement.checkpoint.optimizer import Optimizer
+from placement.checkpoint.parts import Model, Part, Path, Shown, under
 from placement.core.errors import CheckpointError, PlacementError
+from placement.core.journal import logger
 from placement.core.torch_modes import without_modes
 from placement.phases.phase import names_of
+from placement.registration.guards import is_off
 from placement.storage import nan_check
+from placement.storage.transfer.host_read_locks import HostReadLock
+from placement.storage.transfer.mirror import mirror
+from placement.tensors.plain import nested_tensors, parts_of, rewrapped
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -101,23 +108,34 @@ def async_save(
                 if handle.gathers is not None:
                     raise CheckpointError(f"{handle.name!r}: {handle.gathers}: use save(), or leave it out with only=")
         state = _collect(manager, only, process_group)
-        group = background.group_for(process_group)
-        with background.held(manager.handles[name] for name in state) as host_read_locks:
-            frozen = {name: background.Frozen(manager.handles[name]).copy(values) for name, values in state.items()}
+        group = _group_for(process_group)
+        locks: list[HostReadLock] = []
 
-            def write() -> None:
-                try:
-                    with _torch_errors(f"saving to {os.fspath(path)!r}"):
-                        torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
-                finally:
-                    for lock in host_read_locks:
-                        lock.give_back()
+        def write() -> None:
+            try:
+                with _torch_errors(f"saving to {os.fspath(path)!r}"):
+                    torch_save(frozen, checkpoint_id=path, process_group=group, no_dist=group is None)
+            finally:
+                for lock in locks:
+                    lock.give_back()
 
-            return background.submit(write, path)
+        try:
+            for name in state:
+                if (holding := manager.handles[name].holding) is not None:
+                    mirror(holding)
+                    locks.append(holding.host_read_locks.lend())
+            frozen = {name: _frozen(manager.handles[name], values) for name, values in state.items()}
+            return submit(write, path)
+        except BaseException:
+            for lock in locks:
+                lock.give_back()
+            raise
 
 
 def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str | Handle] | None = None, process_group: Any = None) -> None:
-    """Load what `save` saved, on any number of ranks. Nothing moves: the host copy of an offloaded handle is written.
+    """Load what `save` saved, on any number of ranks, in every state. The host copy of an offloaded handle is written, and nothing moves.
+
+    But what only an object's own code can load (see `Part.needs_device`) is brought to the device by a phase `restore` of these handles.
 
     On every rank everything is read into host memory and compared before the first value is written. A checkpoint that does not fit or
     cannot be read leaves every handle of every rank unchanged. Tensor objects, aliases, addresses and an optimizer's keys stay the same.
@@ -129,25 +147,30 @@ def load(manager: Manager, path: str | os.PathLike[str], *, only: Iterable[str |
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit; the message names handle and key.
         PhaseError: a handle is publishing its weights.
-        NotResidentError: a handle is not built yet, or it is offloaded and its object must load its own state.
+        NotResidentError: a handle is not built yet, or the policy has no place in `restore` for one that needs the device.
+        DeviceMemoryError: handles that need the device do not fit there together. Nothing was loaded: load fewer at once, with `only`.
     """
     _require_manager(manager)
+    parts: dict[str, Part] = {}
     with manager._stack.lock.transition():
-        background.drain()
-        parts: dict[str, Part] = {}
-        given: dict[str, Any] = {}
-        with _together(process_group):
+        drain()
+        with _together(process_group) as away:
             metadata = _metadata(path)
             for handle in _chosen(manager, only):
                 if handle.is_built or only is not None or any(True for _ in under(metadata, (handle.name,))):
                     part = parts[handle.name] = _part(handle)
                     part.require_writable()
-                    given[handle.name] = part.state_dict()
+                    if is_off(handle) and part.needs_device() is not None:
+                        away += [handle.name, *(owner.name for owner in handle.owners)]
+    with manager.phase("restore", only=dict.fromkeys(away)) if away else nullcontext(), manager._stack.lock.transition():
+        given: dict[str, Any] = {}
+        with _together(process_group):
+            given.update({name: part.state_dict() for name, part in parts.items()})
         with _torch_errors(f"loading from {os.fspath(path)!r}", lambda: _truncated(path, metadata)):
             torch_load(given, checkpoint_id=path, planner=LoadPlanner(), process_group=process_group, no_dist=not dist.is_initialized())
         changes: list[Change] = []
         with _together(process_group):
-            changes = [part.prepare(given[name]) for name, part in parts.items()]
+            changes = [change for name, part in parts.items() for change in part.prepare(given[name])]
         apply(changes, _together(process_group))
 
 
@@ -189,11 +212,12 @@ def _collect(manager: Manager, only: Iterable[str | Handle] | None, process_grou
                 found[handle.name] = _part(handle).state_dict()
                 if handle.holding is not None:
                     nan_check.refuse(handle.holding)
-        facts.append(meshes.own_meshes(found))
-    if several := meshes.on_several(facts):
+        facts.append({key: _ranks(value) for key, value in _on_own_meshes(found)})
+    several = {key for each in facts for key, ranks in each.items() if any(other.get(key, ranks) != ranks for other in facts)}
+    if several:
         with _together(process_group) as facts:
-            facts.append(meshes.shards(found, several))
-        meshes.refuse_experts(facts)
+            facts.append({key: _shard(value) for key, value in _on_own_meshes(found) if key in several})
+        _refuse_experts(facts)
     return found
 
 
@@ -261,3 +285,105 @@ def _truncated(path: str | os.PathLike[str], metadata: Metadata) -> str:
         if nbytes is None or nbytes < end:
             found.append(f"{name} " + ("is missing" if nbytes is None else f"ends after {nbytes:,} of {end:,} bytes"))
     return f". Damaged files: {', '.join(found)}" if found else ""
+
+
+# --- saves in another thread
+
+
+def _frozen(handle: Handle, values: Shown) -> Any:
+    """A copy of a handle's state dict that does not change. Its tensors use the host copy, or new host memory where that has no place."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def frozen(part: torch.Tensor) -> torch.Tensor:
+        shown = handle.storage.over_mirror(part, storages)
+        return part.detach().to("cpu", copy=True) if shown is None else shown
+
+    return copy.deepcopy(values, {id(tensor): rewrapped(tensor.detach(), frozen) for _, tensor in nested_tensors(values, "")})
+
+
+def submit(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+    """Write after all earlier submissions. A failure is also logged, because the caller may never ask for the result."""
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:
+            logger.error("checkpoint %s was not written: %s", os.fspath(path), str(error))
+            raise
+
+    return _writer(os.getpid()).submit(run)
+
+
+def drain() -> None:
+    """Wait until everything submitted so far is written, or has failed."""
+    _writer(os.getpid()).submit(lambda: None).result()
+
+
+@functools.cache
+def _writer(pid: int) -> ThreadPoolExecutor:
+    """The writing thread of a process. There is only one, so that every rank writes in the order of its calls."""
+    return ThreadPoolExecutor(1, f"placement-checkpoint-{pid}")
+
+
+_groups: list[tuple[Any, Any]] = []
+
+
+def _group_for(process_group: Any) -> Any:
+    """A gloo group of the same ranks for the thread's collectives; None without torch.distributed. The first call is collective."""
+    if not dist.is_initialized():
+        return None
+    of = dist.group.WORLD if process_group is None else process_group
+    for known, group in _groups:
+        if known is of:
+            return group
+    group = dist.new_group(dist.get_process_group_ranks(of), backend="gloo", use_local_synchronization=True)
+    _groups.append((of, group))
+    return group
+
+
+# --- tensors of one name on several device meshes
+#
+# Ranks of different meshes may hold the same values (replicas: FSDP2 over one dimension of a two-dimensional mesh, without tensor
+# parallelism along the other) or different ones (experts that expert parallelism splits by name). torch.distributed.checkpoint treats
+# both alike: it writes one mesh's values, and would lose experts. Only the values tell the cases apart.
+
+
+def _on_own_meshes(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors that are not sharded over all ranks, by their paths in the checkpoint."""
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _on_own_meshes(value, f"{prefix}{key}.")
+        elif (mesh := getattr(value, "device_mesh", None)) is not None and mesh.size() < dist.get_world_size():
+            yield f"{prefix}{key}", value
+
+
+def _ranks(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.device_mesh.mesh.flatten().tolist())
+
+
+def _shard(tensor: Any) -> tuple[tuple[int, ...], str, bytes]:
+    """A rank's shard, to compare with the shards of another mesh: the ranks of its mesh, its place in the mesh, and a digest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for _, part in parts_of(tensor._local_tensor, ""):
+        digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+        digest.update(bytes_of(part).numpy().data)
+    mesh = tensor.device_mesh
+    place = f"{mesh.get_coordinate()} {tuple(mesh.shape)} {tensor.placements} {tuple(tensor.shape)}"
+    return _ranks(tensor), place, digest.digest()
+
+
+def _refuse_experts(facts: Iterable[Mapping[str, tuple[tuple[int, ...], str, bytes]]]) -> None:
+    """Raise CheckpointError unless every mesh of a tensor has the same bytes at the same places. Gives the same result on every rank."""
+    found: dict[str, dict[tuple[int, ...], dict[str, bytes]]] = {}
+    for each in facts:
+        for key, (ranks, place, digest) in each.items():
+            found.setdefault(key, {}).setdefault(ranks, {})[place] = digest
+    for key, by_mesh in found.items():
+        (first, wanted), *others = by_mesh.items()
+        for ranks, shards in others:
+            if shards != wanted:
+                raise CheckpointError(
+                    f"{key} is sharded over ranks {first} and over {ranks}, with other values: torch.distributed.checkpoint would "
+                    "write only one of them (experts split by expert parallelism). Save it with its framework's checkpoint, and "
+                    "leave it out here with only=. Nothing was written."
+                )

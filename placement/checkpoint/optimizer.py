@@ -8,20 +8,22 @@ that was saved without state has none after loading.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from placement.checkpoint.base import Change, Part, Path, Read, Shown, fqn, mapped, put, refuse_own_cuts, some, under
-from placement.checkpoint.optimizer_state import Changes, OwnLoad, StateChange, StateOfItsOwn, settings_of
-from placement.core.errors import CheckpointError, NotResidentError
+from placement.checkpoint.changes import Change, OwnLoad, StateChange, mapped, same_values, settings_of
+from placement.checkpoint.parts import Part, Path, Read, Shown, fqn, fresh, refuse_own_cuts, some, under
+from placement.core.errors import CheckpointError
 from placement.core.loaded_classes import is_a
 from placement.core.torch_modes import without_modes
 from placement.frameworks.known import own_state
 from placement.ownership.optimizer import OptimizerAdapter
-from placement.registration.guards import is_guard, is_off
+from placement.registration.guards import is_guard
 from placement.tensors.plain import is_wrapper, nested_tensors, rewrapped
 
 
@@ -77,15 +79,14 @@ class Optimizer(Part):
         for rest, saved in under(metadata, path):
             if rest[0] not in found:
                 raise self._error(".".join(map(str, rest)), "is in the checkpoint, but an optimizer has only 'state' and 'param_groups'")
-            value: Any = None
             if rest[0] == "state" and rest[1] in parameters:
                 optimizer, parameter = parameters[str(rest[1])]
                 value = self._read_into(rest, saved, parameter, optimizer.state.get(parameter, {}))
             elif rest[0] == "state" and len(rest) > 2 and isinstance(saved, TensorStorageMetadata):
                 raise self._error(f"state of {rest[1]!r}", "is in the checkpoint, but the optimizer steps no parameter of that name")
-            elif isinstance(saved, TensorStorageMetadata):
-                value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            put(found, rest, value)
+            else:
+                value = fresh(saved)
+            set_element(found, rest, value)
         if not found["param_groups"]:
             raise self._error("'param_groups'", f"is not in the checkpoint below {'.'.join(map(str, path))!r}")
         return Read(found)
@@ -100,10 +101,20 @@ class Optimizer(Part):
         if is_a(parameter, "torch.distributed.tensor", "DTensor") and saved.size == parameter.size():  # sharded like its parameter
             like = torch.empty_like(parameter, dtype=saved.properties.dtype, device="meta")
             return rewrapped(like, lambda part: torch.empty_like(part, device="cpu"))
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        return fresh(saved)
 
-    def prepare(self, given: Mapping[str, Any]) -> Change:
+    def needs_device(self) -> str | None:
+        for optimizer, _, is_hollow in self._optimizers(self._names()):
+            if own_state(optimizer) is None:
+                if not is_hollow and _loads_itself(optimizer):
+                    return f"{type(optimizer).__name__} {_LOADS_ITSELF}"
+                if not self._adapter().follows(optimizer):
+                    return f"{type(optimizer).__name__} may keep some state on the CPU on purpose"
+        return None
+
+    def prepare(self, given: Mapping[str, Any]) -> list[Change]:
         self.require_writable()
+        self._require_resident()
         names = self._names()
         optimizers = self._optimizers(names)
         if isinstance(given, Shown) and given.part is self and not given["state"] and not self._adapter().state_is_born():
@@ -120,24 +131,42 @@ class Optimizer(Part):
             optimizer, mine, is_hollow = each
             theirs = steps - each.stepped()
             state = {name: entry for name, entry in given["state"].items() if name not in theirs}
+            saved = [groups[mine[id(group["params"][0])]] if group["params"] else {} for group in optimizer.param_groups]
             if (own := own_state(optimizer)) is not None:
                 entries = {p: state.get(mine[id(p)], {}) for group in optimizer.param_groups for p in group["params"]}
                 for parameter, problem in own.problems(entries):
                     raise self._error(f"state of {mine[id(parameter)]!r}", problem)
-                changes.append(StateOfItsOwn(own, entries, [groups[mine[id(group["params"][0])]] for group in optimizer.param_groups]))
+                changes.append(Change(self.handle, (), partial(own.restore, entries, saved)))
             elif not is_hollow and _loads_itself(optimizer):
-                if is_off(self.handle):
-                    raise NotResidentError(
-                        f"{self.handle.name!r}: {type(optimizer).__name__} has a load_state_dict() of its own: load the checkpoint inside "
-                        "manager.phase('restore')"
-                    )
-                changes.append(OwnLoad(self.handle, optimizer, mine, state, groups))
+                changes.append(self._own_load(each, state, saved))
             else:
-                changes.append(self._state_change(optimizer, mine, state, groups, is_ours=isinstance(given, Read)))
-        return Changes(changes)
+                changes.append(self._state_change(optimizer, mine, state, saved, is_ours=isinstance(given, Read)))
+        return changes
+
+    def _own_load(self, named: _Named, given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Change:
+        """A change by the optimizer's own `load_state_dict`, which numbers parameters as torch does."""
+        optimizer, names, _ = named
+        numbers: dict[str, int] = {}
+        packed = []
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            mine = [names[id(parameter)] for parameter in group["params"]]
+            packed.append(settings_of(saved) | {"params": [numbers.setdefault(name, len(numbers)) for name in mine]})
+
+        def load() -> None:
+            copied = mapped(given, lambda tensor: tensor.detach().clone())  # the optimizer may keep these very tensors
+            optimizer.load_state_dict({"state": {numbers.get(name, name): entry for name, entry in copied.items()}, "param_groups": packed})
+
+        def differing() -> list[str]:
+            found = {names.get(id(owner), owner): entry for owner, entry in optimizer.state.items()}
+            return [f"state.{name}" for name, entry in given.items() if name in numbers and not same_values(found.get(name, {}), entry)]
+
+        containers = [vars(optimizer), optimizer.param_groups, *optimizer.param_groups, optimizer.state]
+        containers += [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
+        tensors = [tensor for _, tensor in nested_tensors([*optimizer.state.values(), *map(settings_of, optimizer.param_groups)], "")]
+        return OwnLoad(self.handle, f"{type(optimizer).__name__} {_LOADS_ITSELF}", load, differing, containers, tensors)
 
     def _state_change(
-        self, optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]], *, is_ours: bool
+        self, optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], *, is_ours: bool
     ) -> Change:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         entries: dict[Any, dict[Any, Any]] = {}
@@ -158,19 +187,7 @@ class Optimizer(Part):
                 entries[parameter] = entry
         known = {str(key): key for key in optimizer.state if id(key) not in names}  # entries that belong to no parameter
         others = {known.get(key, key): value for key, value in given.items() if key not in set(names.values())}
-        saved = [groups[names[id(group["params"][0])]] if group["params"] else {} for group in optimizer.param_groups]
-        has_new = any(self._is_new(optimizer, parameter, entry) for parameter, entry in entries.items())
-        if has_new and is_off(self.handle) and not self._adapter().follows(optimizer):
-            raise NotResidentError(
-                f"{self.handle.name!r}: {type(optimizer).__name__} may keep some state on the CPU on purpose, so only it can create new "
-                "state: load the checkpoint inside manager.phase('restore')"
-            )
-        return StateChange(self.handle, optimizer, entries | others, copies, saved, is_ours=is_ours)
-
-    def _is_new(self, optimizer: Any, parameter: Any, entry: Mapping[Any, Any]) -> bool:
-        live = optimizer.state.get(parameter, {})
-        others = {key: value for key, value in entry.items() if key not in live or not isinstance(value, torch.Tensor)}
-        return next(nested_tensors(others, "", levels=1), None) is not None
+        return StateChange(self.handle, copies, optimizer, entries | others, groups, is_ours=is_ours)
 
     def _groups(self, given: Mapping[str, Any], names: Mapping[int, str], optimizers: Sequence[_Named]) -> dict[str, Mapping[str, Any]]:
         """The saved parameter group of every parameter, by parameter name.
@@ -261,6 +278,9 @@ class Optimizer(Part):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield mine[id(parameter)], optimizer, parameter
+
+
+_LOADS_ITSELF = "loads state in its own way"
 
 
 def _loads_itself(optimizer: Any) -> bool:

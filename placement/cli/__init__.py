@@ -49,3 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"placement {parsed.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return status
+
+
+def port(text: str) -> int:
+    """A port on the command line; 0 takes a free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 1 to 65535, or 0 for a free one")
+    return int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from placement.observe.dashboards.export import DISCOVERY, Deployment, export
+from placement.observe.dashboards import DISCOVERY, Deployment, export
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import placement
-from placement.cli.grpo import Characters, OpenPhase, Recipe, StepResult, Tokenizer, Worker, build_actor
+from placement.cli import port
+from placement.cli.grpo import Characters, Recipe, StepResult, Tokenizer, Worker, build_actor
 from placement.cli.recorder import PeakMeter, Recorder
 from placement.cli.timeline import Style, mebibytes, phase_table, timeline
-from placement.cli.workers import port
 from placement.devices.base import Device
 from placement.engines import TorchEngine
 from placement.testing import SimulatedDevice
@@ -156,39 +156,26 @@ def run_resident(worker: Worker) -> dict[str, Any]:
 
 
 class EverythingResident:
-    """Replaces the manager in a job without placement: registered objects go to the device and stay there, and phases do nothing."""
+    """Replaces the manager, its phases and its handles in a job without placement: everything is on the device, and nothing moves."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
+        self._module = module
 
-    def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ResidentHandle:
+    def register(self, _name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> EverythingResident:
         module = getattr(obj, "module", obj)
-        if isinstance(module, nn.Module):
-            module.to(self._device)
-        return ResidentHandle(module)
+        return EverythingResident(self._device, module.to(self._device) if isinstance(module, nn.Module) else None)
 
     @contextlib.contextmanager
-    def phase(self, _name: str, /, *, only: Sequence[str] | None = None) -> Iterator[OpenPhase]:
+    def phase(self, _name: str, /, *, only: Sequence[str] | None = None) -> Iterator[EverythingResident]:
         yield self
 
     def switch(self, _name: str, /, *, only: Sequence[str] | None = None) -> None:
-        pass
-
-
-class ResidentHandle:
-    """Gives the weights of a model that never moves in buckets."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        """Nothing: no phase needs anything else."""
 
     def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        bucket: list[tuple[str, Tensor]] = []
-        for name, parameter in self._model.named_parameters():
-            if bucket and sum(t.nbytes for _, t in bucket) + parameter.nbytes > bucket_bytes:
-                yield bucket
-                bucket = []
-            bucket.append((name, parameter.detach()))
-        yield bucket
+        """All weights of the registered module, a bucket each."""
+        yield from ([(name, parameter.detach())] for name, parameter in self._module.named_parameters())
 
 
 class MeteredSimulatedDevice(PeakMeter, SimulatedDevice):

@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from placement.cli.workers import port
+from placement.cli import port
 from placement.core.errors import PlacementError
 from placement.observe.discovery import reap, targets_in
 from placement.observe.fleet import DiscoveryServer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,33 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-
-class OpenPhase(Protocol):
-    """The loop's view of an open phase."""
-
-    def switch(self, name: str, /, *, only: Sequence[str] | None = None) -> None: ...
-
-
-class ActorHandle(Protocol):
-    """The loop's view of the actor's handle."""
-
-    def weights(self, *, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]: ...
-
-
-class Manager(Protocol):
-    """The loop's view of a manager. `placement.Manager` implements it, and so does the demo's stand-in that keeps everything resident."""
-
-    def register(self, name: str, obj: Any, /, *, role: str | None = None, readonly: bool = False) -> ActorHandle: ...
-
-    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> AbstractContextManager[OpenPhase]: ...
-
-
-class Engine(Protocol):
-    """A rollout engine that holds a model of its own."""
-
-    module: nn.Module
-
-    def update_weights(self, bucket: list[tuple[str, Tensor]]) -> None: ...
+from placement.engines import TorchEngine
 
 
 class Tokenizer(Protocol):
@@ -123,13 +96,17 @@ class Worker:
     actor: nn.Module
     optimizer: torch.optim.Optimizer
     reference: nn.Module
-    engine: Engine
+    engine: TorchEngine
     tokenizer: Tokenizer
     device: torch.device
     recipe: Recipe
 
-    def train(self, manager: Manager) -> Iterator[StepResult]:
-        """Register everything, then run the loop. Yields one result a step."""
+    def train(self, manager: Any) -> Iterator[StepResult]:
+        """Register everything, then run the loop. Yields one result a step.
+
+        Args:
+            manager: a `placement.Manager`, or an object with its `register` and `phase`.
+        """
         actor = manager.register("actor", self.actor, role="actor")
         manager.register("actor.optimizer", self.optimizer)
         manager.register("ref", self.reference, role="ref", readonly=True)

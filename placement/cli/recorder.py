@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import placement
-from placement.cli.grpo import OpenPhase
 from placement.cli.timeline import PhaseRow, Span
 from placement.core.snapshot import Snapshot
 from placement.core.states import IDLE, State
@@ -45,7 +44,7 @@ class Recorder:
         return handle
 
     @contextlib.contextmanager
-    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[OpenPhase]:
+    def phase(self, name: str, /, *, only: Sequence[str] | None = None) -> Iterator[_RecordedPhase]:
         self._step += 1
         with contextlib.ExitStack() as stack:
             with self.transition(name):
@@ -80,7 +79,7 @@ class Recorder:
 
 
 class _RecordedPhase:
-    def __init__(self, recorder: Recorder, opened: OpenPhase) -> None:
+    def __init__(self, recorder: Recorder, opened: placement.Phase) -> None:
         self._recorder = recorder
         self._opened = opened
 

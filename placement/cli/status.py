@@ -5,13 +5,157 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from placement.cli.workers import SORTINGS, View, add_places, look, places_of, plain_report, trouble_of
 from placement.core.errors import PlacementError
+from placement.core.settings import Settings
+from placement.core.summary import readable
+from placement.observe.discovery import Target
+from placement.observe.fleet import find_targets, views_of
+
+View = dict[str, Any]
+
+WORKER_COLUMNS = ("worker", "phase", "on device", "of", "used", "stall", "handles on the device", "trouble")
+HANDLE_COLUMNS = ("handle", "state", "since", "on device", "needs", "host copy", "loaded", "offloaded", "skipped", "remarks")
+NUMBERS = frozenset({"on device", "of", "used", "stall", "since", "needs", "host copy", "loaded", "offloaded", "skipped"})
+"""Columns that are aligned to the right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorting:
+    """A way to order the workers."""
+
+    title: str
+    key: Callable[[View], Any]
+
+
+def _held(view: View) -> int:
+    return sum(handle["resident_bytes"] for handle in view["snapshot"]["handles"]) if "snapshot" in view else -1
+
+
+SORTINGS = {
+    "name": Sorting("name", lambda view: _natural(view["name"])),
+    "held": Sorting("bytes on the device", lambda view: -_held(view)),
+    "stall": Sorting("stall", lambda view: -stall_share(view)),
+    "trouble": Sorting("trouble", lambda view: (not trouble_of(view), _natural(view["name"]))),
+}
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name the workers and their order."""
+    text = "a worker's URL, a URL that ends in /targets, or a discovery folder (default: PLACEMENT_DISCOVERY)"
+    parser.add_argument("workers", nargs="*", metavar="WORKER", help=text)
+    parser.add_argument("--sort", choices=tuple(SORTINGS), default="name", help="the order of the workers (default: %(default)s)")
+
+
+def places_of(arguments: argparse.Namespace) -> list[str]:
+    """The places on the command line, or the discovery folder from the environment.
+
+    Raises:
+        PlacementError: there is neither.
+    """
+    places: list[str] = arguments.workers
+    if places:
+        return places
+    folder = Settings.from_any(None).discovery
+    if folder is None:
+        raise PlacementError("no workers named: give a worker's URL, a /targets URL or a discovery folder, or set PLACEMENT_DISCOVERY")
+    return [folder]
+
+
+def look(places: Sequence[str], pool: concurrent.futures.Executor) -> list[View]:
+    """The present views of the workers. A worker that does not answer has an `error` in its view.
+
+    Raises:
+        PlacementError: a place does not lead to a worker.
+    """
+    targets: list[Target] = find_targets(places)
+    return views_of(targets, pool)
+
+
+def stall_share(view: View) -> float:
+    """The fraction of its time that a worker waited for moves; -1 for a worker that does not answer."""
+    if "snapshot" not in view:
+        return -1.0
+    seconds = sum(view["snapshot"]["phase_seconds"].values())
+    return float(sum(view["snapshot"]["phase_stall_seconds"].values()) / seconds) if seconds else 0.0
+
+
+def trouble_of(view: View) -> str:
+    """The problems of a worker as text; empty if there are none."""
+    if "snapshot" not in view:
+        return str(view["error"])
+    snapshot = view["snapshot"]
+    found = [f"{handle['name']} broken" for handle in snapshot["handles"] if handle["broken"]]
+    found += [f"{readable(snapshot['unpaired_bytes'])} left on the device"] if snapshot["unpaired_bytes"] else []
+    found += [f"{snapshot['wrong_writes']} wrong writes"] if snapshot["wrong_writes"] else []
+    found += [f"{handle['name']} drifted" for handle in snapshot["handles"] if handle["drift_bytes"]]
+    return ", ".join(found)
+
+
+def worker_row(view: View) -> tuple[str, ...]:
+    """One row about a worker; see `WORKER_COLUMNS`."""
+    if "snapshot" not in view:
+        return view["name"], "?", "", "", "", "", "", trouble_of(view)
+    snapshot = view["snapshot"]
+    held = [handle for handle in snapshot["handles"] if handle["resident_bytes"]]
+    used = snapshot["device_used_bytes"] / max(snapshot["device_total_bytes"], 1)
+    return (
+        view["name"],
+        " > ".join(snapshot["phases"]) or "idle",
+        readable(_held(view)),
+        readable(snapshot["device_total_bytes"]),
+        f"{used:.0%}",
+        f"{stall_share(view):.1%}",
+        ", ".join(handle["name"] for handle in held),
+        trouble_of(view),
+    )
+
+
+def handle_rows(view: View) -> list[tuple[str, ...]]:
+    """One row about each handle of a worker; see `HANDLE_COLUMNS`."""
+    rows = []
+    for handle in view["snapshot"]["handles"]:
+        since = view["snapshot"]["taken_timestamp_seconds"] - handle["last_transition_timestamp_seconds"]
+        remarks = [word for word in ("readonly", "kept") if handle[word]]
+        remarks += [] if handle["built"] else ["not built"]
+        remarks += ["external"] if handle["external"] else []
+        remarks += [f"broken: {handle['broken']}"] if handle["broken"] else []
+        sizes = ("resident_bytes", "num_bytes", "host_bytes", "loaded_bytes", "offloaded_bytes", "skipped_bytes")
+        rows.append((handle["name"], handle["state"], f"{since:.0f} s", *(readable(handle[key]) for key in sizes), ", ".join(remarks)))
+    return rows
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text, without trailing blanks."""
+    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+
+    def cell(text: str, i: int) -> str:
+        return text.rjust(widths[i]) if columns[i] in NUMBERS else text.ljust(widths[i])
+
+    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+
+
+def plain_report(views: Sequence[View]) -> str:
+    """A table of all workers, then a table of the handles of each worker that answers."""
+    parts = [plain_table(WORKER_COLUMNS, (worker_row(view) for view in views))]
+    for view in views:
+        if "snapshot" in view and view["snapshot"]["handles"]:
+            parts.append(f"{view['name']}\n{plain_table(HANDLE_COLUMNS, handle_rows(view))}")
+    return "\n\n".join(parts)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key that puts node2 before node10."""
+    return [(int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
 
 _CLEAR = "\x1b[H\x1b[2J"
 """The sequence that empties a terminal and goes to its first line."""

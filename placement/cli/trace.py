@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from placement.core.errors import PlacementError
-from placement.observe.client import ask, find_targets
 from placement.observe.discovery import Target
+from placement.observe.fleet import ask, find_targets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

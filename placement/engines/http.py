@@ -6,6 +6,7 @@ import functools
 import http.client
 import io
 import json
+import math
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 
 _MAX_BYTES = 16 << 20
+_POLL_SECONDS = 0.5
 _SHOWN = 500
 """The number of characters of an answer that a message quotes."""
 
@@ -129,25 +132,32 @@ def _answer(request: str, connection: http.client.HTTPConnection) -> Answer:
 
 
 class _Reader(io.RawIOBase):
-    """Reads from a socket until a fixed moment. A server that drips bytes would outlast a limit on each single read."""
+    """Reads from a socket until a fixed moment. A server that drips bytes would outlast a limit on each single read.
+
+    It wakes up now and then, so that a noted interrupt is raised.
+    """
 
     def __init__(self, sock: socket.socket, until: float) -> None:
         self._sock, self._until = sock, until
-        self._raw = sock.makefile("rb", buffering=0)
+        self._open = sock.makefile("rb", buffering=0)  # keeps the socket open where the connection gives it up after the headers
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        _limit(self._sock, self._until)
-        return self._raw.readinto(buffer)
+        while True:
+            _limit(self._sock, self._until, _POLL_SECONDS)
+            try:
+                return self._sock.recv_into(buffer)
+            except TimeoutError:
+                interrupts.check()
 
     def makefile(self, _: str) -> io.BufferedReader:
         """The only method that `HTTPResponse` calls on its socket."""
         return io.BufferedReader(self)
 
     def close(self) -> None:
-        self._raw.close()
+        self._open.close()
         super().close()
 
 
@@ -156,8 +166,8 @@ def _response(until: float, sock: socket.socket, *args: Any, **keywords: Any) ->
     return http.client.HTTPResponse(_Reader(sock, until), *args, **keywords)  # type: ignore[arg-type]
 
 
-def _limit(sock: socket.socket, until: float) -> None:
+def _limit(sock: socket.socket, until: float, most: float = math.inf) -> None:
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    sock.settimeout(left)
+    sock.settimeout(min(left, most))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+from placement.core import interrupts
 from placement.core.errors import BrokenHandleError, EngineError, EngineLost, IntegrityError
 from placement.core.states import KV_CACHE, WEIGHTS, State
 from placement.storage.base import Storage
@@ -165,7 +166,6 @@ class Residency(Storage):
                 self._drain()
                 before = self._free_bytes()
                 self._engine.offload(self._in_order(leaving)[::-1])
-                # Inside the block: an interrupt before the last store leaves the engine in doubt; after it, everything is recorded.
                 if WEIGHTS in leaving and not self.keeps_weights:
                     self.stale = "they were discarded when they were offloaded, and no sync has filled them since"
                 self.resident -= leaving
@@ -290,6 +290,7 @@ class Residency(Storage):
                     "manager's, make it with verify='answer'"
                 )
             time.sleep(pause)
+            interrupts.check()
             pause = min(pause * 2, _POLL_SECONDS[1])
         self._measure(tags, freed)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.engines.http import Answer, Server
 from placement.engines.tagged import InFlight, Send, TaggedEngine, checked_in_flight, send_by
@@ -41,6 +42,7 @@ class _Sglang(TaggedEngine):
             if time.monotonic() >= until:
                 raise EngineError(f"{self!r} still has requests in flight after {self.deadline_seconds:g} s: {refused}")
             time.sleep(_POLL_SECONDS)
+            interrupts.check()
 
 
 class SglangServer(_Sglang):

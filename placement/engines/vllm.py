@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.http import Answer, Server
@@ -174,6 +175,7 @@ class VllmServer(_Vllm):
             if time.monotonic() >= until:
                 raise EngineError(f"{self._server.url} still has {busy:g} requests in flight after {self.deadline_seconds:g} s")
             time.sleep(_POLL_SECONDS)
+            interrupts.check()
 
     def admit(self) -> None:
         """Resume the server, unless the last wake has done it."""

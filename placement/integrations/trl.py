@@ -20,7 +20,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from placement.engines.vllm import VllmInProcess
-from placement.integrations.turns import Turns, manager_with_phases
+from placement.integrations.transformers import Turns, manager_with_phases
 from placement.manager import Manager
 
 __all__ = ["PHASES", "PlacedGRPOTrainer", "PlacedRLOOTrainer"]

@@ -7,6 +7,7 @@ The server runs inside a training process, so clients are limited: MAX_CONNECTIO
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 import io
 import logging
 import os
@@ -237,3 +238,23 @@ def _forget_all_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)
+
+
+_FILES = {"/": ("index.html", "text/html; charset=utf-8"), "/page.js": ("page.js", "text/javascript; charset=utf-8")}
+_HEADERS = (
+    ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+
+
+def status_pages() -> dict[str, Page]:
+    """The page and its script, by path, for a server that also serves `/workers`."""
+    return {path: _page(name, content_type) for path, (name, content_type) in _FILES.items()}
+
+
+def _page(name: str, content_type: str) -> Page:
+    def page(_: WSGIEnvironment) -> Response:
+        body = importlib.resources.files(__package__).joinpath("page", name).read_bytes()
+        return Response(HTTPStatus.OK, body, content_type, _HEADERS)
+
+    return page

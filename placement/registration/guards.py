@@ -222,7 +222,7 @@ class LoadGuard(_Guard):
     def __call__(self, target: Any, given: Any = None, *rest: Any) -> None:
         handle = self.handle()
         holding = None if handle is None else handle.holding
-        if handle is None or holding is None or holding.on_device or is_reading():  # inside `from_host_copies` the host copy is written
+        if handle is None or holding is None or holding.on_device:
             return
         if isinstance(given, tuple):  # `MethodCall` passes the method's arguments as a tuple and a dict
             given = next(iter((*given, *(rest[0].values() if rest else ()))), None)

@@ -12,7 +12,7 @@ from torch import nn
 import placement
 from placement import EngineError, Manager, NotResidentError, TorchEngine
 from placement.frameworks.weights import Reader
-from placement.publish.published import published
+from placement.publish.buckets import published
 from placement.testing import assert_nothing_resident
 from tests.sharded import megatron_worker, one_of_each, training
 from tests.sharded.pretend_cuda import pretend_cuda

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from placement.core.journal import REASONS
 from placement.core.snapshot import HandleSnapshot, Snapshot
 from placement.core.states import PHASES, State, Trigger
-from placement.observe.collector import SnapshotCollector, make_registry
+from placement.observe.collector import make_registry
 
 MakeHandle = Callable[..., HandleSnapshot]
 MakeSnapshot = Callable[..., Snapshot]
@@ -196,14 +196,6 @@ def test_names_are_the_designs_and_nothing_else(
     assert "_created" not in text
 
 
-@pytest.mark.parametrize("state", State)
-def test_exactly_one_state_per_handle(state: State, make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    series = series_of(as_text(make_snapshot(make_handle("a", state=state), make_handle("b"))))
-    true = [dict(labels) for (name, labels), value in series.items() if name == "placement_state" and value == 1]
-    assert {labels["handle"]: labels["state"] for labels in true} == {"a": state.value, "b": "GPU_RESIDENT"}
-    assert len(true) == 2
-
-
 @pytest.mark.parametrize(("phases", "current"), [((), "idle"), (("train",), "train"), (("rollout", "mine", "eval"), "eval")])
 def test_exactly_one_phase(phases: tuple[str, ...], current: str, make_snapshot: MakeSnapshot) -> None:
     series = series_of(as_text(make_snapshot(phases=phases)))
@@ -239,46 +231,10 @@ def test_odd_label_values_come_back_as_they_were(make_snapshot: MakeSnapshot) ->
     assert labels["policy"] == policy
 
 
-def test_one_snapshot_a_scrape_and_none_at_registration(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    reads = 0
-
-    def read() -> Snapshot:
-        nonlocal reads
-        reads += 1
-        return make_snapshot(make_handle())
-
-    registry = make_registry(read)
-    assert reads == 0
-    for scrapes in (1, 2):
-        generate_latest(registry)
-        assert reads == scrapes
-
-
-def test_describe_names_what_collect_returns(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    collector = SnapshotCollector(lambda: make_snapshot(make_handle()))
-    described = {(m.name, m.type) for m in collector.describe()}
-    assert described == {(m.name, m.type) for m in collector.collect()}
-    assert all(m.documentation.endswith(".") for m in collector.describe())
-
-
 @pytest.mark.parametrize("nbytes", [None, 0, 71])
 def test_bytes_of_communicators_are_shown_where_they_are_known(nbytes: int | None, make_snapshot: MakeSnapshot) -> None:
     shown = [line for line in as_text(make_snapshot(communicator_bytes=nbytes)).splitlines() if line.startswith("placement_communicator_b")]
     assert shown == ([] if nbytes is None else [f"placement_communicator_bytes {float(nbytes)}"])
-
-
-def test_a_failing_read_reaches_the_scrape() -> None:
-    def read() -> Snapshot:
-        raise RuntimeError("closed")
-
-    registry = make_registry(read)
-    with pytest.raises(RuntimeError, match="closed"):
-        generate_latest(registry)
-
-
-def test_two_managers_in_one_process_do_not_clash(make_handle: MakeHandle, make_snapshot: MakeSnapshot) -> None:
-    registries = [make_registry(lambda n=n: make_snapshot(make_handle(n))) for n in ("one", "two")]  # type: ignore[misc]
-    assert ['handle="one"' in generate_latest(r).decode() for r in registries] == [True, False]
 
 
 def test_worker_info_takes_further_labels(make_snapshot: MakeSnapshot) -> None:

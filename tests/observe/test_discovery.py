@@ -21,9 +21,8 @@ import placement
 from placement.cli import main
 from placement.core.errors import PlacementError
 from placement.observe import discovery
-from placement.observe.client import find_targets
 from placement.observe.discovery import Announcement, Identity, Target, as_json, from_json, reap, targets_in
-from placement.observe.fleet import DiscoveryServer
+from placement.observe.fleet import DiscoveryServer, find_targets
 from placement.testing import SimulatedDevice
 
 WORKER = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from placement.observe.dashboards.export import FILES, export
+from placement.observe.dashboards import FILES, export
 from tests.observe.alert_cases import CASES, GIB, Case, holding, of_handle, of_worker
 from tests.observe.expressions import rules
 

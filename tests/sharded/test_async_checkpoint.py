@@ -14,7 +14,7 @@ import torch
 
 import placement
 from placement import checkpoint
-from placement.checkpoint import background
+from placement.checkpoint import files
 from placement.testing import assert_nothing_resident
 from tests.support.worker import GPU, OFF, TRAIN, Worker, assert_same, learn, trained
 
@@ -26,7 +26,7 @@ class Busy:
 
     def __init__(self) -> None:
         self._free = threading.Event()
-        self._blocked: Future[None] = background.submit(lambda: self._free.wait(SECONDS) or None, "blocked")
+        self._blocked: Future[None] = files.submit(lambda: self._free.wait(SECONDS) or None, "blocked")
 
     def go(self) -> None:
         self._free.set()
@@ -38,7 +38,7 @@ def busy() -> Iterator[Busy]:
     found = Busy()
     yield found
     found.go()
-    background.drain()
+    files.drain()
 
 
 def values(worker: Worker) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from placement import RegistrationError
-from placement.publish.published import check_publishable
+from placement.publish.buckets import check_publishable
 from placement.testing import assert_nothing_resident
 from tests.sharded.publish_worker import assert_same, manager_of, read, wanted_of
 from tests.support.ranks import Ranks

@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench import _peers, _results, _sampler, report, run
+from bench import _results, report, run
 from bench._results import Results
 
 PEERS = {"accelerate", "deepspeed", "megatron", "torch_memory_saver", "torch_memory_saver(retain)", "verl"}
@@ -100,35 +99,6 @@ def test_a_system_that_fails_is_a_row_and_the_next_one_goes_on(tmp_path: Path) -
     assert content["errors"] == [{"scenario": "moving", "system": "broken peer", "message": "RuntimeError: no such thing"}]
 
 
-def test_an_interrupt_is_not_taken_for_a_peers_failure(tmp_path: Path) -> None:
-    results = Results("some", "simulated", "tiny", tmp_path)
-    with pytest.raises(KeyboardInterrupt), results.system("moving", "placement"):
-        raise KeyboardInterrupt
-
-
-def test_a_benchmark_that_finds_no_time_is_recorded(tmp_path: Path) -> None:
-    arguments = ["--tiny", "--device", "simulated", "--only", "link", "--limit-seconds", "0.5", "--out", str(tmp_path)]
-    assert run.main(arguments) == 1
-    content = _results.read(tmp_path)["link"]
-    assert [row["metric"] for row in content["rows"]] == ["error"]
-    assert content["errors"][0]["message"] == "no time was left for it"
-
-
-def test_what_a_killed_benchmark_had_written_stays(tmp_path: Path) -> None:
-    before = Results("weights", "simulated", "tiny", tmp_path)
-    before.add("weights", "placement", "load", 0.5, "s")
-    before.write()
-    run._record(tmp_path, "weights", "simulated", "tiny", "stopped after 3 s")
-    rows = _results.read(tmp_path)["weights"]["rows"]
-    assert [row["metric"] for row in rows] == ["load", "error"]
-
-
-def test_a_missing_peer_is_told() -> None:
-    assert _peers.check(["torch_memory_saver"]).keys() == {"torch_memory_saver"}
-    with pytest.raises(ModuleNotFoundError, match="no_such_peer"):
-        _peers._bare("no_such_peer.inner")
-
-
 def test_the_table_names_the_best_peer_and_every_failure(tmp_path: Path) -> None:
     results = Results("weights", "simulated", "tiny", tmp_path)
     for system, value in (("link", 55.5), ("slow", 2.0), ("placement", 55.0), ("quick", 50.0)):
@@ -145,39 +115,3 @@ def test_the_table_names_the_best_peer_and_every_failure(tmp_path: Path) -> None
     assert "old" not in written
     assert written.startswith("# a\n")
     assert written.endswith("\nb\n")
-
-
-def test_the_table_shows_other_ways_to_use_placement_beside_it_and_not_as_peers(tmp_path: Path) -> None:
-    results = Results("grpo_step", "simulated", "tiny", tmp_path)
-    for system, value in (("placement", 30e9), ("placement, ref_log_prob first", 22e9), ("verl", 23e9)):
-        results.add("step", system, "bytes both ways", value, "bytes")
-    results.write()
-    assert "| **30.00 GB; ref_log_prob first: 22.00 GB** | 23.00 GB (verl) |  |" in report.table(_results.read(tmp_path))
-
-
-def test_a_readme_without_marks_is_left_alone(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("# a\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="performance"):
-        report.put_into(readme, "table")
-    assert readme.read_text(encoding="utf-8") == "# a\n"
-
-
-def test_the_sampler_says_when_the_driver_cannot_be_asked() -> None:
-    with pytest.raises(RuntimeError, match="sampler"), _sampler.sampled("GPU-none"):
-        pass
-
-
-def test_the_sampler_keeps_the_peak() -> None:
-    reading, writing = os.pipe()
-    values = iter([5, 9, 7])
-
-    def used() -> int:
-        value = next(values)
-        if value == 7:
-            os.write(writing, b"end\n")
-        return value
-
-    with open(reading, encoding="ascii") as stop:
-        assert _sampler._sample(used, stop) == "5 9 3"
-    os.close(writing)

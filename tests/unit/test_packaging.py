@@ -128,7 +128,7 @@ def test_the_wheel_works_where_it_lies(wheel: zipfile.ZipFile, tmp_path: Path) -
 import sys, urllib.request
 from pathlib import Path
 import placement
-from placement.observe.dashboards.export import Deployment, export
+from placement.observe.dashboards import Deployment, export
 from placement.testing import SimulatedDevice
 
 assert placement.__file__.startswith({str(tmp_path)!r}), placement.__file__

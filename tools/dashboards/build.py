@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from placement.observe.dashboards.export import FILES
+from placement.observe.dashboards import FILES
 from tools.dashboards import fleet, worker
 
 

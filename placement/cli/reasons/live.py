@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
-from placement.cli.workers import plain_table
+from placement.cli.status import plain_table
 from placement.core.errors import PlacementError
 from placement.core.summary import readable
-from placement.observe.client import ask, find_targets
+from placement.observe.fleet import ask, find_targets
 
 COLUMNS = ("handle", "state", "on device", "why")
 

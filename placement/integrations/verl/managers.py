@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from placement.core.errors import PhaseError
 from placement.group import Group, StoreGroup
 from placement.manager import Manager
+
+logger = logging.getLogger("placement.integrations.verl")
+logger.setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))  # verl sets the root logger to WARNING
 
 _lock = threading.Lock()
 _made: list[Manager] = []

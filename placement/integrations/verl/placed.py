@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from placement.core.errors import PlacementError
+from placement.core.weak_set import WeakIdSet
 from placement.integrations.verl import managers
-from placement.integrations.verl.log import logger
-from placement.integrations.verl.publications import Publication
+from placement.integrations.verl.managers import logger
+from placement.phases.phase import Hold
 from placement.tensors.plain import plain_parts
 
 if TYPE_CHECKING:
@@ -21,6 +26,94 @@ if TYPE_CHECKING:
     _Engine = Any
 else:
     _Engine = object
+
+
+class Publication(Iterator[tuple[Any, ...]]):
+    """An engine's weights, with the hold under which they are read. It ends like `Hold.around`, and when the sync fails.
+
+    Args:
+        hold: the phase in which the model is held.
+        weights: a generator of weights.
+    """
+
+    def __init__(self, hold: Hold, weights: Iterator[tuple[Any, ...]]) -> None:
+        self._hold, self._weights = hold, weights
+        self._around = hold.around(weights)
+        self._is_cut_off = False
+        _publications.add(self)
+        if (task := _current_task()) is not None:
+            task.add_done_callback(partial(_task_ended, weakref.ref(self)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model is held for it."""
+        return self._hold.is_open
+
+    def __next__(self) -> tuple[Any, ...]:
+        if self._is_cut_off:  # not StopIteration: half of the weights would be taken for all
+            raise PlacementError("these weights ended with the sync that failed: ask the engine for new ones")
+        return next(self._around)
+
+    def close(self) -> None:
+        """Give the rest of the weights up. Idempotent."""
+        self._around.close()  # type: ignore[attr-defined] # the iterator of `Hold.around` has it
+
+    def cut_off(self, error: BaseException) -> None:
+        """End it because the sync has failed with `error`. Failures of ending become notes on that."""
+        if not self.is_open:
+            return
+        self._is_cut_off = True
+        with noted(error):
+            self._weights.close()  # type: ignore[attr-defined] # a generator; first, as it may refer to the model's memory
+        with noted(error):
+            self._hold.release(error)
+
+
+_publications: WeakIdSet[Publication] = WeakIdSet()
+"""Those of all engines of this process."""
+
+
+def cut_off_all(weights: Any, error: BaseException) -> None:
+    """End all publications of this process because a sync has failed. Failures of ending become notes on its error.
+
+    Args:
+        weights: what the sync was reading: a publication, or somebody's generator around one.
+        error: the error of the sync.
+    """
+    if not isinstance(weights, Publication) and hasattr(weights, "close"):
+        with noted(error):
+            weights.close()
+    for publication in _publications:
+        publication.cut_off(error)
+
+
+@contextmanager
+def noted(error: BaseException) -> Iterator[None]:
+    """Make what the block raises a note on `error`, which is on its way and says more."""
+    try:
+        yield
+    except Exception as failure:
+        with suppress(Exception):  # an exception that is a frozen dataclass refuses notes
+            error.add_note(f"placement: {type(failure).__name__}: {failure}")
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+def _task_ended(reference: weakref.ref[Publication], task: asyncio.Task[Any]) -> None:
+    """The task that opened a publication has ended. After an error in it nobody reads on."""
+    publication = reference()
+    if publication is None or not publication.is_open:
+        return
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is not None:
+        # Said here, too, because asyncio now counts the exception as retrieved.
+        logger.warning("a sync of weights has failed, so the phase of its model ends: %s: %s", type(error).__name__, error)
+        publication.cut_off(error)
 
 
 class PlacedEngine(_Engine):  # type: ignore[misc] # verl has no types
@@ -242,3 +335,29 @@ def _free_name(manager: Manager, role: str) -> str:
         if name not in manager.handles:
             return name
     raise PlacementError(f"{len(names)} engines with the role {role!r} are registered in this process; call reset() on one worker instead")
+
+
+_NEEDED = ("_build_fsdp_module", *(name for name in vars(PlacedEngine) if not name.startswith("_")))
+"""The methods that are overridden here: verl's engines must have them."""
+
+
+def register(vendor: str) -> str:
+    """Register the engines under a vendor's name and return what was registered, as text.
+
+    Raises:
+        PlacementError: verl's engines lack what is overridden here, or its registry knows no vendors.
+    """
+    import verl
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+    engines = {"language_model": FSDPEngineWithLMHead, "value_model": FSDPEngineWithValueHead}
+    missing = [f"{base.__name__}.{name}" for base in engines.values() for name in _NEEDED if not hasattr(base, name)]
+    if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
+        missing.append("EngineRegistry.register(vendor=...)")
+    if missing:
+        raise PlacementError(f"verl {verl.__version__} lacks {', '.join(missing)}; verl 0.9.1 has them")
+    for model_type, base in engines.items():
+        placed = type(f"Placed{base.__name__}", (PlacedEngine, base), {"__doc__": f"{base.__name__}, placed by placement."})
+        EngineRegistry.register(model_type, ["fsdp", "fsdp2"], ["cuda", "npu"], vendor)(placed)
+    return "fsdp and fsdp2"

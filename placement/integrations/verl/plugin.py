@@ -6,13 +6,54 @@ swallowed by verl (`verl/__init__.py` of 0.9.1 logs it at DEBUG), while an error
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from placement.core.errors import PlacementError
-from placement.integrations.verl.after_import import after_import
-from placement.integrations.verl.log import logger
+from placement.integrations.verl.managers import logger
 
 VENDOR = "placement"
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` at the end of the import of module `name`; at once, if it is imported already. What `then` raises, the import raises."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module where the other finders do, and adds a call to the end of its execution."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)  # else the next line would ask this finder again
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)  # an import that fails may be tried again
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self._then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def is_chosen() -> bool:
@@ -27,9 +68,9 @@ def register_engines() -> None:
         PlacementError: this version of verl lacks something that they need, and they were asked for.
     """
     try:
-        from placement.integrations.verl import engines
+        from placement.integrations.verl.placed import register
 
-        names = engines.register(VENDOR)
+        names = register(VENDOR)
     except (ImportError, AttributeError, TypeError, PlacementError) as error:
         if is_chosen():
             raise PlacementError(f"VERL_ENGINE_VENDOR=placement, but placement cannot place this verl: {error}") from error
@@ -42,8 +83,7 @@ def register_engines() -> None:
 def place_rollouts() -> None:
     """Let verl use the adapters of vLLM and SGLang that tell placement what the rollout holds, where placement was asked for."""
     if is_chosen():
-        from placement.integrations.verl.rollout import PlacedRollout, place
-        from placement.integrations.verl.sglang import PlacedSglang
+        from placement.integrations.verl.rollout import PlacedRollout, PlacedSglang, place
 
         for name, kind in (("vllm", PlacedRollout), ("sglang", PlacedSglang)):
             try:

@@ -1,4 +1,5 @@
-"""The rollout that shares the worker's GPU, as a handle of placement. This is vLLM's; `sglang` has what differs for SGLang.
+"""The rollout that shares the worker's GPU, as a handle of placement. `PlacedRollout` is vLLM's; `PlacedSglang` has
+what differs for SGLang.
 
 verl wakes it in the worker, through an adapter (`resume`), and puts it to sleep in the driver, past the worker. So placement makes the
 calls that wake it, in phases of its own, and measures what each part holds. That it sleeps again placement learns at the worker's next
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from placement.core import interrupts
 from placement.core.errors import EngineError, EngineLost
 from placement.core.states import KV_CACHE, WEIGHTS
 from placement.engines.residency import Residency
 from placement.engines.tagged import TaggedEngine, Weights
 from placement.integrations.verl import managers
-from placement.integrations.verl.log import logger
-from placement.integrations.verl.publications import cut_off_all, noted
+from placement.integrations.verl.managers import logger
+from placement.integrations.verl.placed import cut_off_all, noted
 
 if TYPE_CHECKING:
     from placement.manager import Manager
@@ -97,6 +99,7 @@ class ColocatedRollout(TaggedEngine):
                 self._sleep(tags)
                 return
             time.sleep(_POLL_SECONDS)
+            interrupts.check()
 
     def admit(self) -> None:
         """Nothing: verl's driver sends no prompt before `resume` returns."""
@@ -200,6 +203,39 @@ class PlacedRollout(_Adapter):  # type: ignore[misc] # verl has no types
         if hold is not None:
             with nullcontext() if error is None else noted(error):
                 hold.release(error)
+
+
+_NEEDED = ("_init_server_adapter", "_engine", "sleep_level")
+"""The attributes of verl's adapter that are used here and are not those of `BaseRollout`."""
+
+
+class PlacedSglang(PlacedRollout):
+    """Comes before verl's adapter of SGLang among the bases of a class.
+
+    SGLang dies of a release of what is released already, and of a resume of what was not. So placement releases by name what is awake,
+    and no more: verl's own `release()` names all parts. Read from verl 0.9.1 (workers/rollout/sglang_rollout/sglang_rollout.py) and
+    SGLang 0.5.12.
+    """
+
+    _weights: Weights = "keep"  # verl starts a server that shares the worker's GPU with enable_weights_cpu_backup
+
+    def _reason_to_leave_it(self, manager: Manager | None) -> str | None:
+        missing = [name for name in _NEEDED if not hasattr(self, name)]
+        if missing:
+            return f"this verl's adapter of SGLang has no {', '.join(missing)}; that of verl 0.9.1 has"
+        options = self.config.engine_kwargs.get("sglang") or {}
+        if not options.get("enable_memory_saver", True):
+            return "its memory does not move (rollout.engine_kwargs.sglang.enable_memory_saver=False)"
+        return super()._reason_to_leave_it(manager)
+
+    def _parts(self) -> tuple[str, ...]:
+        """The KV cache alone where SGLang serves LoRA as an adapter: then the base weights stay on the device."""
+        return (KV_CACHE,) if self.sleep_level == 1 else super()._parts()
+
+    async def release_parts(self, tags: Collection[str]) -> None:
+        await self._init_server_adapter()
+        if self._engine is not None:  # else another rank leads the server
+            await self._engine.release_memory_occupation(tags=[*tags])
 
 
 def place(name: str, kind: type[PlacedRollout] = PlacedRollout) -> None:

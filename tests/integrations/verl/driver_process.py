@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.utils import device
 
-from placement.integrations.verl.after_import import after_import
+from placement.integrations.verl.plugin import after_import
 from tests.integrations.verl.cpu_platform import use_cpu
 from tests.integrations.verl.recipe import STANDIN
 

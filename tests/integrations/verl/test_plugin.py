@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.code_paths import ROOT
-from placement.integrations.verl.after_import import after_import
+from placement.integrations.verl.plugin import after_import
 from tests.integrations.verl import registration
 from tests.support.frameworks import needs
 from tests.support.ranks import Ranks
@@ -81,12 +81,12 @@ def test_verl_finds_the_plugin_by_its_entry_point() -> None:
     assert importlib.util.find_spec(module) is not None
 
 
-def test_only_the_module_of_the_engines_imports_verl() -> None:
+def test_no_module_imports_verl_when_it_is_imported() -> None:
     folder = ROOT / "integrations" / "verl"
     importing = {
         path.name for path in folder.glob("*.py") for line in path.read_text().splitlines() if re.match(r"(import|from) verl", line)
     }
-    assert importing == {"engines.py"}
+    assert importing == set()
 
 
 def test_the_plugin_says_that_it_is_active_once(one_rank: Ranks) -> None:

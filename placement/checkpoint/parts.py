@@ -1,0 +1,306 @@
+"""The parts of a checkpoint: a handle's values by parameter names, read and written where they are now.
+
+While a handle is offloaded, its host copy is read and written, and nothing moves. Values that only the object's own code can load
+need the object on the device.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, get_model_state_dict, set_model_state_dict
+
+from placement.checkpoint.changes import Change, OwnLoad, apply, form, same_values
+from placement.core.errors import BrokenHandleError, CheckpointError, NotResidentError, PhaseError
+from placement.core.states import State
+from placement.core.torch_modes import without_modes
+from placement.registration.guards import is_off
+from placement.tensors.plain import parts_of, rewrapped
+
+if TYPE_CHECKING:
+    from placement.registration.handle import Handle
+
+Path = tuple[str | int, ...]
+"""Keys of a checkpoint, from the outermost dict inwards."""
+_EXTRA = "_extra_state"
+"""The last part of torch's key of extra state, which a module saves beside its tensors (`get_extra_state`)."""
+
+
+class Shown(dict[str, Any]):
+    """The state dict of a part. It knows its part, so that a planner can read into fresh tensors instead of the handle's own."""
+
+    def __init__(self, part: Part, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.part = part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())  # a copy is a plain dict of copies
+
+
+class Read(dict[str, Any]):
+    """Values that were read from a checkpoint into memory that nothing else uses."""
+
+
+class Part(abc.ABC):
+    """One handle as a `Stateful` of torch.distributed.checkpoint."""
+
+    kind: ClassVar[str]
+    noun: ClassVar[str]
+    """The word for the part in the names of torch's state dict functions."""
+
+    def __init__(self, handle: Handle) -> None:
+        if not hasattr(handle, "kind"):
+            raise TypeError(f"{type(self).__name__} takes the handle that register() has returned, not a {type(handle).__name__}")
+        if handle.kind != self.kind:
+            raise TypeError(f"{handle.name!r} has kind {handle.kind}; {type(self).__name__} takes handles of kind {self.kind}")
+        self.handle = handle
+
+    @abc.abstractmethod
+    def state_dict(self) -> Shown:
+        """The present values, under the names that torch's `get_model_state_dict` and `get_optimizer_state_dict` give them.
+
+        The tensors follow the handle when it moves. Nothing moves for the call, and no optimizer steps.
+
+        Raises:
+            NotResidentError: the handle's object is not built yet, or gone.
+            CheckpointError: only its framework can save it; the message says how.
+            BrokenHandleError: the handle is broken, so its values are invalid.
+        """
+
+    @abc.abstractmethod
+    def template(self, path: Path, metadata: Metadata) -> Read:
+        """The entries to read from the checkpoint for this part. Every tensor is new host memory.
+
+        Args:
+            path: the part's place in the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit.
+        """
+
+    @abc.abstractmethod
+    def needs_device(self) -> str | None:
+        """Why values can be loaded only while the object is on the device; None if they can be loaded in every state."""
+
+    @abc.abstractmethod
+    def prepare(self, given: Mapping[str, Any]) -> list[Change]:
+        """Check values that are to replace the handle's. Changes nothing.
+
+        Raises:
+            CheckpointError: the values do not fit; the message names the handle and the key.
+            NotResidentError: they can be loaded only on the device.
+            PhaseError, BrokenHandleError: the handle must not be written now.
+        """
+
+    def load_state_dict(self, given: Mapping[str, Any]) -> None:
+        """Replace the handle's values where they are now, in the host copy while it is offloaded. Nothing moves.
+
+        Tensor objects, addresses, aliases and an optimizer's keys stay the same. Raises the errors of `prepare`.
+        """
+        with without_modes(), torch.inference_mode(False):
+            apply(self.prepare(given))
+
+    def require_writable(self) -> None:
+        """Raise PhaseError, CheckpointError or NotResidentError where the handle's values must not be written now."""
+        handle = self.handle
+        if handle.gathers is not None:
+            raise CheckpointError(
+                f"{handle.name!r}: {handle.gathers}, so torch must load it. Inside manager.phase('restore'): state = {{{handle.name!r}: "
+                f"get_{self.noun}_state_dict(...)}} of torch.distributed.checkpoint.state_dict, torch.distributed.checkpoint.load(state, "
+                f"checkpoint_id=path), set_{self.noun}_state_dict(...). Leave it out here with only="
+            )
+        self._object()
+        if handle.readonly:
+            raise CheckpointError(f"{handle.name!r} is readonly: load its values before you register it, or leave it out with only=")
+        if handle.state is State.SYNCING:
+            raise PhaseError(f"{handle.name!r} is SYNCING in phase {handle.phase_now()!r}: published weights must not be written")
+
+    def _object(self) -> Any:
+        handle = self.handle
+        if handle.object is None:
+            gone = "its object was garbage-collected" if handle.is_gone else "it is not built yet"
+            raise NotResidentError(f"{handle.name!r} has no state to save or load: {gone}")
+        lost = handle.broken or handle.storage.lost
+        if lost is not None:
+            raise BrokenHandleError(f"{handle.name!r} is broken and has no values to save: {lost}")
+        if handle.gathers is not None and any(is_off(each) for each in (handle, *handle.owners)):
+            advice = "save it inside manager.phase('checkpoint'), or leave it out with only="
+            raise CheckpointError(f"{handle.name!r}: {handle.gathers}: {advice}")
+        return handle.object
+
+    def _require_resident(self) -> None:
+        if is_off(self.handle) and (why := self.needs_device()) is not None:
+            raise NotResidentError(
+                f"{self.handle.name!r}: {why}, so it can be loaded only inside a phase that has it on the device, such as "
+                "manager.phase('restore')"
+            )
+
+    def _error(self, key: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.handle.name!r}: {key} {what}. The handle was not changed.")
+
+    def _fits(self, key: str, live: torch.Tensor, size: torch.Size, dtype: torch.dtype, where: str) -> None:
+        for what, here, there in (("shape", tuple(live.shape), tuple(size)), ("dtype", live.dtype, dtype)):
+            if here != there:
+                raise self._error(key, f"has {what} {there} in the {where}, but {here} here")
+
+    def _check(self, key: str, live: torch.Tensor, new: Any) -> None:
+        """Raise unless the tensor `new` can be copied over the tensor `live`."""
+        if not isinstance(new, torch.Tensor):
+            raise self._error(key, f"is a {type(new).__name__} in the state dict, but a tensor here")
+        self._fits(key, live, new.shape, new.dtype, "state dict")
+        if form(live) != form(new):
+            raise self._error(key, "is sharded otherwise in the state dict than here")
+        for _, part in parts_of(live, ""):
+            if any(size > 1 and stride == 0 for size, stride in zip(part.size(), part.stride(), strict=True)):
+                raise self._error(key, "has several elements at one address (expand), so it cannot be written")
+
+    def _saved_like(self, key: str, live: torch.Tensor, saved: Any) -> torch.Tensor:
+        """Host memory for a saved tensor, after checking that it fits a live one. Reads nothing and calls no collective."""
+        if not isinstance(saved, TensorStorageMetadata):
+            raise self._error(key, "is not a tensor in the checkpoint, but is one here")
+        self._fits(key, live, saved.size, saved.properties.dtype, "checkpoint")
+        with torch.no_grad():
+            return rewrapped(live.detach(), lambda part: torch.empty_like(part, device="cpu"))
+
+
+class Model(Part):
+    """A module handle for torch.distributed.checkpoint: `{"model": placement.checkpoint.Model(actor)}`."""
+
+    kind = "module"
+    noun = "model"
+
+    def state_dict(self) -> Shown:
+        module = self._object()
+        with without_modes(), torch.inference_mode(False):
+            try:
+                found = get_model_state_dict(module)
+            except (AssertionError, AttributeError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"torch cannot name the tensors of {self.handle.name!r} ({error}): save its handle.state_dict(), or use its framework"
+                ) from error
+        for name, value in found.items():
+            refuse_own_cuts(self.handle, name, value)
+        return Shown(self, found)
+
+    def template(self, path: Path, metadata: Metadata) -> Read:
+        live = self.state_dict()
+        found: dict[str, Any] = {}
+        for rest, saved in under(metadata, path):
+            key = str(rest[0])
+            if key not in live:
+                raise self._error(".".join(map(str, rest)), "is in the checkpoint, but the module has no such parameter or buffer")
+            if _is_extra(key):  # may have any shape, and may be flattened into several entries
+                set_element(found, rest, fresh(saved))
+            else:
+                found[key] = self._saved_like(key, live[key], saved)
+        for key in live:
+            if key not in found and not _is_extra(key):
+                raise self._error(key, f"is not in the checkpoint, which has {some(found)} for {'.'.join(map(str, path))!r}")
+        return Read(found)
+
+    def needs_device(self) -> str | None:
+        shown = self.state_dict()
+        if extra := {key: None for key in shown if _is_extra(key)}:
+            return f"only the module itself can load its extra state ({some(extra)})"
+        return None if self._is_own(shown) else _SHOWS_COPIES
+
+    def prepare(self, given: Mapping[str, Any]) -> list[Change]:
+        self.require_writable()
+        live = self.state_dict()
+        for key, value in live.items():
+            if not _is_extra(key):
+                if key not in given:
+                    raise self._error(key, "is missing")
+                self._check(key, value, given[key])
+        for key in given:
+            if key not in live:
+                raise self._error(key, "is not a parameter or buffer of the module")
+        self._require_resident()
+        handle, module = self.handle, self.handle.object
+        if self._is_own(live):
+            also = None
+            if extra := {key: value for key, value in given.items() if _is_extra(key)}:
+                takers = {fqn(module, f"{path}.{_EXTRA}".lstrip(".")): each for path, each in module.named_modules()}
+                also = partial(_set_extra_state, {takers[key]: value for key, value in extra.items()})
+            return [Change(handle, [(value, given[key]) for key, value in live.items() if not _is_extra(key)], also)]
+
+        def load() -> None:
+            set_model_state_dict(module, dict(given), options=StateDictOptions(strict=False))
+
+        def differing() -> list[str]:
+            shown = self.state_dict()
+            return [key for key, new in given.items() if isinstance(new, torch.Tensor) and not same_values(shown.get(key), new)]
+
+        modules = [*module.modules()]
+        containers = [each for part in modules for each in (vars(part), vars(part)["_parameters"], vars(part)["_buffers"])]
+        return [OwnLoad(handle, _SHOWS_COPIES, load, differing, containers, self._tensors())]
+
+    def _is_own(self, shown: Mapping[str, Any]) -> bool:
+        """Whether the tensors of a state dict are the handle's own memory, so that writing to them counts."""
+        addresses = {part.untyped_storage().data_ptr() for tensor in self._tensors() for _, part in parts_of(tensor, "")}
+        parts = (part for key, value in shown.items() if not _is_extra(key) for _, part in parts_of(value, ""))
+        return all(
+            part.numel() == 0 or part.untyped_storage().data_ptr() in addresses or self.handle.storage.has_place(part) for part in parts
+        )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The tensors with the module's values, including those that stay on the CPU on purpose."""
+        assert self.handle.adapter is not None
+        module: torch.nn.Module = self.handle.object
+        owned = [owned.tensor for owned in self.handle.adapter.owned() if not owned.transient]
+        return [*owned, *module.parameters(), *module.buffers()]
+
+
+_SHOWS_COPIES = "its state dict shows copies (a hook, an overridden state_dict())"
+
+
+def _set_extra_state(values: Mapping[torch.nn.Module, Any]) -> None:
+    for module, value in values.items():
+        module.set_extra_state(value)
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA
+
+
+def under(metadata: Metadata, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The checkpoint's entries below a path: the rest of each entry's path, and its metadata.
+
+    Raises:
+        CheckpointError: the checkpoint does not record its paths.
+    """
+    paths = metadata.planner_data
+    if not isinstance(paths, Mapping):
+        raise CheckpointError("the checkpoint was written without flatten_state_dict, so its entries cannot be matched with handles")
+    for key, found in paths.items():
+        if tuple(found[: len(path)]) == path:
+            yield tuple(found[len(path) :]), metadata.state_dict_metadata[key]
+
+
+def fresh(saved: Any) -> torch.Tensor | None:
+    """New host memory for a saved tensor; None for another value."""
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu") if isinstance(saved, TensorStorageMetadata) else None
+
+
+def fqn(module: Any, name: str) -> str:
+    """A parameter's name in torch's state dicts of distributed models, without the prefixes of wrappers."""
+    (found,) = _get_fqns(module, name)
+    return str(found)
+
+
+def some(names: Mapping[str, Any]) -> str:
+    return ", ".join(list(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "nothing"
+
+
+def refuse_own_cuts(handle: Handle, name: str, value: Any) -> None:
+    if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
+        raise CheckpointError(
+            f"{handle.name!r}: {name} is sharded by its framework's own scheme: save it with the framework's checkpoint, and leave it "
+            "out here with only="
+        )

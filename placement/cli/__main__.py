@@ -1,7 +1,0 @@
-"""Run the command line as `python -m placement.cli`."""
-
-import sys
-
-from placement.cli import main
-
-sys.exit(main())
