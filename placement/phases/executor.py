@@ -174,7 +174,7 @@ class PlanExecutor:
             if any(handle.is_on_device and not plan.on_device(handle.name) for handle in self._handles.values()):
                 self._wait_for_work()
         self.prefetcher.hold()
-        within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
+        within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
         ahead = NOTHING_AHEAD
         try:
             self.host_tier.prepare(within)
