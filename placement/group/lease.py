@@ -34,7 +34,7 @@ from placement.core import interrupts
 from placement.core.errors import DeviceMemoryError, PlacementError
 from placement.core.settings import LEASES_FOLDER
 from placement.core.snapshot import LeaseHolder, LeaseSnapshot
-from placement.group.messages import shortened
+from placement.group.protocol import shortened
 
 if TYPE_CHECKING:
     from placement.core.settings import Settings

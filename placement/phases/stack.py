@@ -30,8 +30,8 @@ from placement.storage.transfer.load import ALONE, TOGETHER
 from placement.storage.transfer.streamed_step import Streamed
 
 if TYPE_CHECKING:
-    from placement.group.agreement import Group
     from placement.group.lease import Lease
+    from placement.group.protocol import Group
 
 
 class PhaseStack:

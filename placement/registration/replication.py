@@ -16,7 +16,7 @@ import torch
 
 from placement.core.errors import GroupError, RegistrationError
 from placement.core.states import Plan
-from placement.group.messages import Stage
+from placement.group.protocol import Stage
 from placement.group.vote import GroupVote
 from placement.registration.handle import Lazy
 from placement.storage.replicated.range import Shares
@@ -24,7 +24,7 @@ from placement.storage.replicated.ranks import TorchRanks
 from placement.tensors.owned import Adapter
 
 if TYPE_CHECKING:
-    from placement.group.agreement import Group, Reached
+    from placement.group.protocol import Group, Reached
 
 _ADVICE = "or register it without replicated=True"
 

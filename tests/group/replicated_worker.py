@@ -18,12 +18,12 @@ from placement import Handle, Lazy, Manager, State
 from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
-from placement.group import BoardLost, StoreGroup, failpoints
+from placement.group import BoardLost, StoreGroup
 from placement.storage.address_map import RANGES
 from placement.storage.replicated.storage import ReplicatedStorage
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
 from tests.faults.tracing import Interrupter, Point, Recorder, describe
-from tests.support.boards import ForwardingBoard
+from tests.support.boards import FailingBoard, ForwardingBoard
 
 PAGE = 4096
 CHUNK = 12 * PAGE
@@ -418,7 +418,8 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
     rank.load()
     dist.barrier()
     if rank.rank == victim:
-        failpoints.arm(f"{step}=1:kill")
+        rank.group._board = board = FailingBoard(rank.group._board)
+        board.arm(step, "kill")
     phase = rank.manager.phase("log_prob", only=["ref"])
     try:
         phase.__enter__()
@@ -442,7 +443,8 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
 def killed_in_registration(generation: int, victim: int, step: str) -> str:
     rank = Rank(generation, deadline_seconds=2.0)
     if rank.rank == victim:
-        failpoints.arm(f"{step}=1:kill")
+        rank.group._board = board = FailingBoard(rank.group._board)
+        board.arm(step, "kill")
     told = rank.fails(rank.register, RegistrationError)
     rank.check_unregistered()
     return told

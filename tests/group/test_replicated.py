@@ -142,11 +142,11 @@ def test_a_rank_is_interrupted_while_all_load(three: Ranks, generation: int, cou
 @pytest.mark.parametrize(
     ("victim", "step", "enters"),
     [
-        (2, "group.after_prepare", False),
-        (0, "group.after_vote", False),
-        (1, "group.after_vote", True),
-        (2, "group.after_obey", True),
-        (0, "group.after_obey", True),
+        (2, "before put vote", False),
+        (0, "after put vote", False),
+        (1, "after put vote", True),
+        (2, "after put at", True),
+        (0, "after put at", True),
     ],
 )
 def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int, step: str, enters: bool) -> None:
@@ -158,7 +158,7 @@ def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int, 
             assert (alone or "").startswith("a collective failed") == enters
 
 
-@pytest.mark.parametrize(("victim", "step"), [(0, "group.before_prepare"), (2, "group.after_prepare")])
+@pytest.mark.parametrize(("victim", "step"), [(0, "after wait basis"), (2, "before put vote")])
 def test_a_rank_dies_while_all_register(three: Ranks, generation: int, victim: int, step: str) -> None:
     results = three.run(worker.killed_in_registration, generation, victim, step, dies=victim)
     told = [each for rank, each in enumerate(results) if rank != victim]

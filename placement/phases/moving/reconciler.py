@@ -14,8 +14,7 @@ from placement.core.machine import Node, path
 from placement.core.settings import Annotate, Verify
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
-from placement.group.agreement import Reached
-from placement.group.messages import Stage
+from placement.group.protocol import Reached, Stage
 from placement.group.vote import Agree
 from placement.phases.moving.engine_mover import residency_of, wanted_tags
 from placement.phases.moving.handle_mover import HandleMover, target_of
