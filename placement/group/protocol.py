@@ -274,6 +274,8 @@ class Group:
         self._prefix = f"placement/g{generation}"
         self.epoch = 0
         """The number of the next change."""
+        self.agreed_epoch = -1
+        """The number of the last change on which all ranks agreed."""
         self.is_in_doubt = False
         """Whether a decision could not be read. If so, this rank may not take part any more."""
         self.plans_may_differ = False
@@ -378,6 +380,7 @@ class Group:
             decision = found if isinstance(found, Decision) else decode(Decision, found)
             if decision.verdict == "abort":
                 raise self._end(decision)
+            self.agreed_epoch = self.epoch
             self._enter_next_epoch()
             return Reached(decision.stage, decision.lacks_engines)
 

@@ -26,7 +26,6 @@ from placement.phases.transition_lock import TransitionLock
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle, Streaming
-from placement.storage.transfer.load import ALONE, TOGETHER
 from placement.storage.transfer.streamed_step import Streamed
 
 if TYPE_CHECKING:
@@ -151,9 +150,9 @@ class PhaseStack:
                 self.kept = self._worth_keeping(opened)
                 plan = self._plans.with_kept(plan, self.kept)
                 is_patient = error is None or isinstance(error, Exception)
-                failures += self.executor.retreat(plan, _named(others), patiently=is_patient, load=TOGETHER if error is None else ALONE)
-                failures = self._vote.left(describe("leave", opened.name, None), plan, failures, error)
-                failures += self.executor.complete(ALONE if failures else TOGETHER)
+                action = describe("leave", opened.name, None)
+                vote = lambda found: self._vote.left(action, plan, failures + found, error)  # noqa: E731
+                failures = self.executor.retreat(plan, _named(others), patiently=is_patient, vote=vote)
             except BaseException as stopped:  # an interrupt while leaving: finish leaving, then raise it
                 try:
                     self._expire_keeps()

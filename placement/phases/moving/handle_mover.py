@@ -23,7 +23,6 @@ from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
-from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier
 
@@ -102,7 +101,6 @@ class HandleMover:
         dropping: tuple[ManagedStorage, ...] = (),
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
-        load: Load = ALONE,
     ) -> None:
         """Begin a phase transition with the chunks that the one before left. For the other arguments see `Transition`.
 
@@ -111,7 +109,7 @@ class HandleMover:
         """
         before = self.transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
-        self.transition = Transition(chunk_pool, load, dropping, staying, while_copying, complaints=before.complaints)
+        self.transition = Transition(chunk_pool, dropping, staying, while_copying, complaints=before.complaints)
 
     def forget(self) -> None:
         """Forget a phase transition that has ended or was interrupted, except for its freed chunks and for errors still to be raised."""
@@ -133,7 +131,7 @@ class HandleMover:
         if not leaving and not coming:
             return
         try:
-            self.transition.moved = self._exchange(leaving, coming, early_release=early_release, load=self.transition.load)
+            self.transition.moved = self._exchange(leaving, coming, early_release=early_release)
         except BaseException as error:
             for handle, trigger in [(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]:
                 self._journal.failed(handle.counters, handle.name, trigger, error)
@@ -175,7 +173,7 @@ class HandleMover:
         return moved
 
     def _exchange(
-        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False, load: Load = ALONE
+        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False
     ) -> dict[Handle, MoveResult]:
         """Move the bytes of several handles, in both directions at once. Handles that are already there get an empty result."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
@@ -187,7 +185,6 @@ class HandleMover:
             room_bytes=room_bytes,
             early_release=early_release,
             dropping=self.transition.dropping,
-            load=load,
             staying=self.transition.staying,
             while_copying=self.transition.while_copying,
             calls_since_seconds=self.transition.began_seconds,

@@ -10,7 +10,6 @@ from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
-from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 
 
@@ -20,8 +19,6 @@ class Transition:
 
     chunk_pool: ChunkPool
     """Chunks that storages have freed, and how many more bytes the driver may be asked for."""
-    load: Load = ALONE
-    """The way in which bytes are loaded: by this rank alone, or by all ranks that share a handle together."""
     dropping: tuple[ManagedStorage, ...] = ()
     """The storages whose gradients the plan drops when they leave TRAINING."""
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
