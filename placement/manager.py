@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from placement.core.states import Policy
-    from placement.group.agreement import Group
+    from placement.group.protocol import Group
     from placement.observe.discovery import Identity
     from placement.observe.server import MetricsServer
 

@@ -14,7 +14,7 @@ from placement.devices.host.mapping import round_up
 from placement.planning.simulated_handles import Moved, SimulatedHandle, is_written
 from placement.storage.layout import Sizing, chunk_sizes, expected_bytes, packed
 from placement.storage.range import used_bytes
-from placement.storage.replicated.range import Shares, chunk_spans
+from placement.storage.replicated import Shares, chunk_spans
 
 
 @dataclass(frozen=True, slots=True)

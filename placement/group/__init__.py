@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from placement.core.lazy_names import on_demand as _on_demand
-from placement.group.agreement import Group
-from placement.group.base import Board, BoardLost
 from placement.group.lease import Lease
+from placement.group.protocol import Board, BoardLost, Group
 
 if TYPE_CHECKING:
     from placement.group.store import StoreGroup, from_environment

@@ -3,25 +3,77 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from placement.core import interrupts
 from placement.core.errors import CoordinatorLost
-from placement.group.agreement import DEADLINE_SECONDS, Group
-from placement.group.base import Board, BoardLost
-from placement.group.calls import BoundedCalls
-from placement.group.membership import check_place
+from placement.group.protocol import DEADLINE_SECONDS, Board, BoardLost, Group, check_place
 
 _ANSWER_SECONDS = 60.0
 """The limit for one call. A live store answers in a fraction of a millisecond, or in seconds when thousands of ranks ask at once."""
 _FIRST_PAUSE_SECONDS = 0.0005
 _LOOKS_PER_SECOND = 20_000.0
 """The rate of looks of all ranks together while they wait. A TCPStore can answer many times more."""
+_SLICES = 60
 _T = TypeVar("_T")
+
+
+class BoundedCalls:
+    """Makes calls one after the other on a thread of its own, and waits a limited time for each.
+
+    torch's store client sends a request and waits for the answer without a limit. A store whose process is stopped, or whose machine is
+    gone, would hold its callers for ever, whatever timeout the store was given.
+
+    Args:
+        seconds: the limit for each call. A process that was stopped meanwhile waits a part of it again, since the other side was not late.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._seconds = seconds
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._late: Future[Any] | None = None
+        # A daemon thread, because a call that never returns must not keep the interpreter from exiting.
+        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def __call__(self, call: Callable[[], _T]) -> _T:
+        """Make a call. Returns what it returns and raises what it raises.
+
+        Raises:
+            BoardLost: the call has not returned in time, or an earlier call still has not.
+        """
+        if self._late is not None and not self._late.done():
+            raise BoardLost("an earlier call is still waiting for its answer")
+        answer: Future[_T] = Future()
+        self._calls.put((call, answer))
+        for _ in range(_SLICES):
+            try:
+                return answer.result(self._seconds / _SLICES)
+            except TimeoutError:
+                if answer.done():  # just now, or the error is the call's own
+                    return answer.result()
+                interrupts.check()
+        self._late = answer
+        raise BoardLost(f"no answer within {self._seconds:g} s")
+
+
+def _work(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (each := calls.get()) is not None:
+        call, answer = each
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+        del each, call, answer  # what is finished must not live on until the next call comes
 
 
 class StoreBoard(Board):
@@ -61,6 +113,7 @@ class StoreBoard(Board):
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             time.sleep(min(pause, left))
+            interrupts.check()
             pause = min(pause * 1.5, self._longest_pause)
         return found[0]
 
@@ -70,7 +123,7 @@ class StoreBoard(Board):
     def _reach(self, call: Callable[[], _T]) -> _T:
         try:
             return self._calls(call)
-        except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError, DistStoreError and plain ones
+        except (RuntimeError, TimeoutError) as error:  # torch's DistNetworkError, DistStoreError, DistTimeoutError and plain ones
             raise BoardLost(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
 
 

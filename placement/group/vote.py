@@ -7,28 +7,38 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from placement.core.errors import CoordinatorLost, GroupError, PhaseError
+from placement.core.errors import CoordinatorLost, DeviceMemoryError, GroupError, PhaseError
 from placement.core.states import Plan
-from placement.group.agreement import Reached
-from placement.group.budgets import LeastBudget, OtherBudgetError
-from placement.group.messages import Stage
-
-if TYPE_CHECKING:
-    from placement.group.agreement import Group
+from placement.group.protocol import Group, LeastBudget, Reached, Stage
 
 _TOLD = "_placement_told"
 Agree = Callable[[Plan, Stage, bool], Reached]
 """Asks the other ranks to agree, see `Group.agree`."""
 
-
 _ALL_HAVE_LEFT = Plan({})
 """The plan for which ranks vote that have left a phase, where their plans may differ. The next entry makes these equal."""
 
 
+class OtherBudgetError(DeviceMemoryError):
+    """A plan does not fit the budget of another rank of the group.
+
+    Attributes:
+        rank: the rank whose budget is too small.
+        reason: the text to report for that rank.
+    """
+
+    def __init__(self, message: str, rank: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank, self.reason = rank, reason
+
+    def __reduce__(self) -> tuple[type[OtherBudgetError], tuple[str, int, str]]:
+        return type(self), (str(self), self.rank, self.reason)
+
+
 class _Told(dict[str, int]):
-    """Notes on an exception, for each group, at which count of its messages the other ranks knew the exception. Pickled without content."""
+    """`{key of a group's vote: epochs used}`: when an exception was reported to the group. Pickled without content."""
 
     def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
         return _Told, ()
@@ -39,12 +49,17 @@ class _Epoch:
 
     Attributes:
         catches_up: this rank is about to enter its first phase and has not proposed yet, so it may have skipped phase transitions.
-        has_failed: the epoch has ended for all ranks. They need not hear of later errors of this rank.
-        has_left: the epoch has ended for all ranks because all have left the phase.
+        is_over: the epoch has ended for all ranks. They need not hear of later errors of this rank.
+        has_left: it has ended because all have left the phase.
     """
 
-    def __init__(self, *, catches_up: bool, has_failed: bool) -> None:
-        self.catches_up, self.has_failed, self.has_left = catches_up, has_failed, False
+    def __init__(self, *, catches_up: bool = False, is_over: bool = False) -> None:
+        self.catches_up, self.is_over, self.has_left = catches_up, is_over, False
+
+    def may_catch_up(self) -> bool:
+        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once."""
+        catches_up, self.catches_up = self.catches_up, False
+        return catches_up
 
 
 class GroupVote:
@@ -86,7 +101,7 @@ class GroupVote:
             catches_up: whether the first phase is entered, so that epochs that the others gave up without this rank are passed over.
             error: the exception with which a phase is left; the other ranks may know it already.
         """
-        self._epoch = _Epoch(catches_up=catches_up, has_failed=error is not None and self._is_told(error))
+        self._epoch = _Epoch(catches_up=catches_up, is_over=error is not None and self._is_told(error))
         try:
             yield
         finally:
@@ -108,8 +123,7 @@ class GroupVote:
             self._group.placing = hashlib.sha256(json.dumps(ask_placing(), sort_keys=True).encode()).hexdigest()
         with self._hearing():
             self._epochs_used += 1
-            catches_up = self._may_catch_up()
-            return LeastBudget(self._group.propose(action, ask_budget(), catches_up=catches_up), self._group.budget_rank)
+            return self._group.propose(action, ask_budget(), catches_up=self._current.may_catch_up())
 
     def go_on(self, what: str) -> None:
         """Propose a further step of the same phase transition, after the one before was agreed."""
@@ -167,23 +181,23 @@ class GroupVote:
         Returns:
             The error to raise in place of `error`; None to raise `error` itself.
         """
-        epoch = self._epoch
-        if self._group is None or self._is_told(error) or (epoch is not None and epoch.has_left):
+        epoch = self._current
+        if self._group is None or self._is_told(error) or epoch.has_left:
             return None
-        if epoch is not None and epoch.has_failed:
+        if epoch.is_over:
             self._mark(error)
             return None
         self._epochs_used += 1
         self._mark(error)
         blames = {error.rank: error.reason} if isinstance(error, OtherBudgetError) else None
+        told = None
         try:
-            told = self._group.abort(error, blames=blames, catches_up=self._may_catch_up(), waits=waits and isinstance(error, Exception))
+            waits = waits and isinstance(error, Exception)
+            told = self._group.abort(error, blames=blames, catches_up=epoch.may_catch_up(), waits=waits)
         except CoordinatorLost as lost:
             with contextlib.suppress(Exception):  # a frozen exception refuses notes
                 error.add_note(f"placement: {lost}")
-            told = None
-        if epoch is not None:
-            epoch.has_failed = True
+        epoch.is_over = True
         if told is not None:
             self._mark(told)
         return told if isinstance(error, Exception) else None
@@ -205,8 +219,7 @@ class GroupVote:
             else:
                 self.propose(action)
                 self.agree(_ALL_HAVE_LEFT if self.compares_plans else plan)
-                if self._epoch is not None:
-                    self._epoch.has_left = True
+                self._current.has_left = True
         except (GroupError, CoordinatorLost) as told:
             return [*failures, told]
         except BaseException as interrupt:  # the others must not wait for this rank
@@ -222,18 +235,14 @@ class GroupVote:
         finally:
             self._epoch = epoch
 
-    def _may_catch_up(self) -> bool:
-        """Whether the next proposal is the first of a rank that may have skipped phase transitions. True at most once an epoch."""
-        if self._epoch is None or not self._epoch.catches_up:
-            return False
-        self._epoch.catches_up = False
-        return True
-
     def heard(self, told: GroupError | CoordinatorLost) -> None:
         """Note that the group raised this error: the epoch has ended, and all ranks know it."""
         self._mark(told)
-        if self._epoch is not None:
-            self._epoch.has_failed = True
+        self._current.is_over = True
+
+    @property
+    def _current(self) -> _Epoch:
+        return self._epoch or _Epoch()
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from typing import Any, Self
 from torch._C._distributed_c10d import TCPStore
 
 from placement.core.errors import GroupError, PhaseError, PlacementError
-from placement.group.agreement import DEADLINE_SECONDS
+from placement.group.protocol import DEADLINE_SECONDS
 from placement.group.store import StoreGroup
 from placement.manager import Manager
 from placement.phases.phase import checked, names_of

@@ -28,7 +28,6 @@ from placement.planning.prefetcher import NOTHING_AHEAD, Ahead, Prefetcher
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle
-from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.streamed_step import Streamed
 from placement.storage.writes import WrittenWhileOffloaded
 
@@ -159,13 +158,15 @@ class PlanExecutor:
         self.lease_client.settle(name)
         self.host_tier.arrange(name)
 
-    def retreat(self, plan: Plan, name: str, *, patiently: bool = False, load: Load = ALONE) -> list[Exception]:
+    def retreat(
+        self, plan: Plan, name: str, *, patiently: bool = False, vote: Callable[[list[Exception]], list[Exception]] | None = None
+    ) -> list[Exception]:
         """Move every handle as far towards a plan as possible, and count the handles that wrongly stay on the device.
 
         Args:
             name: the name of the phase that is open afterwards.
             patiently: wait for other processes if they hold memory that the plan needs.
-            load: with `TOGETHER`, the caller calls `complete` once the other ranks of the group have said how far they came.
+            vote: asks the other ranks of the group how far they came; gets the errors, and returns them with those of the others.
 
         Returns:
             The errors; empty if every handle is where the plan wants it.
@@ -174,7 +175,7 @@ class PlanExecutor:
             if any(handle.is_on_device and not plan.on_device(handle.name) for handle in self._handles.values()):
                 self._wait_for_work()
         self.prefetcher.hold()
-        within, failures = (self.lease_client.within_deadline if patiently else self.lease_client.within_reach)(name, plan)
+        within, failures = self.lease_client.take_back(name, plan, patiently=patiently)
         ahead = NOTHING_AHEAD
         try:
             self.host_tier.prepare(within)
@@ -192,7 +193,8 @@ class PlanExecutor:
             self._reconciler.rest(self._handles, ahead)
         else:
             while_copying = self._device.compare_poison
-            failures += self._reconciler.retreat(self._handles, within, load=load, while_copying=while_copying, ahead=ahead)
+            failures += self._reconciler.retreat(self._handles, within, while_copying=while_copying, ahead=ahead)
+            failures += [] if vote else self._reconciler.complete(self._handles)
         for failure in failures:
             if isinstance(failure, WrittenWhileOffloaded):
                 self.writes.count(failure)
@@ -207,7 +209,7 @@ class PlanExecutor:
         if (written := self.writes.take()) is not None:
             failures.append(written)
         self.host_tier.arrange(name)
-        return failures
+        return vote(failures) + self._reconciler.complete(self._handles) if vote else failures
 
     def stopwatch(self) -> Callable[[], float]:
         """Start a stopwatch. It gives the seconds until now, without those in which the worker's own kernels were waited for."""
@@ -234,10 +236,6 @@ class PlanExecutor:
 
     def _left_behind(self, plan: Plan) -> tuple[Handle, ...]:
         return tuple(each for each in self._handles.values() if each.is_on_device and not each.external and not plan.on_device(each.name))
-
-    def complete(self, load: Load) -> list[Exception]:
-        """See `Reconciler.complete`."""
-        return self._reconciler.complete(self._handles, load)
 
     @property
     def memory(self) -> DeviceMemory:

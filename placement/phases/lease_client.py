@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from placement.core.errors import DeviceMemoryError
 from placement.core.snapshot import LeaseSnapshot
@@ -16,17 +16,6 @@ from placement.registration.handle import Handle
 
 if TYPE_CHECKING:
     from placement.group.lease import Lease
-
-
-Retreat = tuple[Plan, list[Exception]]
-"""A plan that can be carried out now, and the errors if it is less than the plan that was asked for."""
-
-
-class _Needs(NamedTuple):
-    nbytes: int
-    """Bytes to lease in total."""
-    more_bytes: int
-    """Bytes that the driver must still have free: a killed process's memory may become free a moment later than its lease."""
 
 
 class LeaseClient:
@@ -74,23 +63,23 @@ class LeaseClient:
             self._take(self._lease, f"phase {name!r}", name, plan)
         return max(0, min(room_bytes, self._lease.held_bytes - self._held_bytes() - self._planner.memory.torch_reserved_bytes))
 
-    def within_reach(self, name: str, plan: Plan) -> Retreat:
-        """A plan to go back to, reduced to what can be leased now. Does not wait for others, because a phase transition just failed.
+    def take_back(self, name: str, plan: Plan, *, patiently: bool) -> tuple[Plan, list[Exception]]:
+        """Lease the bytes of a plan to which the handles go back, and reduce it to what stays where the others have the memory.
 
         Args:
             name: the name of the phase to go back to.
-        """
-        if self._lease is None or not (coming := self._coming(plan)) or self._take_at_once(self._lease, self._needs(name, plan)):
-            return plan, []
-        refused = f"back to phase {name!r}: other processes have the memory of {', '.join(coming)}"
-        return self._without_coming(plan), [DeviceMemoryError(refused)]
+            patiently: wait for other processes until the deadline, as at the end of a phase; not after a phase transition has failed.
 
-    def within_deadline(self, name: str, plan: Plan) -> Retreat:
-        """A plan to go back to, like `within_reach`, but after waiting for other processes until the deadline."""
-        if self._lease is None or not self._coming(plan):
+        Returns:
+            A plan that can be carried out, and the error if it is less than the plan that was asked for.
+        """
+        if self._lease is None or not (coming := self._coming(plan)):
             return plan, []
         try:
-            self._take(self._lease, f"back to phase {name!r}", name, plan)
+            if patiently:
+                self._take(self._lease, f"back to phase {name!r}", name, plan)
+            elif not self._grow(self._lease, name, plan):
+                raise DeviceMemoryError(f"back to phase {name!r}: other processes have the memory of {', '.join(coming)}")
         except Exception as refused:
             return self._without_coming(plan), [refused]
         return plan, []
@@ -102,9 +91,7 @@ class LeaseClient:
 
     def trim(self) -> None:
         """Return the memory that torch's allocator has cached to the driver, for other processes. Called outside every phase."""
-        if self._lease is None:
-            return
-        if self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
+        if self._lease is not None and self._device.memory().torch_reserved_bytes > self._device.torch_allocated_bytes():
             self._device.trim()
 
     def close(self) -> None:
@@ -115,24 +102,23 @@ class LeaseClient:
         return None if self._lease is None else self._lease.snapshot()
 
     def _take(self, lease: Lease, what: str, name: str, plan: Plan) -> None:
-        if self._take_at_once(lease, self._needs(name, plan)):
-            return
-        self._give_way()
-        self.settle(IDLE)
-        needs = self._needs(name, plan)  # asked again, because giving way has freed the handles' memory and torch's cache
-        lease.wait(needs.nbytes, what=what, is_free=lambda: self._is_free(needs))
+        if not self._grow(lease, name, plan):
+            self._give_way()
+            self.settle(IDLE)
+            nbytes, is_free = self._needs(name, plan)  # asked again, because giving way has freed the handles' memory and torch's cache
+            lease.wait(nbytes, what=what, is_free=is_free)
 
-    def _take_at_once(self, lease: Lease, needs: _Needs) -> bool:
-        return lease.grow(needs.nbytes, is_free=lambda: self._is_free(needs))
+    def _grow(self, lease: Lease, name: str, plan: Plan) -> bool:
+        nbytes, is_free = self._needs(name, plan)
+        return lease.grow(nbytes, is_free=is_free)
 
-    def _is_free(self, needs: _Needs) -> bool:
-        return needs.more_bytes <= 0 or self._device.memory().free_bytes >= needs.more_bytes
-
-    def _needs(self, name: str, plan: Plan) -> _Needs:
+    def _needs(self, name: str, plan: Plan) -> tuple[int, Callable[[], bool]]:
+        """Bytes to lease in total, and whether the driver has what is lacking: a killed process's memory comes back after its lease."""
         built = [handle for handle in self._handles.values() if handle.is_built and not handle.external]
         staying = [handle for handle in built if plan.on_device(handle.name) or handle.name in plan.streamed]
         wanted = sum(bytes_under(plan, plan_checks.handle_view(h)) - h.storage.unadopted_bytes - h.storage.born_bytes for h in staying)
-        return _Needs(wanted + self._planner.working_bytes(name), wanted - self._held_bytes())
+        more_bytes = wanted - self._held_bytes()
+        return wanted + self._planner.working_bytes(name), lambda: more_bytes <= 0 or self._device.memory().free_bytes >= more_bytes
 
     def _held_bytes(self) -> int:
         """Device bytes of the handles, with state still to be created and windows of streamed steps. Not counted: torch's own memory."""

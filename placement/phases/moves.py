@@ -27,7 +27,6 @@ from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import Exchange, nothing
-from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier
 
@@ -72,8 +71,6 @@ class Transition:
 
     chunk_pool: ChunkPool
     """Chunks that storages have freed, and how many more bytes the driver may be asked for."""
-    load: Load = ALONE
-    """The way in which bytes are loaded: by this rank alone, or by all ranks that share a handle together."""
     dropping: tuple[ManagedStorage, ...] = ()
     """The storages whose gradients the plan drops when they leave TRAINING."""
     staying: Mapping[ManagedStorage, int] = field(default_factory=dict)
@@ -121,7 +118,6 @@ class Mover:
         dropping: tuple[ManagedStorage, ...] = (),
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
-        load: Load = ALONE,
     ) -> None:
         """Begin a phase transition with the chunks that the one before left. For the other arguments see `Transition`.
 
@@ -130,7 +126,7 @@ class Mover:
         """
         before = self.transition
         chunk_pool = ChunkPool(self._device, room_bytes, left_by=before.chunk_pool)
-        self.transition = Transition(chunk_pool, load, dropping, staying, while_copying, complaints=before.complaints)
+        self.transition = Transition(chunk_pool, dropping, staying, while_copying, complaints=before.complaints)
 
     def forget(self) -> None:
         """Forget a phase transition that has ended or failed, except for its freed chunks and for errors still to be raised."""
@@ -152,7 +148,7 @@ class Mover:
         if not leaving and not coming:
             return
         with self._failing([(h, Trigger.OFFLOAD) for h in leaving] + [(h, Trigger.LOAD) for h in coming]):
-            self.transition.moved = self._exchange(leaving, coming, early_release=early_release, load=self.transition.load)
+            self.transition.moved = self._exchange(leaving, coming, early_release=early_release)
 
     @contextmanager
     def _failing(self, moves: Sequence[tuple[Handle, Trigger]]) -> Iterator[None]:
@@ -207,7 +203,7 @@ class Mover:
         return moved
 
     def _exchange(
-        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False, load: Load = ALONE
+        self, leaving: Sequence[Handle], coming: Sequence[Handle], *, early_release: bool = False
     ) -> dict[Handle, MoveResult]:
         """Move the bytes of several handles, in both directions at once. Handles that are already there get an empty result."""
         by_holding = {handle.holding: handle for handle in (*leaving, *coming) if handle.holding is not None}
@@ -219,7 +215,6 @@ class Mover:
             room_bytes=room_bytes,
             early_release=early_release,
             dropping=self.transition.dropping,
-            load=load,
             staying=self.transition.staying,
             while_copying=self.transition.while_copying,
             calls_since_seconds=self.transition.began_seconds,

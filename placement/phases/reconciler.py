@@ -14,8 +14,7 @@ from placement.core.machine import Node, path
 from placement.core.settings import Annotate, Verify
 from placement.core.states import Plan, State, Trigger
 from placement.devices.base import Device
-from placement.group.agreement import Reached
-from placement.group.messages import Stage
+from placement.group.protocol import Reached, Stage
 from placement.group.vote import Agree
 from placement.phases.moves import Mover, residency_of, target_of, wanted_tags
 from placement.planning.prefetcher import NOTHING_AHEAD, Ahead
@@ -23,7 +22,6 @@ from placement.registration.handle import Handle
 from placement.storage.managed import ManagedStorage
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.exchange import nothing
-from placement.storage.transfer.load import ALONE, TOGETHER, Load
 from placement.storage.writes import WrittenWhileOffloaded
 
 _STEPS: tuple[tuple[Trigger, ...], ...] = (
@@ -88,7 +86,7 @@ class Reconciler:
             room_bytes: device bytes that the budget leaves beside those in use now. A swap may use them in addition.
             agree: asks the group. Called when everything has moved and can still go back without new memory, and also after the
                 engines of any rank have left or come. If it raises, everything goes back, except on CoordinatorLost, which leaves
-                everything as it is. None: nobody is asked, and this rank loads shared handles alone.
+                everything as it is. None: nobody is asked.
             go_on: called before each further stage, with its description.
             ahead: what is done for later phase transitions.
 
@@ -103,18 +101,17 @@ class Reconciler:
             if not isinstance(error, BrokenHandleError):  # a broken handle fails only phase transitions that must move it
                 raise error
         handles, engines = _apart(handles)
-        load: Load = TOGETHER
         if agree is None:
-            load, agree, go_on = ALONE, _alone, _nobody_to_tell
+            agree, go_on = _alone, _nobody_to_tell
         sources = {handle.name: handle.node for handle in handles.values()}
-        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), ahead.staying, load=load)
+        self._mover.begin(room_bytes, _leaving_training(handles.values(), plan), ahead.staying)
         try:
             reached = self._move_together(handles.values(), engines, plan, agree, go_on)
-            self._complete(handles.values(), load)
+            self._complete(handles.values())
             self._finish(handles.values())
         except CoordinatorLost as lost:  # keep the freed chunks, so that going back later needs no new memory
             try:
-                self._complete(handles.values(), ALONE)
+                self._complete(handles.values())
             except Exception as error:
                 lost.add_note(f"placement: {error}")
             self._mover.forget()
@@ -155,11 +152,11 @@ class Reconciler:
         finally:
             self._mover.end()
 
-    def _complete(self, handles: Iterable[Handle], load: Load) -> None:
-        """Commit the loads that waited for the decision of the group. With `TOGETHER`, every rank must call this now."""
+    def _complete(self, handles: Iterable[Handle]) -> None:
+        """Commit the loads that waited for the decision of the group, whatever it is."""
         for handle in handles:
             if (holding := handle.holding) is not None and not holding.is_complete:
-                load.finish(holding)
+                holding.complete()
                 self._mover.verifier.check_device(holding)
                 holding.commit_load()
                 holding.make_consistent(self._mover.chunk_pool)
@@ -188,14 +185,12 @@ class Reconciler:
         handles: Mapping[str, Handle],
         plan: Plan,
         *,
-        load: Load = ALONE,
         while_copying: Callable[[], None] = nothing,
         ahead: Ahead = NOTHING_AHEAD,
     ) -> list[Exception]:
-        """Bring every handle as far towards its target as possible.
+        """Bring every handle as far towards its target as possible. The caller calls `complete`, once the ranks of a group have voted.
 
         Args:
-            load: with `TOGETHER`, the caller asks the ranks of the group afterwards how far they came, and then calls `complete`.
             while_copying: called once while bytes are being copied to the host, if any are.
             ahead: see `advance`.
 
@@ -204,7 +199,7 @@ class Reconciler:
         """
         others, engines = _apart(handles)
         errors = self._mover.as_far_as_it_goes(self._mover.engine_leaves, engines, plan)
-        errors += self._retreat_others(others, plan, load, while_copying, ahead)
+        errors += self._retreat_others(others, plan, while_copying, ahead)
         # An engine that could not leave is not asked again in this phase transition, because that may mean waiting again.
         engines = [engine for engine in engines if residency_of(engine).resident <= wanted_tags(engine, plan)]
         errors += self._mover.as_far_as_it_goes(self._mover.engine_comes, engines, plan)
@@ -212,23 +207,19 @@ class Reconciler:
             self._end(ahead)
         return errors
 
-    def complete(self, handles: Mapping[str, Handle], load: Load) -> list[Exception]:
-        """Commit the loads that waited for other ranks after a retreat. Returns the errors.
-
-        Args:
-            load: `TOGETHER` if all ranks came so far; with `ALONE`, this rank loads the missing parts by itself.
-        """
+    def complete(self, handles: Mapping[str, Handle]) -> list[Exception]:
+        """Commit the loads that wait for other ranks after a retreat. Returns the errors."""
         try:
-            self._complete(handles.values(), load)
+            self._complete(handles.values())
         except Exception as error:
             return [error, *self._settle_all(handles)]
         return []
 
     def _retreat_others(
-        self, handles: Mapping[str, Handle], plan: Plan, load: Load, while_copying: Callable[[], None], ahead: Ahead
+        self, handles: Mapping[str, Handle], plan: Plan, while_copying: Callable[[], None], ahead: Ahead
     ) -> list[Exception]:
         errors: list[Exception] = []
-        self._mover.begin(0, _leaving_training(handles.values(), plan), ahead.staying, while_copying, load)
+        self._mover.begin(0, _leaving_training(handles.values(), plan), ahead.staying, while_copying)
         try:
             paths: list[tuple[Handle, list[Trigger]]] = []
             for handle in handles.values():
@@ -317,6 +308,7 @@ class Reconciler:
             cause.add_note(f"placement: {error}")
         try:
             self._march([h for h in handles.values() if h.broken is None], lambda handle: sources[handle.name])
+            self._complete(handles.values())
         except Exception as error:
             cause.add_note(f"placement: {error}; the handles that could not go back are complete where they are")
             self._settle_all(handles)

@@ -26,12 +26,11 @@ from placement.phases.transition_lock import TransitionLock
 from placement.registration.handle import Handle
 from placement.registration.registry import Registry
 from placement.registration.streamed_optimizer import SteppedHandle, Streaming
-from placement.storage.transfer.load import ALONE, TOGETHER
 from placement.storage.transfer.streamed_step import Streamed
 
 if TYPE_CHECKING:
-    from placement.group.agreement import Group
     from placement.group.lease import Lease
+    from placement.group.protocol import Group
 
 
 class PhaseStack:
@@ -172,9 +171,11 @@ class PhaseStack:
         self.phases.kept = self._worth_keeping(phase)
         plan = self.phases.with_kept(plan)
         is_patient = error is None or isinstance(error, Exception)
-        failures += self.executor.retreat(plan, left_to, patiently=is_patient, load=TOGETHER if error is None else ALONE)
-        failures = self._vote.left(describe("leave", phase.name, None), plan, failures, error)
-        return failures + self.executor.complete(ALONE if failures else TOGETHER)
+
+        def vote(found: list[Exception]) -> list[Exception]:
+            return self._vote.left(describe("leave", phase.name, None), plan, failures + found, error)
+
+        return self.executor.retreat(plan, left_to, patiently=is_patient, vote=vote)
 
     def _leave_inner(self, phase: OpenPhase) -> None:
         """Leave the phases inside a phase that an exception passes through: their own `with` statements will not do it any more."""

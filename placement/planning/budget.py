@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from placement.core.errors import DeviceMemoryError
 from placement.core.states import IDLE, HandleView, Plan, State, View, bytes_under
-from placement.group.budgets import OtherBudgetError
+from placement.group.vote import OtherBudgetError
 
 if TYPE_CHECKING:
     from placement.devices.memory import DeviceMemory

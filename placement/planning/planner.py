@@ -9,7 +9,7 @@ from typing import Any
 from placement.core.settings import Settings
 from placement.core.states import IDLE, HandleView, Plan, State, View
 from placement.devices.memory import DeviceMemory
-from placement.group.budgets import LeastBudget
+from placement.group.protocol import LeastBudget
 from placement.planning import plan_checks
 from placement.planning.budget import Budget
 from placement.planning.history import PhaseHistory

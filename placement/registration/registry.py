@@ -29,8 +29,7 @@ from placement.registration.unregistered import StepWatch
 from placement.storage.base import ExternalStorage, NotBuilt
 from placement.storage.layout import RANGES
 from placement.storage.managed import ManagedStorage
-from placement.storage.replicated.ranks import Ranks
-from placement.storage.replicated.storage import ReplicatedStorage
+from placement.storage.replicated import Ranks, ReplicatedStorage
 from placement.storage.transfer.buckets import most_buckets
 from placement.tensors.plain import plain_parts
 

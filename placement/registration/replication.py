@@ -16,20 +16,19 @@ import torch
 
 from placement.core.errors import GroupError, RegistrationError
 from placement.core.states import Plan
-from placement.group.messages import Stage
+from placement.group.protocol import Stage
 from placement.group.vote import GroupVote
 from placement.ownership.adapter import Adapter
 from placement.registration.handle import Lazy
-from placement.storage.replicated.range import Shares
-from placement.storage.replicated.ranks import TorchRanks
+from placement.storage.replicated import Ranks, Shares
 
 if TYPE_CHECKING:
-    from placement.group.agreement import Group, Reached
+    from placement.group.protocol import Group, Reached
 
 _ADVICE = "or register it without replicated=True"
 
 
-class GroupRanks(TorchRanks):
+class GroupRanks(Ranks):
     """The ranks of a group, which gather by a process group of the same ranks."""
 
     def __init__(self, group: Group, process_group: torch.distributed.ProcessGroup) -> None:
@@ -38,8 +37,15 @@ class GroupRanks(TorchRanks):
 
     @property
     def change(self) -> int:
-        # The number is of this generation of the group alone. Words that a rank of an earlier one left in the shared memory never equal it.
-        digest = hashlib.sha256(f"{self._group.generation} {self._group.epoch}".encode()).digest()
+        return self._number(self._group.epoch)
+
+    @property
+    def agreed_change(self) -> int:
+        return self._number(self._group.agreed_epoch)
+
+    def _number(self, epoch: int) -> int:
+        # Of this generation of the group alone: words that a rank of an earlier one left in the shared memory never equal it.
+        digest = hashlib.sha256(f"{self._group.generation} {epoch}".encode()).digest()
         return int.from_bytes(digest[:7], "big") + 1  # 0 stands for no change
 
     @property

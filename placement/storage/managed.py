@@ -119,14 +119,13 @@ class ManagedStorage(HeldStorage):
         return fresh, stays
 
     def bring(self, r: Range, indices: Sequence[int]) -> int:
-        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy."""
+        """Start copying these chunks (ascending), which were mapped just now, to the device. Returns the bytes to copy.
+
+        A part may be left to other ranks (see `ReplicatedStorage`): then the load is incomplete until `complete`.
+        """
         copies = r.copies(indices)
         self.device.copy(copies, "to_device")
         return sum(copy.nbytes for copy in copies)
-
-    def bring_share(self, r: Range, indices: Sequence[int]) -> int:
-        """Like `bring`, for a load that the ranks of a group vote on: chunks that other ranks can bring may be left to them."""
-        return self.bring(r, indices)
 
     def own_host_copy(self, r: Range) -> None:
         """Called before chunks of a range's host copy are written: see `ReplicatedStorage`.
@@ -171,11 +170,12 @@ class ManagedStorage(HeldStorage):
                 r.early.discard(gone, chunk_pool)
         return before - self.prefetched_bytes
 
-    def complete_alone(self) -> None:
-        """Start the missing copies of an incomplete load, over this process's own link."""
+    def complete(self) -> None:
+        """Start the missing transfers of an incomplete load, once its phase transition is decided.
 
-    def complete_together(self) -> None:
-        """Start the missing transfers of an incomplete load. Every rank of the group calls this now."""
+        Raises:
+            RuntimeError: the device failed. The host copy is complete.
+        """
 
     def commit_offload(
         self, fresh: tuple[Range, ...], prints: Sequence[tuple[Range, torch.Tensor]], dropped: tuple[Range, ...] | None = None

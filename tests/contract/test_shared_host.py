@@ -17,7 +17,7 @@ from placement.devices.host.mapping import PAGE
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy
 from placement.storage.layout import Adoptee, prepare
-from placement.storage.replicated.range import SharedRange, Shares, own_spans
+from placement.storage.replicated import SharedRange, Shares, own_spans
 from placement.testing import SimulatedDevice
 from tests.contract.ranges import poisoned, random_bytes, whole
 

@@ -16,8 +16,7 @@ from placement.core.errors import DeviceMemoryError
 from placement.devices.memory import Chunk
 from placement.engines import Follower, TaggedEngine
 from placement.group import StoreGroup
-from placement.group.agreement import Reached
-from placement.group.messages import Stage
+from placement.group.protocol import Reached, Stage
 from placement.testing import SimulatedDevice, assert_nothing_resident
 
 CHUNK = 4096

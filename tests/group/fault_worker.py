@@ -1,19 +1,26 @@
-"""One rank of the sweeps of faults: a manager in a group, two phases, and what it saw."""
+"""The processes of the sweeps of faults: ranks with a manager each, two phases and what they saw, and the store that they meet over."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from placement import Manager, State
 from placement.core.errors import CoordinatorLost, PlacementError
-from placement.group import Board, BoardLost, Group, failpoints
+from placement.group import Board, BoardLost, Group, StoreGroup
 from placement.testing import assert_nothing_resident
-from tests.support.boards import ForwardingBoard
+from tests.support.boards import STEPS, FailingBoard
+from tests.support.forked import processes
 from tests.support.trainer import Trainer
 
 START_SECONDS = 60.0
@@ -27,7 +34,7 @@ class Case(NamedTuple):
     fault: str
     rank: int
     step: str
-    """A failpoint, or the name of a message."""
+    """A step of `STEPS`, or the name of a message."""
     its_move_fails: bool = False
     """The device refuses memory to that rank in that phase transition: then it is the one that claims ABORT."""
 
@@ -35,25 +42,21 @@ class Case(NamedTuple):
         return f"{self.fault} rank {self.rank} at {self.step}" + (", out of memory" if self.its_move_fails else "")
 
 
-class Unreliable(ForwardingBoard):
-    """A board that carries one message wrongly: twice, not at all, without an answer, or late.
-
-    Attributes:
-        has_happened: the fault.
-    """
+class Unreliable(FailingBoard):
+    """A board that also carries one message wrongly: twice, not at all, without an answer, or late."""
 
     def __init__(self, board: Board, case: Case) -> None:
         super().__init__(board)
         self._case = case
-        self.is_armed = self.has_happened = False
+        self.is_armed = False
         self._late: list[Callable[[], object]] = []
         self._calls_to_go = 0
 
     def put(self, key: str, value: bytes) -> None:
-        self._carry(key, lambda: self._board.put(key, value), is_heard=False)
+        self._carry(key, lambda: super(Unreliable, self).put(key, value), is_heard=False)
 
     def claim(self, key: str, value: bytes) -> bytes:
-        stands: bytes = self._carry(key, lambda: self._board.claim(key, value), is_heard=True)
+        stands: bytes = self._carry(key, lambda: super(Unreliable, self).claim(key, value), is_heard=True)
         return stands
 
     def look(self, keys: Sequence[str]) -> list[bytes] | None:
@@ -172,8 +175,8 @@ class Rank(Trainer):
         self.board.is_armed = True
         if self.case.its_move_fails:
             self.faults.fail("create")
-        if self.case.step in failpoints.NAMES:
-            failpoints.arm(f"{self.case.step}=1:{self.case.fault if self.case.fault in ('kill', 'raise') else 'stop'}")
+        if self.case.step in STEPS:
+            self.board.arm(self.case.step, self.case.fault if self.case.fault in ("kill", "raise") else "stop")
 
     def look_after(self) -> None:
         if (values := self.values()) != self.expected:
@@ -186,10 +189,17 @@ class Rank(Trainer):
             self.problems.append(f"{type(error).__name__}: {error}")
 
 
-def run_rank(connection: Connection, case: Case, deadline_seconds: float, join: Callable[..., Group], place: Sequence[Any]) -> bool:
-    """`join(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met. Whether all is as before."""
+def run_ranks(connection: Connection) -> None:
+    """A rank of each case that comes, until one leaves something behind: nobody may be in doubt because of an earlier case."""
+    with suppress(EOFError):  # the test needs no more of it
+        while run_rank(connection, *connection.recv()):
+            connection.send(("next",))
+
+
+def run_rank(connection: Connection, case: Case, deadline_seconds: float, *place: Any) -> bool:
+    """`join_store(*place)` makes the group, whose deadline becomes `deadline_seconds` once the ranks have met. Whether all is as before."""
     try:
-        member = Rank(join(*place), case, deadline_seconds)
+        member = Rank(join_store(*place), case, deadline_seconds)
     except Exception as error:
         connection.send(("end", [], [f"did not join: {type(error).__name__}: {error}"], False))
         return False
@@ -200,13 +210,78 @@ def run_rank(connection: Connection, case: Case, deadline_seconds: float, join: 
     except Exception as error:
         member.problems.append(f"{type(error).__name__}: {error}")
         is_well = False
-    failpoints.arm("")
     connection.send(("end", member.events, member.problems, member.board.has_happened))
     return is_well
 
 
-def run_ranks(connection: Connection) -> None:
-    """A rank of each case that comes, until one leaves something behind: nobody may be in doubt because of an earlier case."""
-    with suppress(EOFError):  # the test needs no more of it
-        while run_rank(connection, *connection.recv()):
-            connection.send(("next",))
+class RankProcess:
+    """A process that is a rank of one case after the other, as long as it comes out of each alive and well; and the way to it."""
+
+    def __init__(self) -> None:
+        self.connection: Connection
+        self.connection, theirs = processes.Pipe()
+        self.process: Any = processes.Process(target=run_ranks, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+# --- the store
+
+
+def join_store(port: int, rank: int, world_size: int, deadline_seconds: float, generation: int) -> Group:
+    store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
+    return StoreGroup(store, rank, world_size, deadline_seconds, generation=generation)
+
+
+class StoreService:
+    """A TCPStore in a process of its own."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = processes.Pipe()
+        self._process = processes.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.port: int = self._connection.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def stop(self) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        wait_until_stopped(self._process.pid)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(connection: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    connection.send(store.port)
+    with suppress(EOFError):
+        connection.recv()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether each of its threads is: one that still runs may answer."""
+    stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+def wait_until_stopped(pid: int, seconds: float = 30.0) -> bool:
+    """Whether the process was stopped; False when it ended first."""
+    deadline = time.monotonic() + seconds
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while not is_stopped(pid):
+            assert time.monotonic() < deadline, f"process {pid} neither stopped nor ended"
+            time.sleep(0.01)  # the system tells a process's state only when asked
+        return True
+    return False

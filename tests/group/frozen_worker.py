@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from torch import nn
 from placement import Handle, Manager, State, checkpoint
 from placement.core.errors import IntegrityError, PlacementError
 from placement.group import StoreGroup
-from placement.storage.replicated.range import SharedRange
-from placement.storage.replicated.storage import ReplicatedStorage
+from placement.storage.replicated import ReplicatedStorage, SharedRange
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.faults.tracing import Interrupter, Recorder, describe
-from tests.group.replicated_worker import CHUNK, Metered, as_bytes, is_of_replicated_storages, is_unguarded, told
+from tests.group.replicated_worker import CHUNK, Metered, as_bytes, told
 
 _SIZE = 192
 
@@ -317,40 +314,15 @@ def stranded(generation: int) -> bool:
     return seen
 
 
-def interrupted(generation: int, every: int) -> int:
-    """Rank 0 is interrupted at bytecodes of the phase in which it gets a host copy of its own. Returns the cases."""
-    rank = Rank(generation, deadline_seconds=10.0)
-    rank.step()
-    recorder = Recorder()
-    with _tracing(recorder if rank.rank == 0 else None):
-        rank.both(Actor.merge)
-    assert not rank.frozen.is_shared
-    points = [point for point in recorder.visits if is_of_replicated_storages(point) and not is_unguarded(point)]
-    cases = 0
-    for index in range(0, told(len(points)), every):
-        _end(rank)
-        rank = Rank(generation + 100_000 * (cases + 1), deadline_seconds=10.0)
-        rank.step()
-        rank.twin.merge()
-        tracing = Interrupter(points[index], 1, KeyboardInterrupt) if rank.rank == 0 else None
-        where = describe(points[index], 1) if points else "see rank 0"
-        _merge(rank, where, tracing)
-        assert tracing is None or tracing.fired, where
-        rank.look()
-        cases += 1
-    _end(rank)
-    return cases
-
-
-def _merge(rank: Rank, where: str, tracing: Interrupter | None = None) -> None:
-    """Merge once, as the twin did, in a phase that may fail or be interrupted; then phases until every rank has left one."""
-    for attempt in range(6):
+def _merge(rank: Rank, where: str) -> None:
+    """Merge once, as the twin did, in a phase that may fail; then phases until every rank has left one."""
+    for _ in range(6):
         is_fine = True
         try:
-            with _tracing(None if attempt else tracing), rank.manager.phase("weight_sync"):
+            with rank.manager.phase("weight_sync"):
                 if as_bytes(rank.actor) != as_bytes(rank.twin):
                     rank.actor.merge()
-        except (PlacementError, RuntimeError, KeyboardInterrupt):
+        except (PlacementError, RuntimeError):
             is_fine = False
         rank.device.clear()
         said = torch.tensor([is_fine and as_bytes(rank.actor) == as_bytes(rank.twin)])
@@ -358,18 +330,6 @@ def _merge(rank: Rank, where: str, tracing: Interrupter | None = None) -> None:
         if bool(said):
             return
     raise AssertionError(f"the ranks did not come together again: {where}")
-
-
-@contextlib.contextmanager
-def _tracing(tracing: Recorder | Interrupter | None) -> Iterator[None]:
-    if tracing is None:
-        yield
-        return
-    tracing.on()
-    try:
-        yield
-    finally:
-        tracing.off()
 
 
 def _end(rank: Rank) -> None:

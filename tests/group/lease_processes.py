@@ -1,4 +1,4 @@
-"""Processes for the tests of leases: forked from one that has imported everything, so that a killed one is replaced in milliseconds.
+"""Processes for the tests of leases, and what they do. They are forked from one that has imported everything, which takes milliseconds.
 
 The one that forks has a single thread and has used neither torch nor a lease. It also collects the dead: once `Process.kill` has
 returned, the kernel has taken back what the process had.
@@ -18,7 +18,16 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
+from torch import nn
+
+from placement import Manager
+from placement.engines import TorchEngine
+from placement.group import Lease
+from placement.testing import SimulatedDevice, assert_nothing_resident
 
 START_SECONDS = 90.0
 CALL_SECONDS = 30.0
@@ -119,12 +128,7 @@ class Processes:
 
 
 def fork_on_demand(address: str) -> None:
-    import torch
     import torch._dynamo  # an optimizer imports it, which takes a second
-
-    import placement.group
-    import placement.testing  # noqa: F401
-    import tests.group.lease_worker  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()
@@ -175,3 +179,151 @@ def _serve(address: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+# --- what they do
+
+CHUNK = 4096
+CAPACITY = 100 * CHUNK
+
+
+class Holder:
+    """A lease, whose methods are called here."""
+
+    def __init__(self, folder: str, keywords: dict[str, Any] | None = None) -> None:
+        self.lease = Lease("GPU-1", 100, folder=folder, **(keywords or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lease, name)
+
+    def wait(self, nbytes: int) -> int:
+        self.lease.wait(nbytes)
+        return self.lease.held_bytes
+
+    def swap(self, nbytes: int, times: int) -> int:
+        """Take and give back, as often as said."""
+        for _ in range(times):
+            with self.lease.holding(nbytes):
+                pass
+        return times
+
+    def die_in_turn(self) -> None:
+        with self.lease._ledger.turn():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop_in_turn(self) -> None:
+        with self.lease._ledger.turn():
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def die_while_writing(self) -> None:
+        """Half a note, and the end."""
+        os.pwrite(self.lease._ledger._open(), b'{"token": "', 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fork_and_die(self) -> int:
+        """Leave a child behind that lives on."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        return child
+
+
+def use(lease: Lease) -> None:
+    """Every way to take and give back."""
+    lease.grow(60)
+    lease.settle(30)
+    lease.wait(100)
+    lease.settle(0)
+    with lease.holding(50):
+        lease.snapshot()
+
+
+class Doomed:
+    """Dies at a line of what a lease does."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def die_at(self, line: int) -> int:
+        """Make, use and close a lease; SIGKILL before the given one of the lines of its code. Returns how many there are."""
+        seen: set[int] = set()
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            if not frame.f_code.co_filename.endswith("group/lease.py"):
+                return None
+            if event != "line":
+                return trace
+            seen.add(frame.f_lineno)
+            if len(seen) == line:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        lease = Lease("GPU-1", 100, folder=self.folder)
+        use(lease)
+        lease.close()
+        sys.settrace(None)
+        return len(seen)
+
+
+class GpuSharer:
+    """A trainer or an engine on one simulated GPU that both share; each needs more than half of it."""
+
+    def __init__(self, role: str, folder: str, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.role, self.log = role, os.open(f"{folder}/swaps", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        device = SimulatedDevice(CAPACITY, chunk_bytes=8 * CHUNK, shared_with=Path(folder) / "capacity")
+        self.manager = Manager(device=device, leases=f"{folder}/leases", worker_role=role, headroom=0.0, phases={"away": ()}, **settings)
+        # Of 100 pages the engine takes 65; the trainer 33 at first, and 66 once its momentum is born.
+        self.model = nn.Linear(256, 256) if role == "rollout" else nn.Linear(256, 128)
+        self.expected = self.model.weight.detach().clone()
+        if role == "rollout":
+            self.engine = TorchEngine(self.model)
+            self.manager.register("engine", self.engine, role="rollout")
+        else:
+            self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+            self.manager.register("actor", self.model, role="actor")
+            self.manager.register("sgd", self.sgd)
+        self.phases = 0
+
+    def work(self) -> None:
+        """A step: what it finds is what it left. The trainer's begins with a part of the memory, and wants more in the middle of it."""
+        with self.manager.phase("rollout" if self.role == "rollout" else "log_prob") as step:
+            assert torch.equal(self.model.weight, self.expected), "the values changed while they were offloaded"
+            if self.role != "rollout":
+                step.switch("train")
+                self.model(torch.ones(1, 256)).sum().backward()
+                self.sgd.step()
+                self.sgd.zero_grad()
+                self.expected = self.model.weight.detach().clone()
+            os.write(self.log, self.role[0].encode())
+        assert self.manager.device.memory().chunk_bytes == 0
+        if self.phases % 8 == 0:
+            assert_nothing_resident(self.manager)
+        self.phases += 1
+
+    def work_on(self, times: int) -> int:
+        for _ in range(times):
+            self.work()
+        return self.phases
+
+    def enter(self, phase: str) -> None:
+        self.manager.enter(phase)
+
+    def switch(self, phase: str) -> None:
+        self.manager.switch(phase)
+
+    def leave(self) -> None:
+        self.manager.leave()
+
+    def states(self) -> dict[str, str]:
+        return {name: str(handle.state) for name, handle in self.manager.handles.items()}
+
+    def held_bytes(self) -> tuple[int, int]:
+        lease = self.manager.snapshot().lease
+        assert lease is not None
+        return lease.held_bytes, self.manager.device.memory().chunk_bytes
+
+    def close(self) -> None:
+        self.manager.close()

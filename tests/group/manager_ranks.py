@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,15 +16,6 @@ from placement.policies import Colocated
 from placement.testing import assert_nothing_resident
 from tests.support.threads import in_threads
 from tests.support.trainer import Trainer
-
-Join = Callable[[int, int, float, int], Group]
-"""`join(rank, world_size, deadline_seconds, generation)`."""
-
-
-def joining() -> Join:
-    """How the ranks of one membership come together."""
-    store = dist.HashStore()
-    return lambda rank, world_size, deadline, generation: StoreGroup(store, rank, world_size, deadline, generation=generation)
 
 
 class FailsOnce(Colocated):
@@ -72,12 +64,39 @@ class Rank(Trainer):
             return dict(error.failures)
         raise AssertionError("nothing failed")
 
+    @contextlib.contextmanager
+    def capturing(self, error: BaseException | None = None) -> Iterator[None]:
+        """Its device captures a graph, or raises when it is asked whether it does."""
 
-def ranks_of(join: Join, world_size: int, deadline_seconds: float = 30.0, generation: int = 0, **settings: Any) -> list[Rank]:
-    groups = in_threads(*(lambda rank=rank: join(rank, world_size, deadline_seconds, generation) for rank in range(world_size)))  # type: ignore[misc]
+        def is_capturing() -> bool:
+            if error is not None:
+                raise error
+            return True
+
+        self.faults.is_capturing = is_capturing  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.faults.is_capturing
+
+
+def enter(rank: Rank, name: Any = "train", only: Any = None) -> None:
+    with rank.manager.phase(name, only=only):
+        pass
+
+
+def ranks_of(world_size: int, deadline_seconds: float = 30.0, store: Any = None, generation: int = 0, **settings: Any) -> list[Rank]:
+    store = dist.HashStore() if store is None else store
+    groups = [StoreGroup(store, rank, world_size, deadline_seconds, generation=generation) for rank in range(world_size)]
     return [Rank(group, **settings) for group in groups]
 
 
 def on_all(ranks: list[Rank], do: Callable[[Rank], Any]) -> list[Any]:
     """At once; what each returned or raised, by rank."""
     return in_threads(*(lambda rank=rank: do(rank) for rank in ranks))  # type: ignore[misc]
+
+
+def meet(ranks: list[Rank]) -> None:
+    """They are at the same epoch, and make a step together."""
+    assert len({rank.group.epoch for rank in ranks}) == 1
+    assert on_all(ranks, Rank.step) == ["done"] * len(ranks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import gc
 import os
 import time
@@ -18,12 +16,10 @@ from placement import Handle, Lazy, Manager, State
 from placement.core.errors import CoordinatorLost, GroupError, PlacementError, RegistrationError
 from placement.devices.base import Device
 from placement.devices.memory import Copy, Direction
-from placement.group import BoardLost, StoreGroup, failpoints
+from placement.group import BoardLost, StoreGroup
 from placement.storage.layout import RANGES
-from placement.storage.replicated.storage import ReplicatedStorage
 from placement.testing import Faults, SimulatedDevice, assert_nothing_resident
-from tests.faults.tracing import Interrupter, Point, Recorder, describe
-from tests.support.boards import ForwardingBoard
+from tests.support.boards import FailingBoard, ForwardingBoard
 
 PAGE = 4096
 CHUNK = 12 * PAGE
@@ -362,55 +358,6 @@ def _meet_again(rank: Rank) -> None:
     raise AssertionError("the ranks did not come together again")
 
 
-def interrupted(generation: int, every: int) -> int:
-    """Rank 0 is interrupted at bytecodes of a load. Returns the cases."""
-    rank = Rank(generation, deadline_seconds=10.0)
-    rank.register()
-    rank.load()
-    recorder = Recorder()
-    _traced(rank, recorder if rank.rank == 0 else None)
-    points = [point for point in recorder.visits if is_of_replicated_storages(point) and not is_unguarded(point)]
-    cases = 0
-    for index in range(0, told(len(points)), every):
-        tracing = Interrupter(points[index], 1, KeyboardInterrupt) if rank.rank == 0 else None
-        with contextlib.suppress(KeyboardInterrupt, PlacementError):
-            _traced(rank, tracing)
-        assert tracing is None or tracing.fired, describe(points[index], 1)
-        try:
-            _meet_again(rank)
-        except RuntimeError as error:
-            raise AssertionError(f"the process group broke: {describe(points[index], 1) if points else 'see rank 0'}") from error
-        assert rank.alone is None, describe(points[index], 1) if points else rank.alone
-        cases += 1
-    rank.manager.close()
-    rank.check_values()
-    return cases
-
-
-def is_of_replicated_storages(point: Point) -> bool:
-    """Whether a bytecode is of what a load of ranks together runs through beside every other load."""
-    return os.path.dirname(point[0].co_filename).endswith("storage/replicated")
-
-
-def is_unguarded(point: Point) -> bool:
-    """Between the group's decision and the `try` that keeps this rank in the collectives: then the others wait until their deadline."""
-    code, offset = point
-    if code is ReplicatedStorage._complete.__code__:
-        return offset < min(entry.start for entry in dis.Bytecode(code).exception_entries)
-    return code is ReplicatedStorage.complete_together.__code__
-
-
-def _traced(rank: Rank, tracing: Recorder | Interrupter | None) -> None:
-    if tracing is None:
-        rank.load()
-        return
-    tracing.on()
-    try:
-        rank.load()
-    finally:
-        tracing.off()
-
-
 def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str | None]:
     """One rank dies in a load. Returns whether this one has entered, and why it loads alone from then on."""
     rank = Rank(generation, deadline_seconds=2.0)
@@ -418,7 +365,8 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
     rank.load()
     dist.barrier()
     if rank.rank == victim:
-        failpoints.arm(f"{step}=1:kill")
+        rank.group._board = board = FailingBoard(rank.group._board)
+        board.arm(step, "kill")
     phase = rank.manager.phase("log_prob", only=["ref"])
     try:
         phase.__enter__()
@@ -442,7 +390,8 @@ def killed_in_load(generation: int, victim: int, step: str) -> tuple[bool, str |
 def killed_in_registration(generation: int, victim: int, step: str) -> str:
     rank = Rank(generation, deadline_seconds=2.0)
     if rank.rank == victim:
-        failpoints.arm(f"{step}=1:kill")
+        rank.group._board = board = FailingBoard(rank.group._board)
+        board.arm(step, "kill")
     told = rank.fails(rank.register, RegistrationError)
     rank.check_unregistered()
     return told

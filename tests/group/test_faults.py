@@ -1,4 +1,4 @@
-"""Processes that die, stop or talk to a lossy board at every step of the protocol: real ranks with real managers over each engine.
+"""Processes that die, stop or talk to a lossy board at every step of the protocol: real ranks with real managers over a TCPStore.
 
 After each case: nobody hung, no two ranks read different decisions, every value is what it was, as bytes, and the fault has happened.
 """
@@ -17,10 +17,8 @@ from typing import Any
 
 import pytest
 
-from placement.group import failpoints
-from tests.group.fault_worker import Case
-from tests.group.rank_processes import RankProcess, RankProcesses
-from tests.group.services import SERVICES, Service, wait_until_stopped
+from tests.group.fault_worker import Case, RankProcess, StoreService, wait_until_stopped
+from tests.support import boards
 
 WORLD = 3
 DEADLINE_SECONDS = 1.2
@@ -31,12 +29,11 @@ STOPPED_SECONDS = 6.0
 HANG_SECONDS = 100.0
 AT_ONCE = 8
 
-_CLAIMS = ("group.before_claim", "group.after_claim")
 STEPS = [
-    (rank, step, step in _CLAIMS and rank > 0)  # ranks other than 0 claim when their own move fails
+    (rank, step, "claim decision" in step and rank > 0)  # ranks other than 0 claim when their own move fails
     for rank in range(WORLD)
-    for step in failpoints.NAMES
-    if rank == 0 or step != "group.before_basis"
+    for step in boards.STEPS
+    if rank == 0 or step != "before claim basis"
 ]
 MESSAGES = [
     (rank, name, name == "decision" and rank > 0)
@@ -46,20 +43,17 @@ MESSAGES = [
 ]
 MESSAGES += [(rank, "outcome", True) for rank in range(WORLD)]  # of a rank whose move fails
 _generations = count(1)
-PROCESSES = RankProcesses()
-
-
-@pytest.fixture(scope="module", params=SERVICES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+IDLE: list[RankProcess] = []
+"""Processes that wait for a case."""
 
 
 @pytest.fixture(scope="module")
-def service(engine: str) -> Iterator[Service]:
+def service() -> Iterator[StoreService]:
     """One for all cases that leave it alone."""
-    made = SERVICES[engine]()
+    made = StoreService()
     yield made
-    PROCESSES.close()
+    while IDLE:
+        IDLE.pop().kill()
     made.close()
 
 
@@ -72,7 +66,7 @@ def deadline_of(case: Case) -> float:
 class Ranks:
     """The processes of one case, and what they said."""
 
-    def __init__(self, service: Service, case: Case) -> None:
+    def __init__(self, service: StoreService, case: Case) -> None:
         self.case, self.service = case, service
         self.said: list[Any] = [None] * WORLD
         self.transitions = [0] * WORLD
@@ -80,8 +74,11 @@ class Ranks:
         to_join = STOPPED_SECONDS if case.fault == "board stopped" else max(AMPLE_SECONDS, DEADLINE_SECONDS)
         self._ranks: list[RankProcess] = []
         for rank in range(WORLD):
-            self._ranks.append(PROCESSES.take(service.join))
-            self._ranks[-1].begin(case, deadline_of(case), service.join, service.address, rank, WORLD, to_join, generation)
+            try:
+                self._ranks.append(IDLE.pop())
+            except IndexError:
+                self._ranks.append(RankProcess())
+            self._ranks[-1].connection.send((case, deadline_of(case), service.port, rank, WORLD, to_join, generation))
         self._open = set(range(WORLD))
         self._well: set[int] = set()
 
@@ -127,7 +124,7 @@ class Ranks:
     def close(self) -> None:
         for rank, each in enumerate(self._ranks):
             if rank in self._well:
-                PROCESSES.give(self.service.join, each)
+                IDLE.append(each)
             else:
                 each.kill()
 
@@ -178,7 +175,7 @@ def judge(ranks: Ranks) -> list[str]:
         else:
             _, events, problems, has_happened = said
             wrong += [f"rank {rank}: {problem}" for problem in problems]
-            if case.step not in failpoints.NAMES and rank == case.rank and not has_happened:
+            if case.fault != "kill" and rank == case.rank and not has_happened:
                 wrong.append("the fault has not happened")
         for epoch, verdict in events:
             by_epoch.setdefault(epoch, set()).add(verdict)
@@ -186,32 +183,32 @@ def judge(ranks: Ranks) -> list[str]:
     return wrong
 
 
-def run_case(case: Case, service: Service | None, engine: str) -> tuple[list[str], list[Any]]:
+def run_case(case: Case, service: StoreService | None) -> tuple[list[str], list[Any]]:
     """What went wrong, and what the ranks saw. Ranks that a busy machine keeps from coming to the step in time begin anew."""
     for _ in range(2):
         with contextlib.suppress(NotReached):
-            return run_once(case, service, engine)
-    return run_once(case, service, engine)
+            return run_once(case, service)
+    return run_once(case, service)
 
 
-def run_once(case: Case, service: Service | None, engine: str) -> tuple[list[str], list[Any]]:
-    own = SERVICES[engine]() if service is None else None
-    ranks = Ranks(own or service, case)  # type: ignore[arg-type]
+def run_once(case: Case, service: StoreService | None) -> tuple[list[str], list[Any]]:
+    own = StoreService() if service is None else service
+    ranks = Ranks(own, case)
     try:
         undone = disturb(ranks)
         wrong = [undone] if undone else judge(ranks)
         return [f"{case}: {each}; {ranks.said}" for each in wrong], [said and said[1] for said in ranks.said]
     finally:
         ranks.close()
-        if own is not None:
+        if service is None:
             own.close()
 
 
-def sweep(cases: list[Case], service: Service | None, engine: str) -> list[list[Any]]:
+def sweep(cases: list[Case], service: StoreService | None) -> list[list[Any]]:
     """All cases, a few at a time. Returns what the ranks of each saw."""
     waits_only = cases[0].fault == "board stopped"
     with ThreadPoolExecutor(len(cases) if waits_only else AT_ONCE) as pool:
-        results = list(pool.map(lambda case: run_case(case, service, engine), cases))
+        results = list(pool.map(lambda case: run_case(case, service), cases))
     wrong = [each for found, _ in results for each in found]
     assert not wrong, "\n".join(wrong)
     return [seen for _, seen in results]
@@ -219,35 +216,35 @@ def sweep(cases: list[Case], service: Service | None, engine: str) -> list[list[
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow), "raise"])
-def test_a_rank_at_every_step(fault: str, service: Service, engine: str, counted: Callable[[str], None]) -> None:
+def test_a_rank_at_every_step(fault: str, service: StoreService, counted: Callable[[str], None]) -> None:
     cases = [Case(fault, *step) for step in STEPS]
-    seen = sweep(cases, service, engine)
+    seen = sweep(cases, service)
     verdicts = [{verdict for events in ranks for epoch, verdict in events if epoch == 1} for ranks in seen]
     assert {"commit"} in verdicts, "killed after its vote: the others go on"
     assert {"abort"} in verdicts
     if fault == "raise":
         went_on = [all(events[-1][1] == "commit" for events in ranks) for ranks in seen]
         assert all(fine for fine, case in zip(went_on, cases, strict=True) if not case.its_move_fails), "the job did not go on"
-    counted(f"{engine} group: {fault} one of {WORLD} ranks at every step of a change: {len(cases)} cases")
+    counted(f"group: {fault} one of {WORLD} ranks at every step of a change: {len(cases)} cases")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("fault", "ranks"), [("board killed", (0, 1)), pytest.param("board stopped", (0,), marks=pytest.mark.slow)])
-def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], engine: str, counted: Callable[[str], None]) -> None:
+def test_the_board_at_every_step(fault: str, ranks: tuple[int, ...], counted: Callable[[str], None]) -> None:
     """With SWEEP=all at the steps of every rank: a stopped board costs each of them seconds."""
     cases = [Case(fault, *step) for step in STEPS if step[0] in ranks or os.environ.get("SWEEP") == "all"]
-    seen = sweep(cases, None, engine)
+    seen = sweep(cases, None)
     assert all(any(verdict == "doubt" for events in ranks for _, verdict in events) for ranks in seen)
-    counted(f"{engine} group: {fault} at every step of a change: {len(cases)} cases")
+    counted(f"group: {fault} at every step of a change: {len(cases)} cases")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "fault", ["twice", pytest.param("lost", marks=pytest.mark.slow), "unanswered", pytest.param("late", marks=pytest.mark.slow)]
 )
-def test_every_message(fault: str, service: Service, engine: str, counted: Callable[[str], None]) -> None:
+def test_every_message(fault: str, service: StoreService, counted: Callable[[str], None]) -> None:
     cases = [Case(fault, *message) for message in MESSAGES]
-    seen = sweep(cases, service, engine)
+    seen = sweep(cases, service)
     if fault == "twice":
         assert all(events[-1][1] == "commit" for ranks in seen for events in ranks), "a message that came twice changed something"
-    counted(f"{engine} group: every message {fault}, of each of {WORLD} ranks: {len(cases)} cases")
+    counted(f"group: every message {fault}, of each of {WORLD} ranks: {len(cases)} cases")

@@ -1,99 +1,549 @@
-"""Managers of two ranks that change phase together, in real processes."""
+"""Managers that change phase together: whatever one rank fails in, all hear of it at once, go back, and meet in the next step."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.group import manager_worker as worker
-from tests.support.ranks import Ranks
+from placement import Manager
+from placement.core.errors import GroupError, PhaseError, RegistrationError
+from placement.group import Group, StoreGroup
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.group.manager_ranks import Rank, enter, meet, on_all, ranks_of
+from tests.support.threads import in_threads
+from tests.support.trainer import CHUNK
 
-_generations = itertools.count(1)
+SHORT_SECONDS = 0.3
+AMPLE_SECONDS = 30.0
 
 
-@pytest.fixture
-def generation() -> int:
-    """A membership of its own for each test: the ranks live on."""
-    return next(_generations)
+def raised(rank: Rank, do: Callable[[], Any]) -> str:
+    """What it raises, with nothing left on the device."""
+    try:
+        do()
+    except BaseException as error:
+        assert_nothing_resident(rank.manager)
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing failed")
 
 
-def test_steps_are_made_together(two_ranks: Ranks, generation: int) -> None:
-    (first, epochs), (second, other) = two_ranks.run(worker.steps_together, generation)
-    assert first == second
-    assert epochs == other == 9  # enter, switch, leave: three steps
+# --- a rank fails in the middle
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("switched", [False, True])
-def test_out_of_memory_on_one_rank_is_everybodys_and_the_next_step_succeeds(
-    two_ranks: Ranks, generation: int, failing: int, switched: bool
+def test_out_of_memory_on_one_rank_is_everybodys(failing: int, switched: bool) -> None:
+    ranks = ranks_of(2)
+    ranks[failing].faults.fail("create", at=4 if switched else 2)
+    for failures in on_all(ranks, lambda rank: rank.failures(rank.steps)):
+        assert [*failures] == [failing]
+        assert failures[failing].startswith("DeviceMemoryError")
+    meet(ranks)
+
+
+def test_three_ranks_whose_moves_fail_differently() -> None:
+    """Past the proposals: no memory from the driver, a policy that fails, and a copy that fails."""
+    ranks = ranks_of(3)
+    ranks[0].faults.fail("create")
+    ranks[1].policy.fails_in = "train"
+    ranks[2].faults.fail("copy")
+    for failures in on_all(ranks, lambda rank: rank.failures(lambda: rank.manager.enter("train"))):
+        assert [reason.partition(":")[0] for _, reason in sorted(failures.items())] == ["DeviceMemoryError", "PolicyError", "InjectedFault"]
+    meet(ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no attribute, and no note."""
+
+    code: int
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [ZeroDivisionError("the user's"), Frozen(7), GroupError("of another group", {0: "x"})], ids=repr)
+def test_an_exception_of_the_user_on_one_rank(failing: int, error: Exception) -> None:
+    """Through two of its phases, and through one of a manager with a group of its own."""
+    ranks = ranks_of(2)
+    alone = StoreGroup(dist.HashStore(), 0, 1, 10.0)
+    inner = Manager(device=SimulatedDevice(64 * CHUNK, chunk_bytes=CHUNK), group=alone)
+
+    def body(rank: Rank) -> None:
+        with rank.manager.phase("log_prob"), rank.manager.phase("checkpoint"):
+            if rank.group.rank == failing:
+                with inner.phase("log_prob"):
+                    raise error
+
+    found = on_all(ranks, lambda rank: raised(rank, lambda: body(rank)))
+    assert found[failing] == f"{type(error).__name__}: {error}"
+    assert f"rank {failing}: {found[failing]}" in found[1 - failing]
+    meet(ranks)
+
+
+def test_an_exception_that_is_raised_again_in_a_later_step_is_told_again() -> None:
+    """One object, as of a future that is asked again."""
+    ranks = ranks_of(2)
+    broken: Future[None] = Future()
+    broken.set_exception(ZeroDivisionError("in a thread"))
+
+    def body(rank: Rank) -> None:
+        with rank.manager.phase("log_prob"):
+            if rank.group.rank == 0:
+                broken.result()
+
+    for _ in range(2):
+        found = on_all(ranks, lambda rank: raised(rank, lambda: body(rank)))
+        assert found[0] == "ZeroDivisionError: in a thread"
+        assert "rank 0: ZeroDivisionError: in a thread" in found[1]
+    meet(ranks)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_interrupt_while_one_rank_leaves_is_told(failing: int) -> None:
+    ranks = ranks_of(2)
+    offload = ranks[failing].faults.copy
+
+    def interrupted(*_: Any) -> None:
+        ranks[failing].faults.copy = offload  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    def body(rank: Rank) -> None:
+        with rank.manager.phase("train"):
+            with torch.no_grad():
+                rank.actor.weight.add_(1)  # so that there is something to copy
+            if rank.group.rank == failing:
+                rank.faults.copy = interrupted  # type: ignore[method-assign]
+
+    found = on_all(ranks, lambda rank: raised(rank, lambda: body(rank)))
+    assert found[failing] == "KeyboardInterrupt: "
+    assert f"rank {failing}: KeyboardInterrupt" in found[1 - failing]
+    meet(ranks)
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_numbers_that_became_nan_on_one_rank(switched: bool) -> None:
+    ranks = ranks_of(2)
+    meet(ranks)
+    before = [value.clone() for value in ranks[0].manager.handles["actor"].state_dict().values()]
+
+    def body(rank: Rank) -> None:
+        with rank.manager.phase("log_prob") as step:
+            if rank.group.rank == 0:
+                for parameter in rank.actor.parameters():
+                    parameter.data.fill_(float("nan"))
+            if switched:
+                step.switch("values")
+
+    for each in on_all(ranks, lambda rank: raised(rank, lambda: body(rank))):
+        assert "of 'actor' were numbers at its last offload" in each
+    assert all(map(torch.equal, before, ranks[0].manager.handles["actor"].state_dict().values()))
+    meet(ranks)
+
+
+# --- budgets
+
+
+class Small:
+    """A rank of three with a budget or a device of its own."""
+
+    def __init__(self, group: Group, how: str, nbytes: int | None, rows: int = 1024) -> None:
+        capacity = nbytes if how == "device" and nbytes is not None else 1 << 28
+        self.manager = Manager(device=SimulatedDevice(capacity), budget_bytes=nbytes if how == "budget" else None, group=group)
+        self.models = {name: nn.Linear(1024, rows, bias=False) for name in ("actor", "ref")}
+        for name, model in self.models.items():
+            self.manager.register(name, model, role=name)
+
+    def told(self) -> GroupError:
+        with pytest.raises(GroupError) as caught, self.manager.phase("log_prob"):
+            pass
+        assert_nothing_resident(self.manager)
+        return caught.value
+
+
+@pytest.mark.parametrize("how", ["budget", "device"])
+@pytest.mark.parametrize("small", [0, 2])
+def test_the_rank_whose_memory_is_short_is_named_with_its_number(how: str, small: int) -> None:
+    store = dist.HashStore()
+    ranks = [Small(StoreGroup(store, rank, 3, 30.0), how, 6 << 20 if rank == small else None) for rank in range(3)]
+    for told in in_threads(*(rank.told for rank in ranks)):
+        assert list(told.failures) == [small]
+        number = 6 << 20 if how == "budget" else int((6 << 20) * 0.8)
+        assert f"{number:,} bytes" in told.failures[small]
+        assert "raise budget_bytes" in told.failures[small]
+
+
+def test_a_budget_that_is_enough_for_its_own_rank_alone_is_named_too() -> None:
+    """Rank 0 has little, and needs little; rank 1 needs more than that."""
+    store = dist.HashStore()
+    groups = [StoreGroup(store, rank, 2, 30.0) for rank in range(2)]
+    ranks = [Small(groups[0], "budget", 6 << 20, rows=256), Small(groups[1], "budget", None)]
+    for told in in_threads(*(rank.told for rank in ranks)):
+        assert list(told.failures) == [0]
+        assert "has a budget of 6.0 MiB (6,291,456 bytes), and phase 'log_prob' needs 8.0 MiB" in told.failures[0]
+
+
+# --- refused before it begins
+
+
+def policy_fails(rank: Rank) -> None:
+    rank.policy.fails_in = "idle"
+    enter(rank)
+
+
+def policy_fails_in_the_phase(rank: Rank) -> None:
+    rank.policy.fails_in = "train"
+    enter(rank)
+
+
+def a_graph_is_captured(rank: Rank) -> None:
+    with rank.capturing():
+        enter(rank)
+
+
+def interrupted(rank: Rank) -> None:
+    with contextlib.suppress(KeyboardInterrupt), rank.capturing(KeyboardInterrupt()):
+        enter(rank)
+    raise GroupError("as the others", {rank.group.rank: "KeyboardInterrupt: "})
+
+
+def memory_cannot_be_asked(rank: Rank) -> None:
+    def fails() -> Any:
+        del rank.faults.memory
+        raise RuntimeError("the driver does not answer")
+
+    rank.faults.memory = fails  # type: ignore[method-assign]
+    enter(rank)
+
+
+def entered_twice(rank: Rank) -> None:
+    phase = rank.manager.phase("train")
+    phase._was_entered = True
+    phase.__enter__()
+
+
+ENTRIES: dict[str, tuple[Callable[[Rank], object], str]] = {
+    "policy, idle": (policy_fails, "PolicyError: policy 'colocated' failed on phase 'idle'"),
+    "policy, train": (policy_fails_in_the_phase, "PolicyError: policy 'colocated' failed on phase 'train'"),
+    "graph": (a_graph_is_captured, "PhaseError: phases cannot change while a graph is being captured"),
+    "interrupt": (interrupted, "KeyboardInterrupt: "),
+    "driver": (memory_cannot_be_asked, "RuntimeError: the driver does not answer"),
+    "entered twice": (entered_twice, "PhaseError: phase 'train' was entered before"),
+    "no name": (lambda rank: enter(rank, 3), "TypeError: a phase has a string for a name, not 3"),
+    "one string": (lambda rank: enter(rank, only="actor"), "TypeError: only= takes a list of names"),
+    "unknown phase": (lambda rank: enter(rank, "no such phase"), "is about to enter no such phase"),
+    "unknown handle": (lambda rank: enter(rank, only=["critic"]), "is about to enter train only=critic"),
+}
+
+
+@pytest.mark.parametrize("how", ENTRIES)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_entry(how: str, failing: int) -> None:
+    refuse, reason = ENTRIES[how]
+    ranks = ranks_of(2)
+    meet(ranks)
+    before = ranks[0].group.epoch
+    found = on_all(ranks, lambda rank: rank.failures(lambda: refuse(rank) if rank.group.rank == failing else enter(rank)))
+    for failures in found:
+        assert failures[failing].startswith(reason)
+    assert [rank.group.epoch for rank in ranks] == [before + 1] * 2
+    meet(ranks)
+
+
+def test_a_closed_manager_tells_the_others() -> None:
+    ranks = ranks_of(2)
+    ranks[1].manager.close()
+    for _ in range(2):
+        for failures in on_all(ranks, lambda rank: rank.failures(lambda: enter(rank))):
+            assert failures == {1: "PlacementError: this manager is closed"}
+
+
+def test_a_thread_that_holds_no_phase_is_refused_on_all_ranks() -> None:
+    """One rank's phase is held by a thread, and another thread wants one inside; on the other rank the right thread asks."""
+    ranks = ranks_of(2)
+
+    def inside(rank: Rank) -> Any:
+        with rank.manager.phase("train"):
+            if rank.group.rank == 0:
+                return rank.failures(lambda: enter(rank, "checkpoint"))
+            (found,) = on_all([rank], lambda rank: rank.failures(lambda: enter(rank, "checkpoint")))
+            return found
+
+    for failures in on_all(ranks, inside):
+        assert list(failures) == [1]
+        assert "holds phase 'train'" in failures[1]
+    meet(ranks)
+
+
+def switch_with_one_open_inside(rank: Rank, step: Any) -> None:
+    with rank.manager.phase("checkpoint"):
+        step.switch("eval")
+
+
+def switch_after_the_end(rank: Rank, step: Any) -> None:
+    phase = rank.manager.phase("eval")
+    phase.switch("eval")
+
+
+def switch_to_a_number(rank: Rank, step: Any) -> None:
+    step.switch(5)
+
+
+def switch_where_idle_has_no_plan(rank: Rank, step: Any) -> None:
+    rank.policy.fails_in = "idle"
+    step.switch("eval")
+
+
+def switch_of_what_was_never_entered(rank: Rank, step: Any) -> None:
+    rank.manager.switch("eval")
+
+
+SWITCHES: dict[str, tuple[Callable[[Rank, Any], None], str]] = {
+    "one open inside": (switch_with_one_open_inside, "PhaseError: cannot switch to 'eval': phase 'checkpoint' is open inside"),
+    "not open": (switch_after_the_end, "PhaseError: cannot switch to 'eval': phase 'eval' is not open"),
+    "no name": (switch_to_a_number, "TypeError: a phase has a string for a name, not 5"),
+    "policy": (switch_where_idle_has_no_plan, "PolicyError: policy 'colocated' failed on phase 'idle'"),
+    "never entered": (switch_of_what_was_never_entered, "PhaseError: cannot switch to 'eval': no phase was entered with enter()"),
+}
+
+
+@pytest.mark.parametrize("how", SWITCHES)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_switch(how: str, failing: int) -> None:
+    refuse, reason = SWITCHES[how]
+    ranks = ranks_of(2)
+
+    def body(rank: Rank) -> None:
+        with rank.manager.phase("train") as step:
+            if rank.group.rank == failing:
+                refuse(rank, step)
+            elif how == "one open inside":
+                enter(rank, "checkpoint")
+            else:
+                step.switch("eval")
+
+    found = on_all(ranks, lambda rank: failures_or_own(rank, lambda: body(rank)))
+    assert found[1 - failing][failing].startswith(reason)
+    assert found[failing][failing].startswith(reason)
+    meet(ranks)
+
+
+def failures_or_own(rank: Rank, do: Callable[[], Any]) -> dict[int, str]:
+    """A rank that cannot leave raises its own error; the others `GroupError`."""
+    try:
+        return rank.failures(do)
+    except (PhaseError, TypeError, KeyboardInterrupt) as error:
+        return {rank.group.rank: f"{type(error).__name__}: {error}"}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_leave(failing: int) -> None:
+    """Of the outer phase, with one open inside. The others leave the inner one in the meantime; all of them come out, and meet again."""
+    ranks = ranks_of(2)
+
+    def body(rank: Rank) -> tuple[dict[int, str], bool]:
+        outer, inner = rank.manager.phase("train"), rank.manager.phase("checkpoint")
+        outer.__enter__()
+        inner.__enter__()
+        refused = outer if rank.group.rank == failing else inner
+        found = failures_or_own(rank, lambda: refused.__exit__(None, None, None))
+        for phase in (inner, outer):
+            if phase._open is not None:
+                rank.failures(lambda phase=phase: phase.__exit__(None, None, None))  # type: ignore[misc]
+        return found, any(rank.step() == "done" for _ in range(3))
+
+    for failures, is_done in on_all(ranks, body):
+        assert failures[failing].startswith("PhaseError: cannot leave: phase 'checkpoint' is open inside")
+        assert is_done
+    assert len({rank.group.epoch for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_attempt_ends_one_epoch_however_often_it_fails(failing: int, interrupted: int) -> None:
+    """A rank has no memory, so that all of them go back, and one of them is interrupted while it does."""
+    ranks = ranks_of(2)
+    executor = ranks[interrupted].manager._stack.executor
+    retreat = executor.retreat
+
+    def interrupt(*arguments: Any, **keywords: Any) -> Any:
+        executor.retreat = retreat  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    ranks[failing].faults.fail("create")
+    executor.retreat = interrupt  # type: ignore[method-assign]
+
+    def body(rank: Rank) -> str:
+        try:
+            enter(rank)
+        except (GroupError, KeyboardInterrupt) as error:
+            return type(error).__name__
+        return "entered"
+
+    found = on_all(ranks, body)
+    assert (found[interrupted], found[1 - interrupted]) == ("KeyboardInterrupt", "GroupError")
+    assert [rank.group.epoch for rank in ranks] == [1, 1]
+    meet(ranks)
+
+
+def test_a_phase_that_a_policy_changes_is_told_once() -> None:
+    """The policy asks for a phase inside the phase transition: that is refused within it, and ends no epoch of its own."""
+    ranks = ranks_of(2)
+
+    def plan(view: Any) -> Any:
+        del ranks[1].policy.plan
+        ranks[1].manager.enter("eval")
+
+    ranks[1].policy.plan = plan  # type: ignore[method-assign]
+    for failures in on_all(ranks, lambda rank: rank.failures(lambda: enter(rank))):
+        assert list(failures) == [1]
+        assert "must not change phases" in failures[1]
+    assert [rank.group.epoch for rank in ranks] == [1, 1]
+    meet(ranks)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_shared_registration(failing: int) -> None:
+    ranks = ranks_of(2)
+
+    def body(rank: Rank) -> str:
+        refusing = rank.capturing() if rank.group.rank == failing else contextlib.nullcontext()
+        with refusing, pytest.raises((PhaseError, RegistrationError)) as told:
+            rank.manager.register("teacher", rank.ref, role="teacher", readonly=True, replicated=True)
+        return str(told.value)
+
+    found = on_all(ranks, body)
+    assert f"rank {failing}: PhaseError: phases cannot change while a graph" in found[1 - failing]
+    assert [rank.group.epoch for rank in ranks] == [1, 1]
+    meet(ranks)
+
+
+# --- a rank does not come, or comes late
+
+
+def attempt(ranks: list[Rank], without: Collection[int] = (), name: str = "train") -> list[Any]:
+    """Every rank enters a phase but those that skip it; the others find that out at a short deadline."""
+    for rank in ranks:
+        rank.group.deadline_seconds = SHORT_SECONDS if without else AMPLE_SECONDS
+    return on_all(ranks, lambda rank: None if rank.group.rank in without else rank.tried(lambda: enter(rank, name)))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "skips"),
+    [
+        pytest.param(2, [{1}], id="one rank"),
+        pytest.param(2, [{0}], id="rank 0"),
+        pytest.param(2, [{0}, {1}, {0}], id="in turns"),
+        pytest.param(3, [{1, 2}], id="two of three"),
+        pytest.param(3, [{2}, {0, 2}], id="one twice, one once"),
+    ],
+)
+def test_ranks_that_skipped_transitions_meet_in_the_next_attempt(
+    world_size: int, skips: list[set[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = two_ranks.run(worker.out_of_memory_on, generation, failing, switched)
-    for told, is_its_own, loss in results:
-        assert list(told) == [failing]
-        assert told[failing].startswith("DeviceMemoryError")
-        assert is_its_own
-        assert loss == results[0][2]
+    ranks = ranks_of(world_size)
+    assert on_all(ranks, Rank.step) == ["done"] * world_size
+    for skipping in skips:
+        for rank, told in enumerate(attempt(ranks, skipping)):
+            assert (told is None) if rank in skipping else "no proposal within 0.3 s" in told
+    with caplog.at_level(logging.WARNING, logger="placement"):
+        assert attempt(ranks) == ["done"] * world_size
+    assert "came too late for the other ranks' attempt to enter train, which they gave up" in caplog.text
+    meet(ranks)
+
+
+def test_ranks_that_are_about_something_else_by_then_are_named_and_meet_after_that() -> None:
+    ranks = ranks_of(2)
+    attempt(ranks, {1}, "log_prob")
+    for rank in ranks:
+        rank.group.deadline_seconds = AMPLE_SECONDS
+    found = on_all(ranks, lambda rank: rank.failures(lambda: enter(rank, "log_prob" if rank.group.rank == 1 else "train")))
+    assert found == [{0: "is about to enter train", 1: "is about to enter log_prob"}] * 2
+    assert attempt(ranks) == ["done", "done"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_late_to_an_entry_meets_those_who_try_it_again(late: int) -> None:
+    ranks = ranks_of(2)
+    given_up = threading.Event()
+
+    def body(rank: Rank) -> list[str]:
+        if rank.group.rank == late:
+            assert given_up.wait(AMPLE_SECONDS)
+            return [rank.tried(lambda: enter(rank))]
+        rank.group.deadline_seconds = SHORT_SECONDS
+        told = [rank.tried(lambda: enter(rank))]
+        rank.group.deadline_seconds = AMPLE_SECONDS
+        given_up.set()
+        return [*told, rank.tried(lambda: enter(rank))]
+
+    found = on_all(ranks, body)
+    assert found[late] == ["done"]
+    assert f"rank {late}: no proposal" in found[1 - late][0]
+    assert found[1 - late][1] == "done"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("transition", ["switch", "leave"])
+def test_within_a_phase_a_rank_that_is_late_goes_the_way_of_the_others(transition: str, late: int) -> None:
+    """There is nothing that it can have skipped; so all of them are out of the phase, and at the same epoch."""
+    ranks = ranks_of(2)
+    given_up = threading.Event()
+
+    def body(rank: Rank) -> None:
+        with rank.manager.phase("train") as step:
+            if rank.group.rank == late:
+                assert given_up.wait(AMPLE_SECONDS)
+            else:
+                rank.group.deadline_seconds = SHORT_SECONDS
+            if transition == "switch":
+                step.switch("eval")
+
+    def out(rank: Rank) -> str:
+        told = rank.tried(lambda: body(rank))
+        given_up.set()
+        return told
+
+    for told in on_all(ranks, out):
+        assert f"rank {late}: no proposal" in told
+    assert len({rank.group.epoch for rank in ranks}) == 1
+    assert attempt(ranks) == ["done", "done"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_exception_of_the_user_on_one_rank(two_ranks: Ranks, generation: int, failing: int) -> None:
-    results = two_ranks.run(worker.user_error_on, generation, failing)
-    assert results[failing][0] == "ZeroDivisionError: in the user's code"
-    assert f"rank {failing}: ZeroDivisionError: in the user's code" in results[1 - failing][0]
-    assert results[0][1] == results[1][1]  # both are at the same epoch again
-    assert results[0][2] == results[1][2]
+def test_a_rank_that_skipped_a_transition_and_is_refused_at_the_next_tells_the_others_at_once(failing: int) -> None:
+    ranks = ranks_of(2)
+    attempt(ranks, {failing})
+    for rank in ranks:
+        rank.group.deadline_seconds = AMPLE_SECONDS
+
+    def body(rank: Rank) -> None:
+        if rank.group.rank == failing:
+            with rank.capturing():
+                enter(rank)
+        else:
+            enter(rank)
+
+    for failures in on_all(ranks, lambda rank: rank.failures(lambda: body(rank))):
+        assert list(failures) == [failing]
+        assert "a graph is being captured" in failures[failing]
+    assert attempt(ranks) == ["done", "done"]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("switched", [False, True])
-def test_numbers_that_became_nan_on_one_rank(two_ranks: Ranks, generation: int, failing: int, switched: bool) -> None:
-    results = two_ranks.run(worker.nan_on, generation, failing, switched)
-    for told, *_ in results:
-        assert "of 'actor' were numbers at its last offload" in told
-    assert results[0][1:] == results[1][1:]  # both are at the same epoch, and go on together
-
-
-def test_a_plan_that_does_not_fit_one_rank_is_nobodys(two_ranks: Ranks, generation: int) -> None:
-    for told in two_ranks.run(worker.budgets_differ, generation):
-        assert "DeviceMemoryError" in told
-        assert not told.startswith("alone")
-
-
-def test_ranks_that_want_different_phases_are_named(two_ranks: Ranks, generation: int) -> None:
-    for told in two_ranks.run(worker.other_action, generation):
-        assert told == {0: "is about to enter log_prob", 1: "is about to enter train"}
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_exception_that_is_raised_again_in_a_later_step_is_told_again(two_ranks: Ranks, generation: int, failing: int) -> None:
-    results = two_ranks.run(worker.one_error_in_two_steps, generation, failing)
-    assert results[failing][0] == ["in a thread of the user's"] * 2
-    assert results[1 - failing][0] == ["the ranks did not change phase together, so all went back"] * 2
-    assert results[0][1:] == results[1][1:]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_exception_is_told_to_each_group_whose_phase_it_passes_through(two_ranks: Ranks, generation: int, failing: int) -> None:
-    results = two_ranks.run(worker.error_through_two_groups, generation, failing)
-    assert results[failing][0] == ["in the user's code", "of some other group"]
-    assert f"rank {failing}: ZeroDivisionError: in the user's code" in results[1 - failing][0][0]
-    assert f"rank {failing}: GroupError: of some other group" in results[1 - failing][0][1]
-    assert results[0][1:] == results[1][1:]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_exception_that_takes_no_attribute_stays_what_it_is(two_ranks: Ranks, generation: int, failing: int) -> None:
-    results = two_ranks.run(worker.frozen_error_on, generation, failing)
-    assert results[failing][0] == "Frozen(code=7)"
-    assert f"rank {failing}: Frozen: 7" in results[1 - failing][0]
-    assert results[0][1:] == results[1][1:]
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_interrupt_while_one_rank_leaves_is_told(two_ranks: Ranks, generation: int, failing: int) -> None:
-    results = two_ranks.run(worker.interrupted_while_leaving, generation, failing)
-    assert results[failing][0] == "KeyboardInterrupt "
-    assert f"rank {failing}: KeyboardInterrupt" in results[1 - failing][0]
-    assert results[0][1:] == results[1][1:]
+def test_what_another_rank_ended_by_failing_is_not_passed_over() -> None:
+    """A rank that comes to enter hears that the phase failed on another one: nobody has waited for it."""
+    store = dist.HashStore()
+    first, second = (StoreGroup(store, rank, 2, AMPLE_SECONDS) for rank in range(2))
+    told = first.abort(ZeroDivisionError("in the user's code"), waits=False)
+    assert told is not None
+    rank = Rank(second)
+    assert rank.failures(lambda: enter(rank)) == {0: "ZeroDivisionError: in the user's code"}
+    assert first.epoch == second.epoch == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -12,52 +10,52 @@ import torch.distributed as dist
 from torch import nn
 
 from placement import Manager, State
-from placement.core.errors import CoordinatorLost, GroupError, PhaseError
+from placement.core.errors import CoordinatorLost, GroupError, PhaseError, PlacementError
 from placement.core.states import Plan
 from placement.group import BoardLost, StoreGroup
-from placement.group.agreement import Reached
-from placement.group.messages import Stage
+from placement.group.protocol import Reached
 from placement.group.store import StoreBoard
 from placement.testing import SimulatedDevice, assert_nothing_resident
-from tests.group import rejoin_worker, replicated_worker
-from tests.group.manager_ranks import Rank, joining, on_all, ranks_of
-from tests.group.services import StoreService
-from tests.support.forked import processes
-from tests.support.ranks import Ranks
+from tests.group.fault_worker import StoreService, join_store
+from tests.group.lease_processes import Processes
+from tests.group.manager_ranks import Rank, meet, on_all, ranks_of
 from tests.support.threads import in_threads
 
 DEADLINE_SECONDS = 20.0
-HANG_SECONDS = 60.0
-_generations = itertools.count(5000)
+WORLD = 3
 
 
-class Process:
-    """One rank, in a process."""
+class Member:
+    """A rank in a process of its own."""
 
-    def __init__(self, service: StoreService, rank: int, world_size: int) -> None:
-        self._connection, theirs = processes.Pipe()
-        arguments = (theirs, service.join, service.address, rank, world_size, DEADLINE_SECONDS)
-        self.process: Any = processes.Process(target=rejoin_worker.serve, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, port: int, number: int, generation: int) -> None:
+        self._place = port, number, WORLD, DEADLINE_SECONDS
+        self.rank = Rank(join_store(*self._place, generation))
 
-    def ask(self, name: str, *arguments: Any) -> None:
-        self._connection.send((name, arguments))
+    def rejoin(self, generation: int) -> int:
+        self.rank.group = join_store(*self._place, generation)
+        self.rank.manager.rejoin(self.rank.group)
+        assert_nothing_resident(self.rank.manager)
+        return self.rank.group.epoch
 
-    def hear(self) -> Any:
-        assert wait([self._connection], HANG_SECONDS), "a rank hangs"
-        return self._connection.recv()
+    def step(self) -> str:
+        return self.rank.step()
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+    def enter(self) -> None:
+        self.rank.manager.enter("train")
 
+    def leave(self) -> str:
+        try:
+            self.rank.manager.leave()
+        except PlacementError as error:
+            return str(error)
+        return "left"
 
-def tell(ranks: list[Process], name: str, *arguments: Any) -> list[Any]:
-    """All of them at once, and what each answers."""
-    for rank in ranks:
-        rank.ask(name, *arguments)
-    return [rank.hear() for rank in ranks]
+    def weights(self) -> bytes:
+        """Of the actor and its optimizer, wherever they are."""
+        state = self.rank.manager.handles["adam"].state_dict()["state"]
+        moments = b"".join(state[key]["exp_avg"].numpy().tobytes() for key in sorted(state))
+        return self.rank.actor.weight.detach().numpy().tobytes() + moments
 
 
 @pytest.fixture
@@ -68,36 +66,35 @@ def service() -> Iterator[StoreService]:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_was_killed_and_restarted_goes_on_with_the_others(killed: int, service: StoreService) -> None:
-    world_size = 3
-    ranks = [Process(service, rank, world_size) for rank in range(world_size)]
-    try:
-        assert tell(ranks, "begin", 0) == ["joined"] * world_size
-        assert tell(ranks, "step") == ["done"] * world_size
-        assert tell(ranks, "enter") == ["entered"] * world_size
-        ranks[killed].kill()
-        others = [rank for number, rank in enumerate(ranks) if number != killed]
-        for rank in others:
-            rank.ask("leave")
-        ranks[killed] = Process(service, killed, world_size)
-        (told,) = tell([ranks[killed]], "begin", 0)
-        assert told.startswith(f"rank {killed} was restarted: its place is taken")
-        assert "pass it to manager.rejoin(group)" in told
-        for rank in others:
-            told = rank.hear()
-            assert f"rank {killed}: was restarted" in told
-            assert "pass it to manager.rejoin(group)" in told
-        trained = tell(others, "weights")
-        for rank in others:
-            rank.ask("rejoin", 1)
-        assert tell([ranks[killed]], "begin", 1) == ["joined"]
-        assert [rank.hear() for rank in others] == [0, 0]
-        assert tell(others, "weights") == trained
-        for _ in range(2):
-            assert tell(ranks, "step") == ["done"] * world_size
-    finally:
+def test_a_rank_that_was_killed_and_restarted_goes_on_with_the_others(killed: int, service: StoreService, processes: Processes) -> None:
+    ranks = [processes.start(Member, service.port, rank, 0) for rank in range(WORLD)]
+
+    def tell(ranks: list[Any], method: str, *arguments: Any) -> list[Any]:
+        """All of them at once, and what each answers."""
         for rank in ranks:
-            rank.kill()
+            rank.begin(method, *arguments)
+        return [rank.answer() for rank in ranks]
+
+    assert tell(ranks, "step") == ["done"] * WORLD
+    tell(ranks, "enter")
+    ranks[killed].kill()
+    others = [rank for number, rank in enumerate(ranks) if number != killed]
+    for rank in others:
+        rank.begin("leave")
+    with pytest.raises(GroupError, match=rf"rank {killed} was restarted: its place is taken.*pass it to manager.rejoin\(group\)"):
+        processes.start(Member, service.port, killed, 0)
+    for rank in others:
+        told = rank.answer()
+        assert f"rank {killed}: was restarted" in told
+        assert "pass it to manager.rejoin(group)" in told
+    trained = tell(others, "weights")
+    for rank in others:
+        rank.begin("rejoin", 1)
+    ranks[killed] = processes.start(Member, service.port, killed, 1)
+    assert [rank.answer() for rank in others] == [0, 0]
+    assert tell(others, "weights") == trained
+    for _ in range(2):
+        assert tell(ranks, "step") == ["done"] * WORLD
 
 
 class Cut(StoreBoard):
@@ -114,9 +111,9 @@ class Cut(StoreBoard):
 class CutAtTheDecision(StoreGroup):
     """After its vote."""
 
-    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+    def agree(self, plan: Plan, *stage: Any) -> Reached:
         self._board.__class__, self._board.is_cut = Cut, True  # type: ignore[attr-defined, assignment]
-        return super().agree(plan, stage, lacks_engines)
+        return super().agree(plan, *stage)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -192,34 +189,13 @@ def test_a_group_that_is_in_doubt_is_none_to_go_on_with() -> None:
         rank.manager.rejoin(rank.group)
 
 
-def test_a_replicated_handle_is_loaded_by_all_ranks_together_in_the_new_group() -> None:
-    ranks = Ranks(2)
-    try:
-        for crossed, alone, nbytes in ranks.run(replicated_worker.rejoins, next(_generations)):
-            assert alone is None
-            assert [bytes_ < 0.6 * nbytes for bytes_ in crossed] == [True, True]
-    finally:
-        ranks.close()
-
-
-def test_a_replicated_handle_whose_group_has_other_ranks_is_loaded_alone_and_says_so() -> None:
-    ranks = Ranks(2)
-    try:
-        for crossed, alone, nbytes in ranks.run(replicated_worker.rejoins_alone, next(_generations)):
-            assert alone == "the group was made anew with other ranks"
-            assert crossed[0] < 0.6 * nbytes <= crossed[1]
-    finally:
-        ranks.close()
-
-
 def test_ranks_that_are_apart_go_on_together_in_a_new_generation() -> None:
     """One has left the others in the middle of a change, and every epoch and note of the old group is void."""
-    join = joining()
-    ranks = ranks_of(join, 2)
-    assert on_all(ranks, Rank.step) == ["done", "done"]
+    store = dist.HashStore()
+    ranks = ranks_of(2, store=store)
+    meet(ranks)
     ranks[0].group.abort(ValueError("of the old group"), waits=False)
-    for rank, group in zip(ranks, in_threads(lambda: join(0, 2, 30.0, 1), lambda: join(1, 2, 30.0, 1)), strict=True):
-        rank.group = group
-        rank.manager.rejoin(group)
-    assert on_all(ranks, Rank.step) == ["done", "done"]
-    assert [rank.group.epoch for rank in ranks] == [3, 3]
+    for number, rank in enumerate(ranks):
+        rank.group = StoreGroup(store, number, 2, 30.0, generation=1)
+        rank.manager.rejoin(rank.group)
+    meet(ranks)

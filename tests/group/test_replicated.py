@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from placement import Manager, RegistrationError
 from placement.group import StoreGroup
 from placement.testing import SimulatedDevice
+from tests.group import frozen_worker as frozen
 from tests.group import full_rank_worker
 from tests.group import replicated_worker as worker
 from tests.support.ranks import Ranks
@@ -36,6 +37,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
     started = Ranks(3)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    started = Ranks(2)
     yield started
     started.close()
 
@@ -132,21 +140,14 @@ def test_a_forked_child_does_not_have_the_copy(three: Ranks, generation: int) ->
     assert three.run(worker.forked, generation) == [3] * 3
 
 
-@pytest.mark.timeout(600)
-def test_a_rank_is_interrupted_while_all_load(three: Ranks, generation: int, counted: Callable[[str], None]) -> None:
-    """With SWEEP=all at every bytecode."""
-    cases = three.run(worker.interrupted, generation, 1 if os.environ.get("SWEEP") == "all" else 24, deadline_seconds=500.0)
-    counted(f"replicated handles: one rank interrupted while all load: {cases[0]} cases")
-
-
 @pytest.mark.parametrize(
     ("victim", "step", "enters"),
     [
-        (2, "group.after_prepare", False),
-        (0, "group.after_vote", False),
-        (1, "group.after_vote", True),
-        (2, "group.after_obey", True),
-        (0, "group.after_obey", True),
+        (2, "before put vote", False),
+        (0, "after put vote", False),
+        (1, "after put vote", True),
+        (2, "after put at", True),
+        (0, "after put at", True),
     ],
 )
 def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int, step: str, enters: bool) -> None:
@@ -158,11 +159,23 @@ def test_a_rank_dies_while_all_load(three: Ranks, generation: int, victim: int, 
             assert (alone or "").startswith("a collective failed") == enters
 
 
-@pytest.mark.parametrize(("victim", "step"), [(0, "group.before_prepare"), (2, "group.after_prepare")])
+@pytest.mark.parametrize(("victim", "step"), [(0, "after wait basis"), (2, "before put vote")])
 def test_a_rank_dies_while_all_register(three: Ranks, generation: int, victim: int, step: str) -> None:
     results = three.run(worker.killed_in_registration, generation, victim, step, dies=victim)
     told = [each for rank, each in enumerate(results) if rank != victim]
     assert all("cannot be replicated" in each for each in told)
+
+
+def test_it_is_loaded_by_all_ranks_together_after_rejoin(three: Ranks, generation: int) -> None:
+    for crossed, alone, nbytes in three.run(worker.rejoins, generation):
+        assert alone is None
+        assert [bytes_ < 0.6 * nbytes for bytes_ in crossed] == [True, True]
+
+
+def test_it_is_loaded_alone_where_the_new_group_has_other_ranks(three: Ranks, generation: int) -> None:
+    for crossed, alone, nbytes in three.run(worker.rejoins_alone, generation):
+        assert alone == "the group was made anew with other ranks"
+        assert crossed[0] < 0.6 * nbytes <= crossed[1]
 
 
 def test_one_rank_alone_has_an_ordinary_handle() -> None:
@@ -181,3 +194,59 @@ def test_it_needs_a_group() -> None:
     with pytest.raises(RegistrationError, match="group="):
         manager.register("ref", torch.nn.Linear(8, 8), role="ref", readonly=True, replicated=True)
     assert not manager.handles
+
+
+# --- frozen parameters of what is trained
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "cyclic"}, {"policy": "resident"}], ids=["colocated", "cyclic", "resident"])
+def test_training_with_one_host_copy_of_what_is_frozen(two: Ranks, generation: int, settings: dict[str, Any]) -> None:
+    seen = two.run(frozen.trains, generation, settings)
+    fixed, everything = seen[0]["frozen"], seen[0]["all"]
+    assert fixed > 0.8 * everything
+    slack = 64 * frozen.CHUNK // 12  # whole pages of each chunk
+    assert abs(sum(each["host"] for each in seen) - (fixed + 2 * (everything - fixed))) < slack
+    if not settings:
+        for each in seen:
+            assert abs(each["to_device"] - (fixed / 2 + everything - fixed)) < slack
+            assert each["to_host"] == 0
+
+
+@pytest.mark.parametrize("on", [[0], [1], [0, 1]])
+def test_frozen_weights_that_change_are_kept_by_the_ranks_that_changed_them(two: Ranks, generation: int, on: list[int]) -> None:
+    for rank, (alone, is_shared) in enumerate(two.run(frozen.merges, generation, on)):
+        assert is_shared == (rank not in on)
+        assert alone is not None
+        assert ("its frozen parameters changed on this rank" in alone) == (rank in on)
+
+
+def test_a_frozen_layer_may_be_trained_later(two: Ranks, generation: int) -> None:
+    assert two.run(frozen.unfreezes, generation) == [False, False]
+
+
+def test_a_frozen_tensor_in_other_memory_comes_back_with_its_values(two: Ranks, generation: int) -> None:
+    for told, is_shared in two.run(frozen.moves_away, generation):
+        assert "with the values that they had there" in told
+        assert not is_shared
+
+
+def test_checkpoints(two: Ranks, generation: int, tmp_path: Path) -> None:
+    assert two.run(frozen.saves_and_restores, generation, str(tmp_path / "a")) == [True, True]
+
+
+@pytest.mark.parametrize("on", [[1], [0, 1]])
+def test_a_checkpoint_of_changed_weights_that_are_on_the_device(two: Ranks, generation: int, tmp_path: Path, on: list[int]) -> None:
+    assert two.run(frozen.mirrors, generation, str(tmp_path / "a"), on) == [rank not in on for rank in range(2)]
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_device_call_may_fail_while_ranks_stop_sharing(
+    two: Ranks, generation: int, failing: int, counted: Callable[[str], None]
+) -> None:
+    cases = two.run(frozen.faults, generation, failing, deadline_seconds=120.0)
+    assert min(cases) > 20
+    counted(f"replicated frozen weights that change: every device call of rank {failing} fails once: {cases[0]} cases")
+
+
+def test_an_offload_that_breaks_off_where_no_memory_can_be_had_back(two: Ranks, generation: int) -> None:
+    assert two.run(frozen.stranded, generation) == [False, False]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from placement import Manager
 from placement.group import StoreGroup
-from placement.storage.replicated.range import SharedRange
+from placement.storage.replicated import SharedRange
 from placement.testing import SimulatedDevice, assert_nothing_resident
 from tests.sharded import training
 from tests.support.frameworks import Later

@@ -28,7 +28,7 @@ from placement.forecasting.table import comparison, table
 from placement.planning.policy_lookup import resolve_policy
 from placement.planning.simulated_handles import PlainHandle, SimulatedHandle
 from placement.storage.layout import RangeLayout
-from placement.storage.replicated.range import Shares, own_spans
+from placement.storage.replicated import Shares, own_spans
 from placement.testing import SimulatedDevice
 
 MIB = 1 << 20

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from placement import DeviceMemoryError, HandleView, Manager, Plan, State, View
 from placement.core.states import bytes_under
-from placement.group.agreement import Reached
-from placement.group.messages import Stage
+from placement.group.protocol import LeastBudget, Reached, Stage
 from placement.planning.budget import without_surplus
 from placement.policies import AsyncRollout, Colocated, Policy, Resident
 from placement.testing import SimulatedDevice, assert_nothing_resident
@@ -240,7 +239,6 @@ def test_an_entry_that_is_refused_leaves_the_keep_where_it_was() -> None:
 class LeastOfAll:
     """Stands for a group whose other rank has the smaller budget."""
 
-    budget_rank = 1
     compares_plans = False
     placing = ""
 
@@ -248,8 +246,8 @@ class LeastOfAll:
         self.least_bytes = least_bytes
         self.agreed: list[Plan] = []
 
-    def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> int:
-        return min(self.least_bytes, budget_bytes)
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool) -> LeastBudget:
+        return LeastBudget(min(self.least_bytes, budget_bytes), 1)
 
     def agree(self, plan: Plan, stage: Stage, lacks_engines: bool) -> Reached:
         self.agreed.append(plan)

@@ -26,7 +26,6 @@ from placement.storage.range import Range
 from placement.storage.transfer.arrivals import WINDOW, Arrivals
 from placement.storage.transfer.chunk_pool import ChunkPool
 from placement.storage.transfer.departures import BATCH, Departures, Leaving
-from placement.storage.transfer.load import ALONE, Load
 from placement.storage.transfer.result import MoveResult
 from placement.storage.transfer.verification import Verifier
 
@@ -45,7 +44,6 @@ class Exchange:
         early_release: give chunks that nobody waits for back to the driver while the rest is still being copied. Going back after a
             failure may then have to ask the driver for memory.
         dropping: storages whose gradients are dropped when they leave, instead of saved.
-        load: the links over which the loaded bytes come.
         staying: device bytes of storages that leave which may stay as early chunks, so that nobody waits while they are saved.
         while_copying: called once, if any storage leaves. The link has work by then, unless early chunks have to be remapped first.
         calls_since_seconds: from when on calls of what leaves have been waited for, see `CallGuard.wait`.
@@ -60,7 +58,6 @@ class Exchange:
         room_bytes: int,
         early_release: bool = False,
         dropping: Collection[ManagedStorage] = (),
-        load: Load = ALONE,
         staying: Mapping[ManagedStorage, int] = MappingProxyType({}),
         while_copying: Callable[[], None] = nothing,
         calls_since_seconds: float,
@@ -74,7 +71,7 @@ class Exchange:
         self._dropping = dropping
         self._room_bytes = room_bytes
         self._early_release = early_release
-        self._arrivals = Arrivals(device, chunk_pool, load)
+        self._arrivals = Arrivals(device, chunk_pool)
         self._departures = Departures(device, verifier, is_awaited=self._arrivals.__bool__)
         self._arrived_early: dict[ManagedStorage, int] = {}
         """Bytes that were on the device before they were waited for, by storage that comes."""

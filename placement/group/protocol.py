@@ -1,0 +1,621 @@
+"""How ranks change phase together: all of them, or none.
+
+One common phase transition is an epoch. Each rank makes its moves reversibly, votes, and obeys ONE write-once decision:
+
+1. propose: each rank says what it is about to do, and its budget. Rank 0 compares, and writes the basis: the least budget.
+   Where their plans may differ (see `plans_may_differ`, `placing`), they compare them first: what merely stays on some devices leaves.
+2. prepare: each rank moves, and keeps both copies. A rank that fails claims ABORT, with its reason.
+3. vote: each rank writes a digest of its plan. Rank 0 claims COMMIT when all votes are there and equal.
+4. wait: each rank waits for the decision. A rank that runs out of time claims ABORT.
+5. obey: each rank does what the decision says, even if it claimed the opposite.
+
+A rank that fails leaves its reason before it claims ABORT. After an ABORT the reasons of all ranks are gathered, once for all: by the
+lowest rank that has not failed, or by who waits for it in vain. These waits are short, and no rank's next step depends on the result.
+
+Where engines move, a phase transition has up to three epochs: engines leave, the other handles move, engines load. A rank that has no
+engine to move takes part in all of them: the decision says which stage all ranks have reached, and whether engines are to be loaded.
+
+Every phase transition of a rank ends one epoch or more, whatever its outcome. Only a rank that skipped a phase transition falls behind. The
+others give up that epoch at their deadline, in an ABORT that says so. When the late rank enters its next phase, it passes over that
+epoch and proposes in the open one. It never passes over a committed epoch, because COMMIT takes all votes. Inside a phase that all
+ranks have entered there is nothing to skip, so a late rank obeys the ABORT like every other rank.
+
+Basis and decision are both write-once. Whoever ends an epoch writes the basis after the decision, so a rank waits for one key at
+a time and is woken by either. A basis that holds a budget proves that all ranks have left every earlier epoch. Only then are the keys
+of earlier epochs deleted, because a stopped rank may come back and ask for the decision.
+
+A rank that cannot read the decision keeps what it prepared and raises CoordinatorLost: it must neither enter nor go back. A rank
+that is interrupted after its vote goes back alone, as from a phase that it had entered; if the decision was COMMIT, it ends the
+next epoch. A restarted process finds its rank's place taken, ends the open epoch, and stays outside.
+The protocol's models are tests/model/barrier.pml, and stages.pml for phase transitions with engines.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from placement.core import interrupts
+from placement.core.errors import CoordinatorLost, GroupError
+from placement.core.states import Plan
+
+DEADLINE_SECONDS = 600.0
+"""The default deadline: as long as torch's collectives wait for NCCL."""
+MAX_BYTES = 64 << 10
+_MAX_TEXT = 2000
+_MAX_ACTION = 400
+_MAX_REASONS_BYTES = 48 << 10
+"""The limit for all reasons in one message together: thousands of ranks may fail at once."""
+_POLL_SECONDS = (0.0005, 0.05)
+"""Pause between two looks at what all ranks write: the first pause, and the longest."""
+_GRACE = (0.1, 1.0)
+"""Extra wait for ranks that are about to write: a share of the deadline, and at most so many seconds."""
+_ANOTHER_PLAN = "has another plan"
+_ABOUT_PLANS = (
+    ". From now on the ranks tell each other what stays on their devices before they move, so begin the step again. If that does not "
+    "help, their policies, settings or registrations differ"
+)
+_RESTARTED = "was restarted, and knows nothing of what the others hold"
+_REJOIN = "make the group anew on all ranks, with a new generation, and pass it to manager.rejoin(group)"
+_logger = logging.getLogger("placement")
+
+Stage = Literal["engines left", "moved", "engines loaded"]
+"""How far a phase transition has come. Only ranks whose engines move have a first and a last stage."""
+_STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+# --- the board
+
+
+class BoardLost(Exception):
+    """The board does not answer, or not in time."""
+
+
+class Board(abc.ABC):
+    """A small key-value store that all ranks see. `put` overwrites a value; `claim` writes a key once and for all.
+
+    Every call is idempotent: a call whose answer was lost may be made again. Each call may raise `BoardLost`, and then it is unknown
+    whether it took effect. No call blocks for ever: a board that does not answer counts as lost. A value has at most 64 KiB.
+    """
+
+    @abc.abstractmethod
+    def put(self, key: str, value: bytes) -> None:
+        """Write a value under a key that only this rank writes."""
+
+    @abc.abstractmethod
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Write `value` if the key has none, and return the key's value. All ranks get the same value, for ever."""
+
+    @abc.abstractmethod
+    def look(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of these keys, or None while one of them is missing. Does not wait."""
+
+    def present(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of those keys that have one. Does not wait."""
+        if (found := self.look(keys)) is not None:
+            return dict(zip(keys, found, strict=True))
+        middle = len(keys) // 2
+        return {} if not middle else self.present(keys[:middle]) | self.present(keys[middle:])
+
+    @abc.abstractmethod
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """The key's value as soon as it has one; None when it has none within `seconds`."""
+
+    @abc.abstractmethod
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete keys that nobody reads any more. A missing key is no error."""
+
+
+# --- messages: small JSON with a closed schema; nothing received is executed
+
+
+class Message(BaseModel):
+    """A frozen message with a closed schema: an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def encode(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class Proposal(Message):
+    """The action that a rank is about to take. It is written before the rank asks its policy."""
+
+    action: str = Field(max_length=_MAX_ACTION)
+    """For example "enter train only=actor" or "leave train"; must be the same on all ranks."""
+    budget_bytes: int = Field(ge=0)
+    plans_may_differ: bool = False
+    """Whether the rank knows that the ranks may make different plans."""
+    placing: str = Field(default="", max_length=64)
+    """A digest of the sizes of the rank's handles and of where they are, on which policies may base their plans."""
+
+
+class Basis(Message):
+    """The result of comparing all proposals. Write-once."""
+
+    budget_bytes: int = Field(ge=0)
+    """The least budget of all ranks."""
+    budget_rank: int = Field(default=0, ge=0)
+    """The rank with the least budget."""
+    compares_plans: bool = False
+    """Whether the ranks tell each other what stays on their devices: one of them asked for it, or their handles differ in size or place."""
+    is_over: bool = False
+    """Whether the epoch has ended before: then see its decision."""
+
+
+class Vote(Message):
+    """A rank's vote: it has made its move, reversibly."""
+
+    digest: str = Field(max_length=64)
+    """The digest of the rank's plan."""
+    stage: Stage = "moved"
+    lacks_engines: bool = False
+    """Whether the rank has engines to load once all have moved."""
+
+
+class Decision(Message):
+    """The decision about an epoch. Write-once."""
+
+    verdict: Literal["commit", "abort"]
+    stage: Stage = "moved"
+    """COMMIT: the stage that all ranks have reached. A rank that voted for a later one votes for it again, in the next epoch."""
+    lacks_engines: bool = False
+    """COMMIT: whether a rank has engines to load. Then one more epoch follows, on all ranks."""
+    failures: dict[int, str] = Field(default_factory=dict)
+    """The failed ranks with their reasons."""
+    unnamed: int = Field(default=0, ge=0)
+    """The number of further failed ranks, for which the message had no room."""
+    is_silent: bool = False
+    """Whether the failed ranks will say nothing more, because they are late or were restarted."""
+    missed: str | None = Field(default=None, max_length=_MAX_ACTION)
+    """The action that the others gave up because the failed ranks did not propose it in time; None when the epoch ended otherwise."""
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+def decode(kind: type[_M], value: bytes) -> _M:
+    """Decode a message of the given kind.
+
+    Raises:
+        ValueError: the value is too long, is not JSON, or does not fit the schema.
+    """
+    if len(value) > MAX_BYTES:
+        raise ValueError(f"a message has {len(value):,} bytes; the limit is {MAX_BYTES:,}")
+    try:
+        return kind.model_validate_json(value)
+    except ValidationError as error:
+        raise ValueError(f"not a valid {kind.__name__}: {error.error_count()} errors in {value[:200]!r}") from error
+
+
+def abort(failures: Mapping[int, str], *, is_silent: bool = False, missed: str | None = None) -> Decision:
+    """A decision that ends an epoch, with as many of the reasons as fit into a message, lowest ranks first."""
+    kept: dict[int, str] = {}
+    room_bytes = _MAX_REASONS_BYTES
+    for rank, reason in sorted(failures.items()):
+        text = shortened(reason)
+        room_bytes -= 4 * len(text) + 16  # the worst case of UTF-8, plus the rank's number and JSON's punctuation
+        if kept and room_bytes < 0:
+            break
+        kept[rank] = text
+    return Decision(verdict="abort", failures=kept, unnamed=len(failures) - len(kept), is_silent=is_silent, missed=missed)
+
+
+def shortened(text: str, limit: int = _MAX_TEXT) -> str:
+    """Cut a text to the limit and replace unprintable characters. Exception texts may be long, or hold a file name that is not Unicode."""
+    clean = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text[:limit])
+    return clean if len(text) <= limit else f"{clean[:-1]}…"
+
+
+def named(action: str) -> str:
+    """Cut an action to the limit. Different actions stay different, by a digest at the end."""
+    digest = hashlib.sha256(action.encode("utf-8", "surrogatepass")).hexdigest()
+    text = shortened(action, _MAX_ACTION - len(digest) - 1)
+    return text if text == action else f"{text} {digest}"
+
+
+def digest_of(plan: Plan) -> str:
+    """A digest of a plan. Equal plans have equal digests on all ranks."""
+    targets: Mapping[str, object] = plan.targets
+    lines = [f"{name}={state}" for name, state in sorted(targets.items())]
+    lines += [f"streamed={sorted(plan.streamed)}", f"dropped={sorted(plan.dropped)}"]
+    lines += [f"parts of {name}={sorted(tags)}" for name, tags in sorted(plan.parts.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+# --- the group
+
+
+class Reached(NamedTuple):
+    """The stage to which all ranks have come together in a phase transition."""
+
+    stage: Stage
+    lacks_engines: bool
+    """Whether any rank has engines to load."""
+
+
+class LeastBudget(NamedTuple):
+    """The least of the budgets of all ranks of a group, in bytes. A plan has to fit it."""
+
+    nbytes: int
+    rank: int
+    """The rank that has the least budget."""
+
+
+class Group:
+    """`world_size` ranks that change phase together.
+
+    Args:
+        board: the board that all ranks see.
+        rank: the rank of this process, 0 to world_size - 1.
+        deadline_seconds: the limit of each wait, on the monotonic clock. It must cover how far ranks drift apart between two phase
+            transitions, for example a rollout that takes one rank minutes longer.
+        generation: number of the membership. After a restart of any rank all ranks make a group of a new generation, see `Manager.rejoin`.
+
+    Raises:
+        GroupError: this rank's place is taken: the process was restarted, and the others do not know the new process.
+        CoordinatorLost: the board does not answer.
+        ValueError: the rank is outside the world, or the deadline is not a positive number.
+    """
+
+    def __init__(self, board: Board, rank: int, world_size: int, *, deadline_seconds: float, generation: int = 0) -> None:
+        check_place(rank, world_size, deadline_seconds)
+        self.rank, self.world_size, self.deadline_seconds, self.generation = rank, world_size, deadline_seconds, generation
+        self._board = board
+        self._prefix = f"placement/g{generation}"
+        self.epoch = 0
+        """The number of the next change."""
+        self.agreed_epoch = -1
+        """The number of the last change on which all ranks agreed."""
+        self.is_in_doubt = False
+        """Whether a decision could not be read. If so, this rank may not take part any more."""
+        self.plans_may_differ = False
+        """Whether the ranks may make different plans: a change has failed, a rank was restarted, or this one has given up a handle."""
+        self.placing = ""
+        """A digest of the sizes of this rank's handles and of where they are. Ranks whose digests differ compare their plans."""
+        self.compares_plans = False
+        """Whether the ranks compare what stays on their devices, before they move, in the present change. The same on all of them."""
+        self._action = ""
+        """The last action that this rank proposed."""
+        self._outcome: tuple[int, str] = (-1, "")
+        """The last epoch for which this rank wrote an outcome, and its reason if it failed there."""
+        self._keys: list[tuple[int, str]] = []
+        """The keys on the board that this rank has to delete, each with its epoch."""
+        with self._reaching_the_board("join"):
+            self._join()
+
+    def _join(self) -> None:
+        """Take this rank's place. A restarted process finds it taken, and ends the epoch that its predecessor is missing in."""
+        mine = secrets.token_hex(8).encode()
+        if self._board.claim(f"{self._prefix}/member/{self.rank}", mine) == mine:
+            return
+        at = self._board.present([f"{self._prefix}/at/{rank}" for rank in range(self.world_size)])
+        self.epoch = max(map(int, at.values()), default=0)
+        own = abort({self.rank: _RESTARTED}, is_silent=True)
+        while self._claim(own) != own:
+            self.epoch += 1  # that epoch was decided without this rank; try to end the next one
+        raise GroupError(f"rank {self.rank} was restarted: its place is taken. To go on, {_REJOIN}", {self.rank: _RESTARTED})
+
+    # --- one change, in its order
+
+    def propose(self, action: str, budget_bytes: int, *, catches_up: bool = False) -> LeastBudget:
+        """Begin a change. Returns the least budget of all ranks.
+
+        Args:
+            catches_up: whether to pass over epochs that the others gave up because this rank did not come.
+
+        Raises:
+            GroupError: another rank does something else, failed, or did not come in time.
+            CoordinatorLost: the board does not answer; nothing has moved.
+        """
+        if self.is_in_doubt:
+            raise CoordinatorLost(f"an earlier decision could not be read; {_REJOIN}")
+        with self._reaching_the_board(action):
+            self._action = named(action)
+            differ, placing = self.plans_may_differ, self.placing
+            own = Proposal(action=self._action, budget_bytes=budget_bytes, plans_may_differ=differ, placing=placing).encode()
+            while True:
+                deadline = time.monotonic() + self.deadline_seconds
+                self._put("proposal", own)
+                if self.rank == 0:
+                    self._compare_proposals(deadline)
+                found = self._awaited("basis", "proposal", deadline)
+                basis = None if isinstance(found, Decision) else decode(Basis, found)
+                if basis is not None and not basis.is_over:
+                    self._forget_earlier()
+                    self.compares_plans = basis.compares_plans
+                    return LeastBudget(basis.budget_bytes, basis.budget_rank)
+                decision = found if isinstance(found, Decision) else self._claim(abort({self.rank: "found the epoch over"}))
+                if not (catches_up and self._is_missed_in(decision)):
+                    raise self._refused(decision)
+                self._pass_over(decision)
+
+    def exchange_texts(self, what: str, text: str) -> list[str]:
+        """Exchange texts within a change, after `propose` and before `agree`. Returns each rank's text about `what`, by rank.
+
+        Args:
+            text: this rank's text, at most 64 KiB.
+
+        Raises:
+            GroupError: a rank failed, or did not come in time.
+            CoordinatorLost: the board does not answer.
+        """
+        with self._reaching_the_board(what):
+            deadline = time.monotonic() + self.deadline_seconds
+            self._put(what, text.encode())
+            found = self._of_all(what, deadline)
+            if isinstance(found, Decision):
+                raise self._refused(found)
+            return [each.decode() for each in found]
+
+    def agree(self, plan: Plan, stage: Stage = "moved", lacks_engines: bool = False) -> Reached:
+        """Vote after everything is prepared, and wait for the decision. Returns when it is COMMIT.
+
+        Args:
+            stage: how far this rank has come.
+            lacks_engines: whether it has engines to load once all have moved.
+
+        Returns:
+            The stage that all ranks have reached, which may be an earlier one, and whether any rank has engines to load.
+
+        Raises:
+            GroupError: the decision is ABORT; the error has the reasons by rank. The caller must go back.
+            CoordinatorLost: the decision cannot be read. The caller must keep what it prepared and enter nothing.
+        """
+        with self._reaching_the_board("agree", in_doubt=True):
+            deadline = time.monotonic() + self.deadline_seconds
+            self._put("vote", Vote(digest=digest_of(plan), stage=stage, lacks_engines=lacks_engines).encode())
+            if self.rank == 0:
+                self._count_votes(deadline)
+            found = self._awaited("decision", "vote", deadline)
+            decision = found if isinstance(found, Decision) else decode(Decision, found)
+            if decision.verdict == "abort":
+                raise self._end(decision)
+            self.agreed_epoch = self.epoch
+            self._enter_next_epoch()
+            return Reached(decision.stage, decision.lacks_engines)
+
+    def abort(
+        self, error: BaseException, *, blames: Mapping[int, str] | None = None, catches_up: bool = False, waits: bool = True
+    ) -> GroupError | None:
+        """End the epoch for all ranks, because this rank cannot do its part. Not for errors that this group raised: every rank has those.
+
+        Args:
+            blames: the failed ranks with reasons, where the failure is another rank's.
+            catches_up: see `propose`; only before this rank has proposed.
+            waits: whether to wait for the reasons of the other ranks.
+
+        Returns:
+            The error that every rank raises; None when this rank is in doubt.
+
+        Raises:
+            CoordinatorLost: the board does not answer. The others notice at their deadline.
+        """
+        if self.is_in_doubt:
+            return None
+        with self._reaching_the_board("abort"):
+            reason = _reason(error)
+            while True:
+                self._leave_outcome("" if blames else reason)
+                decision = self._claim(abort(blames or {self.rank: reason}))
+                if decision.verdict == "commit":  # interrupted after its vote: the others have entered, so this rank ends the next change
+                    self._enter_next_epoch()
+                elif catches_up and self._is_missed_in(decision):
+                    self._pass_over(decision)
+                else:
+                    return self._end(decision, waits=waits)
+
+    # --- what rank 0 does
+
+    def _compare_proposals(self, deadline: float) -> None:
+        proposals = self._messages(Proposal, "proposal", deadline)
+        if proposals is None:
+            return
+        action = proposals[0].action
+        others = {rank: f"is about to {each.action}" for rank, each in enumerate(proposals) if each.action != action}
+        if others:
+            self._claim(abort({0: f"is about to {action}", **others}))
+            return
+        least_bytes, whose = min((each.budget_bytes, rank) for rank, each in enumerate(proposals))
+        may_differ = len({each.placing for each in proposals}) > 1 or any(each.plans_may_differ for each in proposals)
+        self._board.claim(self._key("basis"), Basis(budget_bytes=least_bytes, budget_rank=whose, compares_plans=may_differ).encode())
+
+    def _count_votes(self, deadline: float) -> None:
+        votes = self._messages(Vote, "vote", deadline)
+        if votes is None:
+            return
+        different = {rank: _ANOTHER_PLAN for rank, vote in enumerate(votes) if vote.digest != votes[0].digest}
+        stage = min((vote.stage for vote in votes), key=_STAGES.index)
+        commit = Decision(verdict="commit", stage=stage, lacks_engines=any(vote.lacks_engines for vote in votes))
+        self._claim(abort(different) if different else commit)
+
+    def _messages(self, kind: type[_M], what: str, deadline: float) -> list[_M] | None:
+        """The messages of all ranks; None once the epoch has been decided without them."""
+        found = self._of_all(what, deadline)
+        if isinstance(found, Decision):
+            return None
+        said: list[_M] = []
+        unclear: dict[int, str] = {}
+        for rank, value in enumerate(found):
+            try:
+                said.append(decode(kind, value))
+            except ValueError as error:
+                unclear[rank] = f"is not understood: {error}"
+        if unclear:
+            self._claim(abort(unclear))
+        return None if unclear else said
+
+    # --- waiting
+
+    def _of_all(self, what: str, deadline: float) -> list[bytes] | Decision:
+        """The values of all ranks, by rank; the decision if the epoch has been decided, which this rank does itself at the deadline."""
+        keys = [self._key(what, rank) for rank in range(self.world_size)]
+        found = self._polled(keys, deadline, unless=self._key("decision"))
+        return self._claim(self._late(what, self._missing(what))) if found is None else found
+
+    def _awaited(self, key: str, what: str, deadline: float) -> bytes | Decision:
+        """The value that rank 0 writes once all ranks have written `what`. At the deadline this rank ends the epoch: the decision."""
+        found = self._board.wait(self._key(key), max(deadline - time.monotonic(), 0.0))
+        if found is not None:
+            return found
+        missing = self._missing(what)
+        if not missing:  # the last rank has just written, and rank 0 is about to answer
+            found = self._board.wait(self._key(key), self._grace_seconds)
+        return self._claim(self._late(what, missing)) if found is None else found
+
+    def _polled(self, keys: Sequence[str], deadline: float, *, unless: str = "") -> list[bytes] | None:
+        """The values of these keys; None at the deadline, or once the key `unless` has a value."""
+        pause = _POLL_SECONDS[0]
+        while (found := self._board.look(keys)) is None:
+            if time.monotonic() >= deadline or (unless and self._board.look([unless]) is not None):
+                return None
+            time.sleep(pause)
+            interrupts.check()
+            pause = min(pause * 1.5, _POLL_SECONDS[1])
+        return found
+
+    def _late(self, what: str, missing: list[int]) -> Decision:
+        """A decision for a timeout. It blames the ranks that have not written `what`; if all have, it blames rank 0."""
+        late = dict.fromkeys(missing or [0], f"no {what if missing else 'answer'} within {self.deadline_seconds:g} s")
+        return abort(late, is_silent=True, missed=self._action if missing and what == "proposal" else None)
+
+    def _missing(self, what: str) -> list[int]:
+        keys = [self._key(what, rank) for rank in range(self.world_size)]
+        found = self._board.present(keys)
+        return [rank for rank, key in enumerate(keys) if key not in found]
+
+    @property
+    def _grace_seconds(self) -> float:
+        share, most = _GRACE
+        return min(share * self.deadline_seconds, most)
+
+    # --- the end of an epoch
+
+    def _claim(self, decision: Decision) -> Decision:
+        stands = decode(Decision, self._board.claim(self._key("decision"), decision.encode()))
+        if stands.verdict == "abort":  # for ranks that wait for the basis
+            self._board.claim(self._key("basis"), Basis(budget_bytes=0, is_over=True).encode())
+        return stands
+
+    def _refused(self, decision: Decision) -> GroupError:
+        """The error after an epoch that was decided before this rank voted.
+
+        Raises:
+            ValueError: the decision is COMMIT.
+        """
+        if decision.verdict == "commit":
+            raise ValueError("the ranks committed without this one: another process uses its rank in the same generation")
+        return self._end(decision)
+
+    def _end(self, decision: Decision, *, waits: bool = True) -> GroupError:
+        """Leave an epoch that ended with ABORT. Returns the error that this rank raises."""
+        failures, unnamed = decision.failures, decision.unnamed
+        if waits:
+            # Before the next epoch begins, so that an interrupt meanwhile still belongs to this epoch.
+            with suppress(BoardLost):  # a decision that was read is obeyed, even if the board is lost now
+                self._leave_outcome("")
+                found = self._with_all_reasons(decision)
+                failures, unnamed = found.failures, found.unnamed
+            epoch, reason = self._outcome
+            if epoch == self.epoch and reason:  # this rank failed too late for the others to hear of it
+                failures = failures | {self.rank: reason}
+        self.plans_may_differ = True  # a step that some ranks have begun and others have not leaves them with different handles
+        self._enter_next_epoch()
+        reasons = [f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())]
+        reasons += [f"and {unnamed:,} more ranks failed"] if unnamed else []
+        advice = f". A phase can only succeed again when you {_REJOIN}" if _RESTARTED in failures.values() else ""
+        advice += _ABOUT_PLANS if _ANOTHER_PLAN in failures.values() else ""
+        return GroupError(f"the ranks did not change phase together, so all went back: {'; '.join(reasons)}{advice}", failures)
+
+    def _leave_outcome(self, reason: str) -> None:
+        """Write how the epoch went for this rank: the reason why it failed, or nothing. Only the first call in an epoch counts."""
+        if self._outcome[0] != self.epoch:
+            self._outcome = self.epoch, shortened(reason)
+            self._put("outcome", self._outcome[1].encode() or b"-")
+
+    def _with_all_reasons(self, decision: Decision) -> Decision:
+        """An ABORT with the reasons of all ranks that failed, the same on every rank that reaches the board in time."""
+        speaking = [rank for rank in range(self.world_size) if not (decision.is_silent and rank in decision.failures)]
+        if decision.unnamed or speaking in ([], [self.rank]):
+            return decision  # the message is full, or no other rank will say anything
+        with suppress(BoardLost, ValueError):
+            # A rank that did not fail is preferred: a failed one may be on its way out, with a user's exception.
+            collects = next((rank for rank in speaking if rank not in decision.failures), speaking[0])
+            if self.rank == collects:
+                self._polled([self._key("outcome", rank) for rank in speaking], time.monotonic() + self._grace_seconds)
+            elif (found := self._board.wait(self._key("failures"), 1.5 * self._grace_seconds)) is not None:
+                return decode(Decision, found)
+            keys = {self._key("outcome", rank): rank for rank in range(self.world_size)}
+            said = {keys[key]: value.decode(errors="replace") for key, value in self._board.present([*keys]).items()}
+            all_failures = decision.failures | {rank: reason for rank, reason in said.items() if reason != "-"}
+            return decode(Decision, self._board.claim(self._key("failures"), abort(all_failures).encode()))
+        return decision
+
+    def _is_missed_in(self, decision: Decision) -> bool:
+        """Whether the others gave up waiting for this rank."""
+        return decision.missed is not None and self.rank in decision.failures
+
+    def _pass_over(self, decision: Decision) -> None:
+        late = "rank %d came too late for the other ranks' attempt to %s, which they gave up; it takes part in the next change"
+        _logger.warning(late, self.rank, decision.missed)
+        self._enter_next_epoch()
+
+    def _enter_next_epoch(self) -> None:
+        # Written first: until then an interrupt belongs to the epoch that this rank has not left yet.
+        with suppress(BoardLost):  # a decision that was read is obeyed; only a process that replaces this one reads this key
+            self._board.put(f"{self._prefix}/at/{self.rank}", str(self.epoch + 1).encode())
+        if self.rank == 0:
+            self._keys += [(self.epoch, self._key(what)) for what in ("basis", "decision", "failures")]
+        self.epoch += 1
+
+    def _forget_earlier(self) -> None:
+        """Delete this rank's keys of the epochs before this one, which all ranks have reached."""
+        if old := [key for epoch, key in self._keys if epoch < self.epoch]:
+            self._board.remove(old)
+        self._keys = [each for each in self._keys if each[0] == self.epoch]
+
+    # --- the board
+
+    def _put(self, what: str, value: bytes) -> None:
+        key = self._key(what, self.rank)
+        self._keys.append((self.epoch, key))
+        self._board.put(key, value)
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        key = f"{self._prefix}/e{self.epoch}/{what}"
+        return key if rank is None else f"{key}/{rank}"
+
+    @contextmanager
+    def _reaching_the_board(self, what: str, *, in_doubt: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except (BoardLost, ValueError) as error:
+            self.is_in_doubt = True
+            kept = "the prepared move is kept, and no phase was entered" if in_doubt else "nothing was entered"
+            raise CoordinatorLost(
+                f"rank {self.rank} cannot reach the group ({what}, epoch {self.epoch}): {error}; {kept}. To go on, {_REJOIN}"
+            ) from error
+
+
+def check_place(rank: int, world_size: int, deadline_seconds: float) -> None:
+    """Raise ValueError if the rank is outside the world, or the deadline is not a positive finite number."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside a world of {world_size} ranks; give 0 to {world_size - 1}")
+    if not 0 < deadline_seconds < math.inf:
+        raise ValueError(f"deadline_seconds must be more than 0 and finite, not {deadline_seconds}")
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the exception's `__str__` may be user code that raises
+        return type(error).__name__

@@ -1,0 +1,496 @@
+"""The protocol between ranks, with ranks as threads over a store in memory, or one rank over a board on paper."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from placement import Manager
+from placement.core.errors import CoordinatorLost, GroupError
+from placement.core.states import Plan, State
+from placement.group import Board, BoardLost, Group, StoreGroup, protocol
+from placement.group.protocol import MAX_BYTES, Basis, Decision, Proposal, Vote, abort, decode, named
+from placement.group.store import StoreBoard
+from placement.group.vote import GroupVote
+from placement.testing import SimulatedDevice, assert_nothing_resident
+from tests.support.boards import ForwardingBoard
+from tests.support.threads import in_threads
+
+PLAN = Plan({"actor": State.TRAINING, "ref": State.CPU_OFFLOADED})
+OTHER = Plan({"actor": State.GPU_RESIDENT, "ref": State.CPU_OFFLOADED})
+DEADLINE = 3.0
+
+
+def groups_of(world_size: int, deadline_seconds: float = 5.0, store: Any = None, generation: int = 0) -> list[StoreGroup]:
+    store = dist.HashStore() if store is None else store
+    return [StoreGroup(store, rank, world_size, deadline_seconds, generation=generation) for rank in range(world_size)]
+
+
+def on_all(groups: Sequence[Group], body: Callable[[Any], Any]) -> list[Any]:
+    """`body(group)` on every rank; what each returned or raised, by rank."""
+    return in_threads(*(lambda group=group: body(group) for group in groups))  # type: ignore[misc]
+
+
+def change(group: Group, budget_bytes: int = 100) -> int:
+    """Returns the least budget."""
+    least = group.propose("enter train", budget_bytes)
+    group.agree(PLAN)
+    return least.nbytes
+
+
+def told(do: Callable[[], object]) -> dict[int, str]:
+    """The failures of the `GroupError` that `do` raises."""
+    with pytest.raises(GroupError) as caught:
+        do()
+    return caught.value.failures
+
+
+def aborted(group: Group, error: BaseException, **keywords: Any) -> dict[int, str]:
+    raised = group.abort(error, **keywords)
+    assert raised is not None
+    return raised.failures
+
+
+# --- one decision for all
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_all_commit_with_the_least_budget(world_size: int) -> None:
+    def body(group: StoreGroup) -> list[int]:
+        return [change(group, 100 + (group.rank + epoch) % world_size) for epoch in range(5)]
+
+    assert on_all(groups_of(world_size), body) == [[100] * 5] * world_size
+
+
+def test_another_plan_on_one_rank_is_named_and_the_next_change_works() -> None:
+    def body(group: StoreGroup) -> Any:
+        group.propose("enter train", 100)
+        return told(lambda: group.agree(OTHER if group.rank == 1 else PLAN)), change(group)
+
+    assert on_all(groups_of(3), body) == [({1: "has another plan"}, 100)] * 3
+
+
+def test_another_action_is_refused_before_anything_moves() -> None:
+    def body(group: StoreGroup) -> Any:
+        return told(lambda: group.propose("leave train" if group.rank == 2 else "enter eval", 100)), change(group)
+
+    assert on_all(groups_of(3), body) == [({0: "is about to enter eval", 2: "is about to leave train"}, 100)] * 3
+
+
+@pytest.mark.parametrize("failing", [(0, 1, 2), (0, 2), (1,)])
+def test_every_rank_that_fails_is_named_with_its_own_reason_on_all_ranks(failing: tuple[int, ...]) -> None:
+    at_once = threading.Barrier(len(failing))
+
+    def body(group: Group) -> Any:
+        group.propose("enter train", 100)
+        if group.rank not in failing:
+            return told(lambda: group.agree(PLAN)), change(group)
+        at_once.wait(30)
+        return aborted(group, ValueError(f"of rank {group.rank}")), change(group)
+
+    assert on_all(groups_of(3, 30.0), body) == [({rank: f"ValueError: of rank {rank}" for rank in failing}, 100)] * 3
+
+
+def test_a_failure_that_the_group_raised_is_not_told_again() -> None:
+    def body(group: StoreGroup) -> Any:
+        vote = GroupVote(group)
+        vote.propose("enter train", lambda: 100)
+        if group.rank == 0:
+            raised: Exception | None = vote.failed(ValueError("x"))
+        else:
+            with pytest.raises(GroupError) as caught:
+                vote.agree(PLAN)
+            raised = caught.value
+        assert raised is not None
+        assert vote.failed(raised) is None
+        assert vote.failed(pickle.loads(pickle.dumps(raised))) is not None  # one that comes from elsewhere is news
+        return group.epoch, change(group)
+
+    assert on_all(groups_of(2), body) == [(2, 100)] * 2
+
+
+def test_keys_do_not_pile_up() -> None:
+    store = dist.HashStore()
+
+    def body(group: StoreGroup) -> None:
+        for attempt in range(40):
+            if attempt % 2:
+                change(group)
+            elif group.rank == 1:
+                group.abort(ValueError("x"))
+            else:
+                told(lambda: group.propose("enter train", 1))
+
+    assert on_all(groups_of(3, store=store), body) == [None] * 3
+    assert store.num_keys() < 30
+
+
+@pytest.mark.parametrize(("rank", "world_size", "deadline"), [(2, 2, 1.0), (-1, 2, 1.0), (0, 1, 0.0), (0, 1, -1.0)])
+def test_plain_mistakes(rank: int, world_size: int, deadline: float) -> None:
+    with pytest.raises(ValueError, match=r"rank|deadline_seconds"):
+        StoreGroup(dist.HashStore(), rank, world_size, deadline)
+
+
+# --- late
+
+
+class Paper(Board):
+    """A board in a dictionary, with a clock that only goes on while somebody waits."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.now = 0.0
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self.values.setdefault(key, value)
+
+    def look(self, keys: Sequence[str]) -> list[bytes] | None:
+        return [self.values[key] for key in keys] if set(keys) <= set(self.values) else None
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        self.now += 0.0 if key in self.values else seconds
+        return self.values.get(key)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.values.pop(key, None)
+
+    def proposals(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.put(f"placement/g0/e0/proposal/{rank}", Proposal(action="enter train", budget_bytes=1).encode())
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> Paper:
+    board = Paper()
+
+    def sleep(seconds: float) -> None:
+        board.now += seconds
+
+    monkeypatch.setattr(protocol, "time", SimpleNamespace(monotonic=lambda: board.now, sleep=sleep))
+    return board
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)])
+def test_every_rank_gives_up_after_its_own_deadline_and_names_who_is_missing(rank: int, missing: int, paper: Paper) -> None:
+    group = Group(paper, rank, 3, deadline_seconds=DEADLINE)
+    paper.proposals(*({0, 1, 2} - {rank, missing}))
+    assert told(lambda: group.propose("enter train", 1)) == {missing: "no proposal within 3 s"}
+    assert paper.now < DEADLINE + 2 * group._grace_seconds  # for the decision, and for reasons that do not come
+
+
+def test_a_rank_zero_that_comes_after_the_deadline_finds_the_change_given_up(paper: Paper) -> None:
+    first, second = (Group(paper, rank, 2, deadline_seconds=DEADLINE) for rank in range(2))
+    for group in (second, first):
+        assert list(told(lambda group=group: group.propose("enter train", 1))) == [0]  # type: ignore[misc]
+    assert paper.now < 1.5 * DEADLINE
+
+
+@pytest.mark.parametrize("what", ["basis", "decision"])
+def test_rank_zero_is_named_where_everybody_else_has_spoken(what: str, paper: Paper) -> None:
+    group = Group(paper, 1, 2, deadline_seconds=DEADLINE)
+    paper.proposals(0)
+    if what == "decision":
+        paper.put("placement/g0/e0/basis", Basis(budget_bytes=1).encode())
+        group.propose("enter train", 1)
+        paper.put("placement/g0/e0/vote/0", Vote(digest=protocol.digest_of(PLAN)).encode())
+    began = paper.now
+    assert told(lambda: group.propose("enter train", 1) if what == "basis" else group.agree(PLAN)) == {0: "no answer within 3 s"}
+    assert paper.now - began < DEADLINE + 3 * group._grace_seconds
+
+
+def test_a_basis_that_is_written_in_the_last_moment_counts() -> None:
+    class Late(Paper):
+        def wait(self, key: str, seconds: float) -> bytes | None:
+            found = super().wait(key, seconds)
+            if key.endswith("basis"):  # for the next look
+                self.values.setdefault(key, Basis(budget_bytes=7).encode())
+            return found
+
+    board = Late()
+    group = Group(board, 1, 2, deadline_seconds=DEADLINE)
+    board.proposals(0)
+    assert group.propose("enter train", 9).nbytes == 7
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+@pytest.mark.parametrize("step", ["propose", "agree"])
+def test_who_gives_up_first_names_the_rank_that_is_missing(silent: int, step: str) -> None:
+    """Not rank 0, although a rank that is neither waits for what rank 0 writes."""
+    groups = groups_of(3, deadline_seconds=0.3)
+    groups[0].deadline_seconds = 3.0  # the other one gives up before
+
+    def body(group: Group) -> Any:
+        if group.rank != silent or step == "agree":
+            group.propose("enter train", 1)
+        if group.rank != silent:
+            group.agree(PLAN)
+
+    for rank, error in enumerate(on_all(groups, body)):
+        if rank != silent:
+            assert isinstance(error, GroupError)
+            assert list(error.failures) == [silent]
+
+
+def test_a_rank_that_comes_back_much_later_obeys_what_was_decided() -> None:
+    """The others have ended many epochs by then: the one that it asks for must not have been forgotten."""
+    store = dist.HashStore()
+    is_reached, may_go_on = threading.Event(), threading.Event()
+
+    class Gate(ForwardingBoard):
+        def wait(self, key: str, seconds: float) -> bytes | None:
+            if key.endswith("e0/decision"):
+                is_reached.set()
+                assert may_go_on.wait(30)
+            return super().wait(key, seconds)
+
+    first, second = (StoreGroup(store, rank, 3, 5.0) for rank in range(2))
+    late = Group(Gate(StoreBoard(store)), 2, 3, deadline_seconds=5.0)
+
+    def goes_on() -> int:
+        change(first)
+        assert is_reached.wait(30)
+        for _ in range(6):
+            first.abort(RuntimeError("the user's"))
+        may_go_on.set()
+        return 100
+
+    assert in_threads(goes_on, lambda: change(second), lambda: change(late)) == [100] * 3, "rank 2 read another decision"
+
+
+@pytest.mark.parametrize("jump_seconds", [-86_400.0, 86_400.0])
+def test_a_wall_clock_that_jumps_changes_no_deadline(jump_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at it is a day from the last: deadlines neither pass at once nor stay away."""
+    begin, steps = time.time(), count()
+    monkeypatch.setattr(time, "time", lambda: begin + jump_seconds * next(steps))
+    groups = groups_of(2)
+    assert on_all(groups, change) == [100] * 2
+    groups[0].deadline_seconds = 0.2
+    assert list(told(lambda: change(groups[0]))) == [1]
+
+
+# --- reasons
+
+
+def test_a_rank_that_fails_when_the_others_have_gone_on_names_itself_as_well() -> None:
+    first, second = groups_of(2, deadline_seconds=1.0)
+    assert aborted(first, ValueError("the quick one")) == {0: "ValueError: the quick one"}
+    assert aborted(second, KeyError("the slow one")) == {0: "ValueError: the quick one", 1: "KeyError: 'the slow one'"}
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_rank_that_is_dead_costs_the_others_a_moment_and_no_deadline(dead: int, paper: Paper) -> None:
+    """They are heard one after the other, so that each of them waits for the others in vain."""
+    groups = [Group(paper, rank, 3, deadline_seconds=100.0) for rank in range(3) if rank != dead]
+    paper.proposals(0, 1, 2)
+    for group in groups:
+        assert list(aborted(group, ValueError("x"))) == sorted({groups[0].rank, group.rank})
+    assert paper.now < 5.0
+
+
+def test_a_board_that_is_lost_while_reasons_are_gathered_changes_nothing_in_the_decision() -> None:
+    class Fails(Paper):
+        def look(self, keys: Sequence[str]) -> list[bytes] | None:
+            if any("outcome" in key for key in keys):
+                raise BoardLost("gone")
+            return super().look(keys)
+
+    group = Group(Fails(), 0, 2, deadline_seconds=0.1)
+    assert aborted(group, ValueError("x")) == {0: "ValueError: x"}
+    assert (group.epoch, group.is_in_doubt) == (1, False)
+
+
+def test_a_thousand_reasons_fit_into_one_message() -> None:
+    decision = abort(dict.fromkeys(range(1000), "x" * 5000))
+    assert len(decision.encode()) <= MAX_BYTES
+    assert len(decision.failures) + decision.unnamed == 1000
+    group = StoreGroup(dist.HashStore(), 0, 5000, 0.05)
+    with pytest.raises(GroupError, match=r"and [0-9,]+ more ranks") as caught:
+        change(group)
+    assert 1 in caught.value.failures
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Mute(), *map(ValueError, ("\udcff in a file's name", "\0" * 3000, "\u4e00" * 3000, '"' * 3000, "x" * 100_000))],
+    ids=["mute", "surrogate", "zeros", "wide", "quotes", "long"],
+)
+def test_any_text_of_an_exception_reaches_the_others(error: Exception) -> None:
+    first, second = groups_of(2, deadline_seconds=1.0)
+    first.abort(error)
+    assert told(lambda: change(second))[0].startswith(type(error).__name__)
+
+
+# --- messages
+
+
+def test_an_action_of_any_length_stays_different_from_others() -> None:
+    long = "enter train only=" + ",".join(f"handle{number}" for number in range(300))
+    assert named(long) == named(long)
+    assert named(long) != named(long + ",more")
+    assert named("enter \udcff") != named("enter \udcfe")
+    assert named("enter train") == "enter train"
+    assert on_all(groups_of(2), lambda group: group.propose(long, 7).nbytes) == [7, 7]
+
+
+@pytest.mark.parametrize("nonsense", [b"{}", b"no json", b'{"action": "x", "budget_bytes": 1, "code": "y"}'])
+def test_a_rank_that_is_not_understood_is_named(nonsense: bytes) -> None:
+    groups = groups_of(2)
+    groups[1]._board.put("placement/g0/e0/proposal/1", nonsense)
+    assert told(lambda: change(groups[0]))[1].startswith("is not understood")
+
+
+def test_what_is_no_message_is_refused() -> None:
+    for value in (b"", b"{}", b'{"verdict": "maybe"}', b'{"verdict": "commit", "more": 1}', b" " * (MAX_BYTES + 1), b"\x80\x04K\x01."):
+        with pytest.raises(ValueError, match=r"not a valid Decision|a message has"):
+            decode(Decision, value)
+
+
+def test_two_processes_in_one_place_are_found_out() -> None:
+    """Only a board that was written by hand can show it: COMMIT stands, and this rank has not voted."""
+    group = groups_of(2)[1]
+    group._board.claim("placement/g0/e0/decision", Decision(verdict="commit").encode())
+    group.deadline_seconds = 0.05
+    with pytest.raises(CoordinatorLost, match="another process uses its rank"):
+        change(group)
+    assert group.is_in_doubt
+
+
+def test_a_rank_that_waits_for_what_others_tell_looks_ever_more_rarely() -> None:
+    looks = 0
+
+    class Counting(StoreBoard):
+        def look(self, keys: Sequence[str]) -> list[bytes] | None:
+            nonlocal looks
+            looks += 1
+            return super().look(keys)
+
+    groups = groups_of(2, 20.0)
+    groups[0]._board.__class__ = Counting  # type: ignore[assignment]
+
+    def exchanges(group: Group) -> list[str]:
+        group.propose("enter train", 1)
+        if group.rank == 1:
+            threading.Event().wait(1.0)
+        return group.exchange_texts("plan", str(group.rank))
+
+    assert on_all(groups, exchanges) == [["0", "1"]] * 2
+    assert looks < 120, "2,400 a second before the pauses grew"
+
+
+# --- interrupted, restarted, cut off
+
+
+@pytest.mark.parametrize("interrupted", [0, 1, 2])
+def test_an_interrupt_after_the_vote_ends_the_next_change(interrupted: int) -> None:
+    """COMMIT may stand by then: the others have entered, and must not believe that this rank has."""
+    groups = groups_of(3)
+    voted = threading.Event()
+
+    class Interrupting(ForwardingBoard):
+        def wait(self, key: str, seconds: float) -> bytes | None:
+            found = super().wait(key, seconds)
+            if key.endswith("decision"):
+                raise KeyboardInterrupt
+            return found
+
+    groups[interrupted]._board = Interrupting(groups[interrupted]._board)
+
+    def body(group: Group) -> Any:
+        if group.rank != interrupted:
+            change(group)
+            assert voted.wait(30)
+            return told(lambda: change(group)), group.epoch
+        try:
+            change(group)
+        except KeyboardInterrupt as error:
+            voted.set()
+            return aborted(group, error), group.epoch
+        return "not interrupted"
+
+    assert on_all(groups, body) == [({interrupted: "KeyboardInterrupt: "}, 2)] * 3
+
+
+def test_a_restarted_rank_is_fenced_and_ends_the_open_epoch() -> None:
+    store = dist.HashStore()
+
+    def body(group: StoreGroup) -> Any:
+        change(group)
+        group.propose("enter eval", 100)
+        if group.rank == 1:  # died here, and came back
+            with pytest.raises(GroupError, match="rank 1 was restarted") as caught:
+                StoreGroup(store, 1, 3, 5.0)
+            return caught.value.failures
+        return told(lambda: group.agree(PLAN))
+
+    assert on_all(groups_of(3, store=store), body) == [{1: "was restarted, and knows nothing of what the others hold"}] * 3
+    with pytest.raises(GroupError, match="was restarted"):  # its place stays taken in this generation
+        StoreGroup(store, 1, 3, 5.0)
+    assert on_all(groups_of(3, store=store, generation=1), change) == [100] * 3
+
+
+def test_a_restarted_rank_ends_the_open_epoch_also_when_the_last_one_was_ended_by_another() -> None:
+    store = dist.HashStore()
+    first, second = groups_of(2, store=store)
+    aborted(first, ValueError("x"))  # epoch 0, which rank 1 has not heard of: rank 0 is at 1
+    with pytest.raises(GroupError, match="was restarted"):
+        StoreGroup(store, 1, 2, 5.0)
+    assert told(lambda: change(first))[1].startswith("was restarted")
+    assert second.epoch == 0
+
+
+class Silent(dist.HashStore):
+    """A store that stops answering."""
+
+    is_gone = False
+
+    def check(self, keys: Any) -> Any:
+        if self.is_gone:
+            raise dist.DistNetworkError("the connection was closed")
+        return super().check(keys)
+
+
+class LosesItsBoard(StoreGroup):
+    """At the decision of a plan that wants nothing on the device."""
+
+    def agree(self, plan: Plan, *stage: Any) -> protocol.Reached:
+        self._board._store.is_gone = not any(map(plan.on_device, plan.targets))  # type: ignore[attr-defined]
+        return super().agree(plan, *stage)
+
+
+def test_a_board_that_is_lost_leaves_the_rank_in_doubt() -> None:
+    group = LosesItsBoard(Silent(), 0, 1, 0.5)
+    group.propose("enter train", 100)
+    with pytest.raises(CoordinatorLost, match="the prepared move is kept"):
+        group.agree(Plan({}))
+    group._board._store.is_gone = False  # type: ignore[attr-defined]
+    assert group.is_in_doubt
+    with pytest.raises(CoordinatorLost, match="make the group anew"):
+        group.propose("enter train", 100)
+    assert group.abort(ValueError("anything")) is None
+
+
+def test_a_rank_in_doubt_that_leaves_its_phase_keeps_nothing_on_the_device() -> None:
+    """Everything was off the device when the decision was lost, and leaving had nothing to move."""
+    manager = Manager(device=SimulatedDevice(1 << 20), group=LosesItsBoard(Silent(), 0, 1, 0.5))
+    manager.register("ref", torch.nn.Linear(64, 64), role="ref")
+    with pytest.raises(CoordinatorLost), manager.phase("log_prob") as phase:
+        phase.switch("reward")
+    assert_nothing_resident(manager)
