@@ -43,9 +43,10 @@ from placement.devices.host.mapping import PAGE, round_up
 from placement.devices.host.shared_slab import new_file, opened_file
 from placement.devices.memory import Copy, HostSlab, Mark, SharedSlab
 from placement.ownership.adapter import Adapter
-from placement.storage.layout import Owner, RangeLayout
+from placement.storage.layout import Adoptee, Owner, RangeLayout, prepare
 from placement.storage.managed import ManagedStorage
 from placement.storage.object_storages import ObjectStorages
+from placement.storage.point import byte_view
 from placement.storage.range import Range, used_bytes
 from placement.storage.scan import StorageScanner
 from placement.storage.transfer.chunk_pool import ChunkPool
