@@ -1,4 +1,4 @@
-"""Every IO call of the disk tier failed, every bytecode of its callers interrupted, and its process killed: no value is lost unnoticed."""
+"""Every IO call of the disk tier failed, its waits interrupted, and its process killed: no value is lost unnoticed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,10 +18,10 @@ from typing import Any
 import pytest
 
 import placement
-from placement.devices.host import spill_file, spilled_slab
-from placement.testing import SimulatedDevice
+from placement.devices.host import disk_file
+from placement.storage import disk
 from tests.faults.harness import FaultyWorker, check_sound, check_values, many_cases
-from tests.faults.tracing import Interrupter, Recorder, describe
+from tests.support.disk import until
 
 pytestmark = pytest.mark.leaves_behind("each of many cases is looked at by the harness when it ends")
 
@@ -39,12 +40,12 @@ def _many_cases() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_file, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(spill_file, "DEPTH", 2)
+    monkeypatch.setattr(disk_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(disk_file, "DEPTH", 2)
 
 
 def quiet(worker: FaultyWorker) -> None:
-    assert worker.manager._stack.executor.host_tier._keeper.wait_until_idle(20)
+    until(lambda: worker.manager._stack.executor.host_tier._keeper.is_idle)
 
 
 def worker_in(folder: Path) -> FaultyWorker:
@@ -71,22 +72,26 @@ def lost(worker: FaultyWorker) -> set[str]:
     return {name for name, handle in worker.manager.handles.items() if handle.storage.lost is not None}
 
 
+_preadv = os.preadv
+
+
 class Failing:
-    """A function that fails at one of its calls by the disk tier's threads, or from there on."""
+    """A function that fails at one of its calls, or from there on. Several threads call it."""
 
     def __init__(self, real: Callable[..., Any], at: int, forever: bool, fail: Callable[[], Any]) -> None:
         self._real, self._at, self._forever, self._fail = real, at, forever, fail
+        self._lock = threading.Lock()
         self.calls = 0
         self.fired = 0
 
-    def __call__(self, *arguments: Any) -> Any:
-        if not threading.current_thread().name.startswith("placement-disk"):
+    def __call__(self, *arguments: Any, **_: Any) -> Any:
+        if self._real is _preadv and isinstance(arguments[1][0], bytearray):  # the simulated device reads which pages it has
             return self._real(*arguments)
-        self.calls += 1
-        if self.calls == self._at or (self._forever and self.calls > self._at):
-            self.fired += 1
-            return self._fail()
-        return self._real(*arguments)
+        with self._lock:
+            self.calls += 1
+            fails = self.calls == self._at or (self._forever and self.calls > self._at)
+            self.fired += fails
+        return self._fail() if fails else self._real(*arguments)
 
 
 def raises(number: int) -> Callable[[], Any]:
@@ -108,10 +113,10 @@ def no_memory() -> int:
 OPERATIONS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "write": (os, "pwritev", raises(errno.EIO)),
     "sync": (os, "fdatasync", raises(errno.EIO)),
-    "allocate": (spill_file, "_fallocate", refuses),
-    "open": (spill_file.SpillDirectory, "open", raises(errno.EMFILE)),
-    "release": (spilled_slab, "_dropped", lambda: False),
-    "memory": (spilled_slab, "available_bytes", no_memory),
+    "allocate": (disk_file, "_fallocate", refuses),
+    "open": (disk, "DiskFile", raises(errno.EMFILE)),
+    "release": (disk_file, "_drop", lambda: False),
+    "memory": (disk_file, "available_bytes", no_memory),
     "read": (os, "preadv", raises(errno.EIO)),
 }
 
@@ -125,7 +130,7 @@ def test_every_call_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oper
         worker = worker_in(tmp_path)
         with monkeypatch.context() as patched:
             failing = Failing(getattr(owner, name), points + 1, forever, fail)
-            patched.setattr(owner, name, failing if owner is not spill_file.SpillDirectory else lambda *a, failing=failing: failing(*a))
+            patched.setattr(owner, name, failing)
             with contextlib.suppress(placement.IntegrityError, placement.BrokenHandleError, placement.HostMemoryError):
                 a_few_phases(worker)
             quiet(worker)
@@ -153,47 +158,50 @@ def test_every_call_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oper
     assert [*tmp_path.iterdir()] == []
 
 
-# --- interrupts
-
-FILES = ("host_tier.py", "keeper.py", "spill.py", "slab.py", "range.py", "executor.py")
+# --- Ctrl-C
 
 
-def recorded(worker: FaultyWorker) -> list[tuple[Any, int]]:
-    recorder = Recorder()
-    with recorder:
-        reads_and_moves(worker)
-    points = [(point, visit) for point, visits in recorder.visits.items() for visit in {1, visits}]
-    return [(point, visit) for point, visit in points if Path(point[0].co_filename).name in FILES]
+class Interrupting:
+    """A function before one of whose calls, on whatever thread, Ctrl-C is pressed."""
+
+    def __init__(self, real: Callable[..., Any], at: int) -> None:
+        self._real, self._at = real, at
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._real(*arguments)
 
 
-def reads_and_moves(worker: FaultyWorker) -> None:
-    """Bytes that are on disk are needed by a reader and by a phase transition."""
-    with worker.manager.phase("train"):
-        worker.manager.handles["rollout"].object.module.state_dict()
-    worker.manager.handles["actor"].state_dict()
-
-
-def test_interrupts_leave_values_complete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["preadv", "fdatasync"])
+def test_ctrl_c_while_somebody_waits_for_the_disk_leaves_values_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     worker = worker_in(tmp_path)
     a_few_phases(worker)
-    points = recorded(worker)
-    chosen = points if EVERY_POINT else points[:: max(1, len(points) // 150)]
-    fired = 0
-    for point, visit in chosen:
+    interrupted = 0
+    for point in range(1, 12):
         with worker.manager.phase("rollout"):
             quiet(worker)
         quiet(worker)
-        interrupter = Interrupter(point, visit, KeyboardInterrupt)
-        with contextlib.suppress(KeyboardInterrupt), interrupter:
-            reads_and_moves(worker)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, Interrupting(getattr(os, call), point))
+            try:
+                with worker.manager.phase("train"):
+                    worker.manager.handles["rollout"].object.module.state_dict()
+                worker.manager.handles["actor"].state_dict()
+                quiet(worker)
+            except KeyboardInterrupt:
+                interrupted += 1
         gc.collect(0)
-        fired += interrupter.fired
         with worker.manager.phase("log_prob"):
             pass
-        assert lost(worker) == set(), describe(point, visit)
+        assert lost(worker) == set()
         check_sound(worker)
         check_values(worker)
-    assert fired > 30
+    assert interrupted
     a_few_phases(worker)
     check_values(worker)
     worker.manager.close()
@@ -301,10 +309,4 @@ def test_a_kill_loses_nothing_that_a_checkpoint_had(tmp_path: Path) -> None:
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
     assert found.stdout.count("checked") == count
-    litter = [path for folder in (tmp_path / "spilled").iterdir() for path in folder.iterdir()]
-    assert litter == []  # files without a name go with their process
-    assert len([*(tmp_path / "spilled").iterdir()]) <= 1  # the next manager has removed the folders of those before
-    manager = placement.Manager(device=SimulatedDevice(1 << 20), host_limit_bytes=1 << 20, disk_directory=tmp_path / "spilled")
-    assert len([*(tmp_path / "spilled").iterdir()]) == 1
-    manager.close()
-    assert [*(tmp_path / "spilled").iterdir()] == []
+    assert [*(tmp_path / "spilled").iterdir()] == []  # files without a name go with their process

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from placement import Manager
 from placement.planning.host_tier import DiskTier
-from placement.storage.disk.spill import Place, Spill
+from placement.storage.disk import Place, Spill
 from placement.storage.transfer.chunk_pool import ChunkPool
 
 
@@ -20,7 +20,7 @@ def tier_of(manager: Manager) -> DiskTier:
 
 def settle(manager: Manager) -> None:
     """Wait for the background work."""
-    assert tier_of(manager)._keeper.wait_until_idle(20)
+    until(lambda: tier_of(manager)._keeper.is_idle)
 
 
 def until(condition: Callable[[], bool]) -> None:
