@@ -36,10 +36,17 @@ _SECONDS_OF_WORK = 0.5
 """What a phase of the job takes beside its moves. The disk works in that time."""
 
 
+class _Holder:
+    """The part of a handle's storage that a `Spill` uses."""
+
+    lost: str | None = None
+    ranges = ()
+
+
 def _ours(folder: Path, slab: Slab) -> dict[str, Callable[[], object]]:
     """With checksums, and with the memory given back and taken again."""
     keeper = Keeper(slab.nbytes)
-    spill = Spill(slab, "bench", str(folder), HandleCounters(), keeper, lambda _: None)
+    spill = Spill(slab, _Holder(), "bench", str(folder), HandleCounters(), keeper)
     spill.can_leave = True
 
     def write() -> None:

@@ -142,9 +142,7 @@ class DiskTier(HostTier):
                 continue
             spill = self._spills.get(slab)
             if spill is None:
-                lose = functools.partial(_lose, weakref.ref(holding))
-                spill = self._spills[slab] = Spill(slab, handle.name, self._directory, handle.counters, self._keeper, lose)
-            spill.ranges = [weakref.ref(r) for r in having]
+                spill = self._spills[slab] = Spill(slab, holding, handle.name, self._directory, handle.counters, self._keeper)
             for r in having:
                 r.spill = spill
             is_sound = holding.is_consistent and holding.lost is None and all(r.claims is None for r in having)
@@ -180,11 +178,6 @@ def _share(holding: ManagedStorage) -> HostShare:
     shared = sum(r.host.held_bytes for r in ranges if r.is_shared)
     own = sum(r.host.nbytes for r in ranges if not r.is_shared)
     return HostShare(own + shared + reserved, shared + reserved, holding.host_bytes)
-
-
-def _lose(holding: weakref.ref[ManagedStorage], words: str) -> None:
-    if (alive := holding()) is not None:
-        alive.lost = words
 
 
 def _wait(device: Device, marks: Sequence[Mark]) -> None:

@@ -50,23 +50,28 @@ class _Mirrored(Protocol):
     """The part of a range that this needs."""
 
     prints: torch.Tensor | None
+    spill: Spill | None
+
+
+class _Holder(Protocol):
+    """The part of a handle's storage that this needs."""
+
+    lost: str | None
+
+    @property
+    def ranges(self) -> Sequence[_Mirrored]: ...
 
 
 class Spill:
     """The host copy in one slab, of which one range or several have a part, while it may be away from host memory.
 
     Args:
-        slab: kept alive by its ranges alone.
+        slab, holder: kept alive by others alone.
         name: the handle's name.
-        lose: called with the words for it when values are lost.
     """
 
-    def __init__(
-        self, slab: Slab, name: str, directory: str, counters: HandleCounters, keeper: Keeper, lose: Callable[[str], None]
-    ) -> None:
+    def __init__(self, slab: Slab, holder: _Holder, name: str, directory: str, counters: HandleCounters, keeper: Keeper) -> None:
         self.place = Place.MEMORY
-        self.ranges: Sequence[weakref.ref[_Mirrored]] = ()
-        """The ranges that have a part of the slab."""
         self.is_claimed = False
         """Whether somebody may use addresses of the host copy until the keeper is told anew what is needed when. If so, it stays."""
         self.is_used = False
@@ -77,12 +82,11 @@ class Spill:
         """Whether the device has the bytes, and its next offload copies all of them: nothing need be written."""
         self.lost: str | None = None
         """Which values are lost, and why; None while none is."""
-        self._slab = weakref.ref(slab)
+        self._slab, self._holder = weakref.ref(slab), weakref.ref(holder)
         self._name = name
         self._directory = directory
         self._counters = counters
         self._keeper = keeper
-        self._lose = lose
         self._num_uses = 0
         self._file: DiskFile | None = None
         """The file is kept while the bytes are in host memory: what does not change need not be written again."""
@@ -162,8 +166,9 @@ class Spill:
         if slab is None or not self.may_leave or slab.has_views:
             return False
         settle()
+        while not slab.ready.wait(_GLANCE_SECONDS):
+            interrupts.check()
         is_written = drops or self._write(slab, goes_on)
-        slab.ready.wait()
         with self._keeper.lock:
             is_used = num_uses != self._num_uses
             if is_used and self._file is not None:
@@ -175,7 +180,7 @@ class Spill:
                 self._forget_prints()
         try:
             release(slab)
-        except OSError:
+        except BaseException:
             self.place = Place.MEMORY
             raise
         return True
@@ -194,11 +199,13 @@ class Spill:
         return True
 
     def _write(self, slab: Slab, goes_on: GoesOn) -> bool:
-        file, self._file = self._file, None  # a file that fails is given up, and its space with it
-        if file is None:
-            file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
-        written_bytes = file.write(slab.address, goes_on)
-        self._file = file
+        if self._file is None:
+            self._file = DiskFile(self._directory, f"{self._name}-{id(self):x}.spill", slab.nbytes)
+        try:
+            written_bytes = self._file.write(slab.address, goes_on)
+        except BaseException:
+            self._file = None  # and its space is given back
+            raise
         self._counters.spilled_bytes += written_bytes or 0
         return written_bytes is not None
 
@@ -230,12 +237,14 @@ class Spill:
         )
         self._file = None
         self._forget_prints()
-        self._lose(self.lost)
+        if (holder := self._holder()) is not None:
+            holder.lost = self.lost
         logger.error("%s", self.lost)
 
     def _forget_prints(self) -> None:
-        for ref in self.ranges:
-            if (r := ref()) is not None:
+        holder = self._holder()
+        for r in () if holder is None else holder.ranges:
+            if r.spill is self:
                 r.prints = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -65,3 +66,11 @@ def send_to_disk(manager: Manager, *names: str) -> list[Spill]:
             assert spill.leave(lambda: True, lambda: None)
         assert spill.place in (Place.DISK, Place.NOWHERE)
     return sent
+
+
+def damage(spill: Spill, offset: int) -> None:
+    """Change one bit of a host copy's file."""
+    assert spill._file is not None
+    file = os.open(f"/proc/self/fd/{spill._file._file}", os.O_RDWR)
+    os.pwrite(file, bytes([os.pread(file, 1, offset)[0] ^ 1]), offset)
+    os.close(file)

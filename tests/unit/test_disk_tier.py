@@ -21,7 +21,7 @@ from placement.core.settings import Settings
 from placement.devices.host import disk_file
 from placement.storage.disk import Place
 from placement.testing import Faults, SimulatedDevice
-from tests.support.disk import settle, until
+from tests.support.disk import damage, send_to_disk, settle, until
 
 PAGE = 4096
 CHUNK = 8 * PAGE
@@ -70,11 +70,14 @@ class Worker:
             with torch.no_grad():
                 assert torch.equal(self.models["critic"](tokens), model(2)(tokens))
             step.switch("train")
-            for net, adam in ((self.models["actor"], self.adam), (self.twin, self.twin_adam)):
-                net(tokens).square().mean().backward()
-                adam.step()
-                adam.zero_grad()
+            self.learn()
         self.settle()
+
+    def learn(self) -> None:
+        for net, adam in ((self.models["actor"], self.adam), (self.twin, self.twin_adam)):
+            net(torch.ones(2, 128)).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
 
     def check_values(self) -> None:
         for name, twin in (("actor", self.twin), ("ref", model(1)), ("critic", model(2))):
@@ -95,19 +98,6 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     yield made
     made.manager.close()
     assert [*tmp_path.iterdir()] == []
-
-
-def leave(worker: Worker, name: str) -> Any:
-    """Have the host copy of a handle go to the disk now. Returns its spill."""
-    worker.settle()
-    worker.manager._stack.executor.host_tier._keeper.hold()
-    (r,) = worker.handles[name].storage.ranges
-    if r.spill.is_here:
-        r.spill.is_claimed = False
-        gc.collect()  # torch 2.10 leaves the state dict that it saved in a cycle of references
-        assert r.spill.leave(lambda: True, lambda: None)
-    assert r.spill.place is Place.DISK
-    return r.spill
 
 
 # --- a run
@@ -180,25 +170,57 @@ def test_without_a_limit_nothing_is_on_disk_and_no_thread_runs() -> None:
 
 
 def test_a_state_dict_brings_the_bytes_and_keeps_them_as_long_as_it_lives(worker: Worker) -> None:
-    spill = leave(worker, "critic")
+    (spill,) = send_to_disk(worker.manager, "critic")
     shown = worker.handles["critic"].state_dict()
     assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
     with worker.manager.phase("train"):  # everything else has to make room
         until(lambda: spill.is_here)
         assert not spill.leave(lambda: True, lambda: None)
         assert all(torch.equal(shown[key], value) for key, value in model(2).state_dict().items())
+    shown["0.weight"].fill_(3)
     del shown
     gc.collect()
     with worker.manager.phase("train"):
-        worker.settle()
-        assert spill.can_leave
+        assert send_to_disk(worker.manager, "critic") == [spill]
+    assert worker.handles["critic"].state_dict()["0.weight"].eq(3).all()
 
 
-@pytest.mark.parametrize("how", ["unregister", "close", "checkpoint", "async_checkpoint", "publish", "load_checkpoint"])
+def test_readers_in_other_threads_get_the_values_while_phases_run(tmp_path: Path) -> None:
+    """With less host memory than any two of them need."""
+    worker = Worker(tmp_path, 3 * MODEL_BYTES)
+    is_over = threading.Event()
+    counts = {"ref": 0, "critic": 0}
+    wrong: list[str] = []
+
+    def read(name: str, seed: int) -> None:
+        want = model(seed).state_dict()
+        while not is_over.is_set():
+            shown = worker.handles[name].state_dict()
+            wrong.extend(name for key, value in want.items() if not torch.equal(shown[key].cpu(), value))
+            del shown
+            counts[name] += 1
+
+    threads = [threading.Thread(target=read, args=each) for each in (("ref", 1), ("critic", 2))]
+    for thread in threads:
+        thread.start()
+    for _ in range(6):
+        with worker.manager.phase("train"):
+            worker.learn()
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert all(counts.values())
+    worker.check_values()
+    worker.manager.close()
+
+
+@pytest.mark.parametrize("how", ["unregister", "close", "checkpoint", "async_checkpoint", "load_checkpoint"])
 def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.TempPathFactory, how: str) -> None:
     path = tmp_path_factory.mktemp("checkpoint")
     placement.checkpoint.save(worker.manager, path, only=["critic"])
-    leave(worker, "critic")
+    send_to_disk(worker.manager, "critic")
     want = model(2).state_dict()
     critic = worker.models["critic"]
     if how == "unregister":
@@ -214,16 +236,9 @@ def test_every_reader_gets_the_values(worker: Worker, tmp_path_factory: pytest.T
         critic.load_state_dict(model(7).state_dict())
         worker.manager.register("critic", critic, role="critic")
         worker.handles = worker.manager.handles
-        leave(worker, "critic")
+        send_to_disk(worker.manager, "critic")
         placement.checkpoint.load(worker.manager, path, only=["critic"])
-        leave(worker, "critic")
-    else:
-        with worker.manager.phase("values"):
-            pass
-        leave(worker, "actor")
-        with worker.manager.phase("weight_sync"):
-            published = dict(pair for bucket in worker.handles["actor"].weights(bucket_bytes=4096) for pair in bucket)
-        assert all(torch.equal(published[key], value) for key, value in model(0).state_dict().items())
+        send_to_disk(worker.manager, "critic")
     if how in ("checkpoint", "async_checkpoint"):
         worker.manager.unregister("critic")
         critic.load_state_dict(model(7).state_dict())
@@ -326,18 +341,11 @@ def test_a_full_disk_leaves_everything_in_host_memory(
     worker.check_values()
 
 
-def corrupted(spill: Any, offset: int) -> None:
-    byte = os.pread(spill._file._file, PAGE, offset)
-    file = os.open(f"/proc/self/fd/{spill._file._file}", os.O_RDWR)
-    os.pwrite(file, bytes([byte[0] ^ 1]), offset)
-    os.close(file)
-
-
 @pytest.mark.parametrize("reader", ["state_dict", "phase", "unregister"])
 def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Worker, reader: str) -> None:
-    spill = leave(worker, "critic")
+    (spill,) = send_to_disk(worker.manager, "critic")
     path = spill._file.path
-    corrupted(spill, CHUNK + PAGE)
+    damage(spill, CHUNK + PAGE)
     words = rf"chunk 1 of {MODEL_BYTES // CHUNK} of the host copy of 'critic' came back from {path} with other bytes"
 
     def read() -> None:
@@ -367,7 +375,7 @@ def test_other_bytes_than_were_written_are_an_error_that_names_them(worker: Work
 
 
 def test_a_read_error_loses_this_handle_alone(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    spill = leave(worker, "critic")
+    (spill,) = send_to_disk(worker.manager, "critic")
     path = spill._file.path
 
     def broken(*_: Any) -> int:
@@ -411,7 +419,7 @@ def test_snapshots_and_metrics_have_the_disk(worker: Worker) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.EAGAIN])
 def test_a_read_for_which_the_kernel_lacks_memory_loses_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    leave(worker, "critic")
+    send_to_disk(worker.manager, "critic")
 
     def refused(*_: Any) -> int:
         raise OSError(number, os.strerror(number))
